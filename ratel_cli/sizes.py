@@ -11,6 +11,10 @@ from typing import Final, Literal
 DtypeName = Literal["bfloat16", "float32", "float16"]
 """Names of compute dtypes, as torch and the config spell them."""
 
+ValueType = Literal["bfloat16", "float16", "float32", "int16", "uint8"]
+"""Types of the values that a store holds."""
+VALUE_BYTES: Final[dict[ValueType, int]] = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2, "uint8": 1}
+
 PAGE_BYTES: Final = 4096
 """The unit of direct I/O: offsets, lengths and addresses are multiples of it."""
 HUGE_PAGE_BYTES: Final = 2 << 20

@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 
+import torch
+
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import LanedQueue
 from ratel_cli.io.requests import Direction
 from ratel_cli.io.threads import ThreadedLane, transfer_with_kernel
+from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.layout import Field
 
 REQUEST_BYTES = 16 * PAGE_BYTES
 """Small, so that a few bytes are cut into many requests."""
@@ -208,3 +212,8 @@ def directory_in_memory(otherwise: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="ratel-test-", dir=shared) as name:
         yield Path(name)
+
+
+def values_of(memory: memoryview, field: Field) -> torch.Tensor:
+    """Memory as the values of a field."""
+    return view(memory, VALUE_DTYPES[field.dtype])

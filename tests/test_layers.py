@@ -21,7 +21,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ratel_cli"
 PARTS = (
     "errors", "units", "sizes", "closing", "json_fields", "commands", "progress", "input_files",
-    "console", "_native", "config", "io", "store",
+    "console", "_native", "config", "io", "store", "schedule",
     "hardware", "data", "model", "planning", "engine", "training", "report", "run", "cli",
 )  # fmt: skip
 """From the ground up."""

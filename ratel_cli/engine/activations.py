@@ -45,9 +45,10 @@ from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.model.spec import BlockSpec, name_in_layer
+from ratel_cli.model.spec import name_in_layer
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage, tensors_ahead
 from ratel_cli.planning.step_time import Resource
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 

@@ -25,10 +25,11 @@ import torch
 from ratel_cli.closing import Closing
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.views import FIELD_DTYPES, view
+from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.store.generation import Generation
 
 
@@ -47,12 +48,12 @@ class GenerationBlocks:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._field = generation.layout.compute_field.name
-        self.dtype = FIELD_DTYPES[self._field]
+        self.dtype = VALUE_DTYPES[generation.blocks[0].record.compute_field.dtype]
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:
         """See BlockSource. Raises IntegrityFailure if the generation is damaged."""
-        self._generation.read(block.index, self._field, 0, block.num_elements, memory).wait()
+        field = self._generation.blocks[block.index].record.compute_field
+        self._generation.read(block.index, field.name, 0, block.num_elements, memory).wait()
 
 
 class FileBlocks:

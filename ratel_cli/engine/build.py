@@ -164,9 +164,7 @@ class EngineParts(Closing):
 
     def _open_updates(self, settings: EngineSettings) -> Updates:
         updates, placement, store = settings.updates, settings.placement, self._store
-        adamw = self._resources.enter_context(
-            GroupAdamW(settings.adamw, store.layout.dtype, num_threads=placement.adamw_threads)
-        )
+        adamw = self._resources.enter_context(GroupAdamW(settings.adamw, num_threads=placement.adamw_threads))
         work = GroupWork(adamw, store, self._pool, timeline=self._timeline, resident_states=placement.resident_states)
         order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
         pipeline = self._resources.enter_context(UpdatePipeline(work, order=order, groups=placement.groups))

@@ -23,8 +23,9 @@ import torch
 
 from ratel_cli.engine.device.device import Device
 from ratel_cli.model.row_lookup import DistinctTokens
-from ratel_cli.model.spec import BlockSpec, ModelSpec, with_rows
-from ratel_cli.planning.placement import elements_ahead
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.placement import bytes_ahead
+from ratel_cli.schedule.blocks import BlockSpec, with_rows
 
 
 class EmbeddingRows:
@@ -65,15 +66,15 @@ class EmbeddingRows:
         """Where the elements behind the matrix begin in the block's flat array."""
         return _start_behind_matrix(self.block)
 
-    def num_ahead(self, window_elements: int) -> tuple[int, int]:
-        """Elements of the rows, and of what is behind the matrix, that go up while the block before computes.
+    def bytes_ahead(self, window_bytes: int) -> tuple[int, int]:
+        """Bytes of the rows, and of what is behind the matrix, that go up while the block before computes.
 
         They do not depend on the number of distinct tokens, for which the plan takes the most there can be.
         """
-        ahead = elements_ahead(self.packed, window_elements)
-        if ahead == self.packed.num_elements:
-            return self.num_elements, self.block.num_elements - self.others_start
-        return (self.num_elements, ahead - _start_behind_matrix(self.packed)) if ahead else (0, 0)
+        size, ahead = self.block.dtype_bytes, bytes_ahead(self.packed, window_bytes)
+        if ahead == self.packed.compute_bytes:
+            return size * self.num_elements, size * (self.block.num_elements - self.others_start)
+        return (size * self.num_elements, ahead - size * _start_behind_matrix(self.packed)) if ahead else (0, 0)
 
     def gather(self, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the rows to `out` from the block's flat array `weights`. Both are flat, in host memory."""

@@ -13,8 +13,8 @@ from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import Lease
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.placement import Stage
+from ratel_cli.schedule.blocks import BlockSpec
 
 
 class HostWeights:

@@ -14,14 +14,25 @@ ends at its limit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from ratel_cli.engine.activations import WINDOW_PURPOSE, purpose_of_units
 from ratel_cli.io.buffers import PinnedBuffers
-from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Overlap, Placement, StateBytes
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Overlap, Placement
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
+
+
+class _Buffer(NamedTuple):
+    """A kind of buffer."""
+
+    what: str
+    elements: int
+    num_bytes: int
 
 
 def unit_buffers(placement: Placement, unit_bytes: Sequence[int], num_micro_batches: int) -> Iterator[PinnedBuffers]:
@@ -39,7 +50,6 @@ def unit_buffers(placement: Placement, unit_bytes: Sequence[int], num_micro_batc
 
 def block_buffers(
     spec: ModelSpec,
-    state: StateBytes,
     placement: Placement,
     *,
     num_micro_batches: int,
@@ -49,14 +59,19 @@ def block_buffers(
 ) -> Iterator[PinnedBuffers]:
     """Buffers for weights, gradients and their sums. The gradients of the first `spilled_blocks` go to NVMe."""
 
-    def passing(blocks: Sequence[BlockSpec], most: int) -> Counter[int]:
-        """How many of each size are there while no more than `most` of these blocks are."""
-        numbers = Counter(block.num_elements for block in blocks)
-        return Counter({elements: min(number, most) for elements, number in numbers.items()})
+    def weights_of(block: BlockSpec) -> _Buffer:
+        return _Buffer("weights", block.num_elements, block.compute_bytes)
+
+    def gradient_of(block: BlockSpec) -> _Buffer:
+        return _Buffer("gradients", block.num_elements, block.gradient_bytes)
+
+    def passing(buffers: Iterable[_Buffer], most: int) -> Counter[_Buffer]:
+        """How many of each kind are there while no more than `most` blocks are."""
+        return Counter({buffer: min(number, most) for buffer, number in Counter(buffers).items()})
 
     resident = placement.resident_weights
     weights = passing(
-        [block for block in spec.blocks if block.index not in resident],
+        [weights_of(block) for block in spec.blocks if block.index not in resident],
         1 + placement.prefetch_blocks + placement.pending_updates,
     )
     # The gradient of an embedding of which the GPU gets rows alone has another size in each step.
@@ -66,23 +81,21 @@ def block_buffers(
         for block in whole
     }
     held = [block for block in whole if stages[block.index] != "backward" and block.index >= spilled_blocks]
-    gradients = passing([block for block in whole if block not in held], 1 + placement.pending_updates)
-    weights.update(block.num_elements for block in spec.blocks if block.index in resident)
-    gradients.update(block.num_elements for block in held)
+    gradients = passing([gradient_of(block) for block in whole if block not in held], 1 + placement.pending_updates)
+    weights.update(weights_of(block) for block in spec.blocks if block.index in resident)
+    gradients.update(map(gradient_of, held))
     has_sums = num_micro_batches > 1 and not placement.gpu_holds_sums
-    sums = Counter({block.num_elements: 1 for block in spec.blocks if block.kind == "layer"} if has_sums else {})
-    for what, numbers, bytes_per_element in (
-        ("weights", weights, state.compute),
-        ("gradients", gradients, state.gradient),
-        ("sums of gradients", sums, 4 + state.compute),
-    ):
-        for elements, number in numbers.items():
-            yield PinnedBuffers(f"{what} of {elements} parameters", elements * bytes_per_element, number)
+    sums = {
+        _Buffer("sums of gradients", block.num_elements, 4 * block.num_elements + block.compute_bytes)
+        for block in spec.blocks
+        if has_sums and block.kind == "layer"
+    }
+    for buffer, number in chain(weights.items(), gradients.items(), ((each, 1) for each in sums)):
+        yield PinnedBuffers(f"{buffer.what} of {buffer.elements} parameters", buffer.num_bytes, number)
 
 
-def other_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:
+def other_bytes(spec: ModelSpec, placement: Placement) -> int:
     """What the pool will have besides: buffers of groups, and optimizer states that stay. They never cross the link; if
     no memory were left for them, they would take some that was pinned ahead."""
-    states = sum(spec.blocks[index].num_elements for index in placement.resident_states)
-    groups_bytes = placement.groups.buffer_bytes(spec.block_elements, record_bytes=state.record)
-    return groups_bytes + states * (state.record - state.compute)
+    states = sum(spec.blocks[index].state_bytes for index in placement.resident_states)
+    return placement.groups.buffer_bytes(spec.blocks) + states

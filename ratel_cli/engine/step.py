@@ -50,9 +50,9 @@ from ratel_cli.engine.weights import BlockWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import last_hidden_state
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.placement import Stage, block_schedule
+from ratel_cli.schedule.blocks import BlockSpec
 
 
 class StepEngine(Closing):

@@ -17,9 +17,9 @@ from time import perf_counter
 from typing import NamedTuple, Self
 
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.schedule.blocks import BlockSpec
 
 
 class SpanLabel(NamedTuple):

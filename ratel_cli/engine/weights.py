@@ -39,10 +39,10 @@ from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.views import FIELD_DTYPES, view
+from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.spec import BlockSpec
-from ratel_cli.planning.placement import Stage, elements_ahead
+from ratel_cli.planning.placement import Stage, bytes_ahead
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.store.store import Store
 
 
@@ -92,8 +92,8 @@ class WeightReader:
         self._gpu_window_bytes = gpu_window_bytes
         self._device = device
         self._timeline = timeline
-        self._element_bytes = store.layout.compute_field.bytes_per_element
-        self._dtype = FIELD_DTYPES[store.layout.compute_field.name]
+        self._element_bytes = model.spec.dtype_bytes
+        self._dtype = VALUE_DTYPES[model.spec.dtype]
         self._uses: deque[_Use] = deque()
         self._shared: dict[int, HostWeights] = {}
         """Weights that are issued or open, by block."""
@@ -206,13 +206,11 @@ class WeightReader:
     def _ahead_bytes(self, use: _Use) -> list[int]:
         """Bytes of the parts that go up while the block before computes: the first parameters, as many as fit into the
         window."""
-        size = self._element_bytes
-        window_elements = self._gpu_window_bytes // size
         if use.rows is None:
-            numbers: tuple[int, ...] = (elements_ahead(use.block, window_elements),)
+            sizes: tuple[int, ...] = (bytes_ahead(use.block, self._gpu_window_bytes),)
         else:
-            numbers = use.rows.num_ahead(window_elements)
-        return [size * number for number in numbers if number]
+            sizes = use.rows.bytes_ahead(self._gpu_window_bytes)
+        return [size for size in sizes if size]
 
     def _parts(self, use: _Use) -> list[memoryview]:
         """What goes up, in order: what is in the window and the others. Of an embedding that is looked up, first the
@@ -236,8 +234,8 @@ class WeightReader:
         return [part for part in (use.gathered.memory[:rows_bytes], others[:start], others[start:]) if part]
 
     def _read(self, block: BlockSpec) -> HostWeights:
-        field = self._store.layout.compute_field
-        lease = self._pool.lease(block.num_elements * self._element_bytes, f"weights of {block.name}")
+        field = block.record.compute_field
+        lease = self._pool.lease(block.compute_bytes, f"weights of {block.name}")
         in_shadow = self._updates.is_in_shadow(block)
         newest = self._store.shadow().generation if in_shadow else self._store.current()
         try:

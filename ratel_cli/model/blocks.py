@@ -33,16 +33,10 @@ from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.separation import samples_stay_apart
-from ratel_cli.model.spec import (
-    BlockKind,
-    BlockSpec,
-    LayerTraits,
-    ModelSpec,
-    ParameterSpec,
-    decays,
-    is_matrix,
-    lay_out_block,
-)
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, is_matrix
+from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec, lay_out_block
+from ratel_cli.sizes import DtypeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +198,11 @@ class DecoderModel:
             self._lookup.unbind()
 
 
-def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
+def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeName | None = None) -> DecoderModel:
     """Find embedding, layers and head in `skeleton`. Raises BadInput if the model cannot be streamed.
 
-    `name` is the model's name in its spec. The skeleton is changed: its parameters become unbound ones.
+    `name` is the model's name in its spec. `gradient_dtype`: in which gradients leave the device; None: in the model's
+    own dtype. The skeleton is changed: its parameters become unbound ones.
     """
     embedding, head = _input_and_output(skeleton)
     owner, layers = find_stack(skeleton)
@@ -226,6 +221,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
         ("head", "head", after),
     ]
+    dtype = next(name for name, each in DTYPES.items() if each == skeleton.dtype)
     spec = ModelSpec(
         name=name,
         architecture=type(skeleton).__name__,
@@ -235,10 +231,13 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
                 kind=kind,
                 name=block_name,
                 parameters=[(each.name, each.shape, each.decay) for each in parameters],
+                dtype=dtype,
+                gradient_dtype=gradient_dtype,
             )
             for index, (kind, block_name, parameters) in enumerate(found)
         ),
         tied=tied,
+        dtype=dtype,
         hidden_size=embedded.hidden.shape[-1],
         vocab_size=first.shape[0],
         looks_up_rows=usage.looks_up_rows,

@@ -7,13 +7,12 @@ moments are zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
-from ratel_cli.io.views import view_field
-from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS, encode_record
-from ratel_cli.model.stored_weights import decode_weights, fields_for
+from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
+from ratel_cli.model.records import RecordBuffers, decode_weights, encode_record, fields_for
+from ratel_cli.schedule.rules import W32
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
 
@@ -31,25 +30,18 @@ def copy_weights(
     The caller commits the copy. Raises IntegrityFailure if bytes of the source are damaged, DoesNotFit if the pool has
     no memory for a group.
     """
-    layout = source.layout
-    assert (layout, source.block_elements) == (target.generation.layout, target.generation.block_elements)
-    group_elements = min(group_elements, max(source.block_elements))
-    field_bytes = {field.name: field.bytes_per_element for field in layout.fields}
-    read = fields_for(layout.dtype, "float32")
-    with ExitStack() as resources:
-        memories = {
-            name: resources.enter_context(
-                pool.lease(group_elements * num_bytes, f"copied weights, {name}", crosses_link=False)
-            ).memory
-            for name, num_bytes in (field_bytes | {"w32": 4}).items()
-        }
-        for block, num_elements in enumerate(source.block_elements):
-            for start in range(0, num_elements, group_elements):
-                stop = min(start + group_elements, num_elements)
-                parts = {name: memories[name][: (stop - start) * size] for name, size in field_bytes.items()}
-                join([source.read(block, name, start, stop, parts[name]) for name in read]).wait()
-                fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
-                decode_weights({name: fields[name] for name in {*read, "w32"}}, "float32")
-                encode_record(layout.dtype, fields)
-                join([target.write(block, name, start, stop, part) for name, part in parts.items()]).wait()
+    assert source.blocks == target.generation.blocks
+    group_elements = min(group_elements, max(block.num_elements for block in source.blocks))
+    fields = [W32, *(field for block in source.blocks for field in block.record.fields)]
+    with RecordBuffers(pool, fields, group_elements, "copied weights") as buffers:
+        for index, block in enumerate(source.blocks):
+            read = fields_for(block.record, "float32")
+            for start in range(0, block.num_elements, group_elements):
+                stop = min(start + group_elements, block.num_elements)
+                tensors = buffers.tensors(stop - start)
+                parts = {field: buffers.memory(field, stop - start) for field in block.record.fields}
+                join([source.read(index, field.name, start, stop, parts[field]) for field in read]).wait()
+                tensors[W32.name].copy_(decode_weights(read, tensors, "float32"))
+                encode_record(block.record, tensors)
+                join([target.write(index, field.name, start, stop, part) for field, part in parts.items()]).wait()
                 progress(sum(map(len, parts.values())))

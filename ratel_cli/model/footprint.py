@@ -31,7 +31,6 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state, loss_sum
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.spec import (
-    BlockSpec,
     LayerActivations,
     LayerTraits,
     MovedBytes,
@@ -39,6 +38,7 @@ from ratel_cli.model.spec import (
     RestOfBackward,
     name_in_layer,
 )
+from ratel_cli.schedule.blocks import BlockSpec
 
 _TOKENS = 61
 _FIRST_SAMPLE = 30

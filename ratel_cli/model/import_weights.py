@@ -7,18 +7,17 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
-from ratel_cli.io.views import view_field
-from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
-from ratel_cli.sizes import DtypeName
+from ratel_cli.model.records import RecordBuffers, encode_record
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
+from ratel_cli.schedule.rules import W32
 from ratel_cli.store.shadow import Shadow
 
 WEIGHT_GROUP_ELEMENTS = 1 << 23
@@ -48,24 +47,17 @@ def import_weights(
     group.
     """
     group_elements = min(group_elements, max(spec.block_elements))
-    layout = target.generation.layout
-    field_bytes = {field.name: field.bytes_per_element for field in layout.fields} | {"w32": 4}  # the master weights
-    with ExitStack() as resources:
-        memories = {
-            name: resources.enter_context(
-                pool.lease(group_elements * num_bytes, f"import, {name}", crosses_link=False)
-            ).memory
-            for name, num_bytes in field_bytes.items()
-        }
+    stored = target.generation.blocks
+    fields = [W32, *(field for block in stored for field in block.record.fields)]
+    with RecordBuffers(pool, fields, group_elements, "import") as buffers:
         for block in spec.blocks:
+            record = stored[block.index].record
             for start in range(0, block.num_elements, group_elements):
                 stop = min(start + group_elements, block.num_elements)
-                fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
-                num_parameters = _read_group(block, source, start, stop, fields["w32"])
-                encode_record(layout.dtype, fields)
-                written = {
-                    each.name: memories[each.name][: (stop - start) * each.bytes_per_element] for each in layout.fields
-                }
+                tensors = buffers.tensors(stop - start)
+                num_parameters = _read_group(block, source, start, stop, tensors[W32.name])
+                encode_record(record, tensors)
+                written = {field.name: buffers.memory(field, stop - start) for field in record.fields}
                 join([target.write(block.index, name, start, stop, memory) for name, memory in written.items()]).wait()
                 progress(num_parameters)
 
@@ -91,19 +83,3 @@ def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, m
         master[first - start : last - start] = values
         num_parameters += last - first
     return num_parameters
-
-
-def encode_record(dtype: DtypeName, fields: Mapping[str, torch.Tensor]) -> None:
-    """Fill the record's other fields from the master weights in `w32`. Moments begin at zero."""
-    fields["m32"].zero_()
-    fields["v32"].zero_()
-    match dtype:
-        case "bfloat16":
-            not_numbers = fields["w32"].isnan()
-            if not_numbers.any():  # as other bits, the rounding of some of them is zero, and nobody would notice
-                fields["w32"][not_numbers] = torch.nan
-            _native.split_bfloat16(fields["w32"], fields["hi16"], fields["lo16"], fields["v32"])
-        case "float16":
-            fields["w16"].copy_(fields["w32"])
-        case "float32":
-            pass

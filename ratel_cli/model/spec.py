@@ -1,73 +1,27 @@
-"""A model as values: its blocks, their parameters, and the place of each parameter in its block.
+"""A model as values: its blocks (`ratel_cli/schedule/blocks.py`), and what its layers and their activations take.
 
 Pure: nothing here imports torch, so that a plan can be made on any machine.
-
-Invariants: a block's parameters lie one after another in one flat array of `num_elements` elements. Every parameter
-starts on a multiple of `PARAMETER_ALIGNMENT` elements. That is 256 bytes in 16 bit, the most that kernels look at when
-they choose a path; so they take the same path as for torch's own tensors, and give the same bits. The length of the
-array is a multiple of `BLOCK_ALIGNMENT` elements, a page of 4 KiB in 16 bit, so that every field of a record in the
-store starts on a page. Elements in gaps are zero.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
-from typing import Literal, Self, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Self, get_args
 
 from ratel_cli.errors import BadInput
-from ratel_cli.json_fields import JsonFields, checked_integer
-from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT
-from ratel_cli.units import align_up
+from ratel_cli.json_fields import JsonFields
+from ratel_cli.schedule.blocks import BlockSpec, block_from_json
+from ratel_cli.sizes import VALUE_BYTES, DtypeName
+from ratel_cli.store.layout import Geometry, StoredBlock
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_LAYERS = 10_000
 """More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
-BlockKind = Literal["embedding", "layer", "head"]
 _BEFORE_THE_LAYER = re.compile(r"(.*?\.)?\d+\.")
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSpec:
-    """One trainable tensor: its Hugging Face name and its place in the block's flat array."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    """The index of its first element in the flat array."""
-    decay: bool
-    """Whether weight decay applies; see `decays`."""
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor, without padding."""
-        return math.prod(self.shape)
-
-    @property
-    def stop(self) -> int:
-        """The index after its last element in the flat array."""
-        return self.start + self.num_elements
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSpec:
-    """The unit of streaming: the embedding, one decoder layer, or the head."""
-
-    index: int
-    kind: BlockKind
-    name: str
-    parameters: tuple[ParameterSpec, ...]
-    num_elements: int
-    """Length of the flat array: all parameters, and the padding between and after them."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, without padding."""
-        return sum(parameter.num_elements for parameter in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +35,8 @@ class ModelSpec:
     """In forward order: embedding, layers, head."""
     tied: bool
     """Whether the head uses the embedding's weight, which then belongs to the embedding block only."""
+    dtype: DtypeName
+    """Of hidden states, and of the blocks that need no other one."""
     hidden_size: int
     vocab_size: int
     looks_up_rows: bool = True
@@ -96,14 +52,54 @@ class ModelSpec:
         """Length of each block's flat array, padding included."""
         return tuple(block.num_elements for block in self.blocks)
 
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements of all blocks, padding included."""
+        return sum(self.block_elements)
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Size of all records."""
+        return sum(block.record_bytes for block in self.blocks)
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """What updating all blocks moves in main memory."""
+        return sum(block.update_bytes for block in self.blocks)
+
+    @cached_property
+    def stored_blocks(self) -> tuple[StoredBlock, ...]:
+        """The blocks as the store sees them."""
+        return tuple(block.stored for block in self.blocks)
+
+    @cached_property
+    def one_generation(self) -> Geometry:
+        """The shape of a store with one generation of the model, in one file."""
+        return Geometry(blocks=self.stored_blocks, num_slots=1, shares=(1,))
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one value of a hidden state."""
+        return VALUE_BYTES[self.dtype]
+
     @property
     def num_layers(self) -> int:
         """Number of decoder layers, without embedding and head."""
         return sum(block.kind == "layer" for block in self.blocks)
 
+    def with_gradients(self, dtype: DtypeName) -> Self:
+        """The model with gradients that leave the device, and are held, in `dtype`."""
+        return replace(self, blocks=tuple(replace(block, gradient_dtype=dtype) for block in self.blocks))
+
     def to_json(self) -> dict[str, object]:
         """The content of `run/model.json`."""
-        return {"format_version": FORMAT_VERSION, "num_parameters": self.num_parameters, **asdict(self)}
+        blocks = [{**asdict(block), "rule": block.rule.name} for block in self.blocks]
+        return {
+            "format_version": FORMAT_VERSION,
+            "num_parameters": self.num_parameters,
+            **asdict(self),
+            "blocks": blocks,
+        }
 
     @classmethod
     def from_json(cls, content: object) -> Self:
@@ -112,13 +108,15 @@ class ModelSpec:
         Blocks are laid out again from names and shapes. If the layout differs, other code made the content.
         """
         fields = JsonFields(content)
-        if fields.integer("format_version") != FORMAT_VERSION:
+        dtypes: dict[str, DtypeName] = {dtype: dtype for dtype in get_args(DtypeName)}
+        if fields.integer("format_version") != FORMAT_VERSION or fields.text("dtype") not in dtypes:
             raise ValueError("made by another version")
         return cls(
             name=fields.text("name"),
             architecture=fields.text("architecture"),
-            blocks=tuple(_block(item, index) for index, item in enumerate(fields.items("blocks"))),
+            blocks=tuple(block_from_json(item, index) for index, item in enumerate(fields.items("blocks"))),
             tied=fields.flag("tied"),
+            dtype=dtypes[fields.text("dtype")],
             hidden_size=fields.integer("hidden_size"),
             vocab_size=fields.integer("vocab_size"),
             looks_up_rows=fields.flag("looks_up_rows"),
@@ -306,59 +304,7 @@ def name_in_layer(parameter_name: str) -> str:
     return _BEFORE_THE_LAYER.sub("", parameter_name, count=1)
 
 
-def lay_out_block(
-    *, index: int, kind: BlockKind, name: str, parameters: list[tuple[str, tuple[int, ...], bool]]
-) -> BlockSpec:
-    """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says."""
-    placed: list[ParameterSpec] = []
-    position = 0
-    for parameter_name, shape, decay in parameters:
-        placed.append(ParameterSpec(name=parameter_name, shape=shape, start=position, decay=decay))
-        position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT)
-    return BlockSpec(
-        index=index, kind=kind, name=name, parameters=tuple(placed), num_elements=align_up(position, BLOCK_ALIGNMENT)
-    )
-
-
-@lru_cache(maxsize=64)
-def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
-    """The block with this many rows of its first parameter, laid out anew. What is left of an embedding that is looked
-    up by rows."""
-    (first, *others), rows = block.parameters, (num_rows, *block.parameters[0].shape[1:])
-    return lay_out_block(
-        index=block.index,
-        kind=block.kind,
-        name=block.name,
-        parameters=[(first.name, rows, first.decay), *((each.name, each.shape, each.decay) for each in others)],
-    )
-
-
 def check_depth(num_layers: int) -> None:
     """Raise BadInput if there are more layers than any model has, before memory is spent on each of them."""
     if num_layers > MAX_LAYERS:
         raise BadInput(f"{num_layers} layers are more than the limit of {MAX_LAYERS}")
-
-
-def _block(content: object, index: int) -> BlockSpec:
-    fields = JsonFields(content)
-    kinds: dict[str, BlockKind] = {kind: kind for kind in get_args(BlockKind)}
-    if fields.integer("index") != index or fields.text("kind") not in kinds:
-        raise ValueError(f"block {index} is not described")
-    parameters = [JsonFields(item) for item in fields.items("parameters")]
-    block = lay_out_block(
-        index=index,
-        kind=kinds[fields.text("kind")],
-        name=fields.text("name"),
-        parameters=[(each.text("name"), _shape(each), each.flag("decay")) for each in parameters],
-    )
-    starts = [each.integer("start") for each in parameters]
-    if starts != [each.start for each in block.parameters] or fields.integer("num_elements") != block.num_elements:
-        raise ValueError(f"block {index} has another layout")
-    return block
-
-
-def _shape(fields: JsonFields) -> tuple[int, ...]:
-    shape = tuple(checked_integer(size, "shape") for size in fields.items("shape"))
-    if min(shape, default=0) < 0:
-        raise ValueError("shape is negative")
-    return shape

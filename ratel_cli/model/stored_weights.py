@@ -6,19 +6,18 @@ generation's, bit for bit; in any other dtype they are the fp32 master weights, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 
 import torch
 
-from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
-from ratel_cli.io.views import view_field
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
+from ratel_cli.model.records import RecordBuffers, decode_weights, fields_for
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.rules import W32
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
 from ratel_cli.units import align_down, align_up
@@ -41,27 +40,18 @@ class StoredWeights(Closing):
 
         Raises DoesNotFit if the pool has no memory for a group.
         """
-        stored = generation.layout.dtype
         self.dtype = DTYPES[dtype]
         """The dtype of the values."""
         self._generation, self._dtype, self._progress = generation, dtype, progress
         self._group_elements = min(group_elements, max(spec.block_elements))
         self._placed = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
-        self._sizes = {name: generation.layout.field(name).bytes_per_element for name in fields_for(stored, dtype)}
-        self._resources = ExitStack()
-        with ExitStack() as leased:
-            self._memories = {
-                name: leased.enter_context(
-                    pool.lease(self._group_elements * num_bytes, f"stored weights, {name}", crosses_link=False)
-                ).memory
-                for name, num_bytes in (self._sizes | {"w32": 4} if len(self._sizes) > 1 else self._sizes).items()
-            }
-            self._resources = leased.pop_all()
+        self._read_fields = [fields_for(block.record, dtype) for block in generation.blocks]
+        needed = [field for fields in self._read_fields for field in (*fields, *([W32] if len(fields) > 1 else []))]
+        self._buffers = RecordBuffers(pool, needed, self._group_elements, "stored weights")
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        self._memories = {}
-        self._resources.close()
+        self._buffers.close()
 
     def slices(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
         """Elements `start` to `stop` of a flattened parameter, in slices. Each is valid until the next is requested.
@@ -97,32 +87,11 @@ class StoredWeights(Closing):
 
     def _read(self, block: int, start: int, stop: int) -> torch.Tensor:
         self._progress()
-        tickets = [
-            self._generation.read(block, name, start, stop, self._memories[name][: (stop - start) * num_bytes])
-            for name, num_bytes in self._sizes.items()
-        ]
-        join(tickets).wait()
-        fields = {name: view_field(memory, name, stop - start) for name, memory in self._memories.items()}
-        return decode_weights(fields, self._dtype)
-
-
-def fields_for(stored: DtypeName, dtype: DtypeName) -> tuple[str, ...]:
-    """The fields to read for weights in `dtype`: the compute weights if they have it, else the master weights."""
-    match stored:
-        case "bfloat16":
-            return ("hi16",) if dtype == "bfloat16" else ("hi16", "lo16", "v32")
-        case "float16":
-            return ("w16",) if dtype == "float16" else ("w32",)
-        case "float32":
-            return ("w32",)
-
-
-def decode_weights(fields: Mapping[str, torch.Tensor], dtype: DtypeName) -> torch.Tensor:
-    """The weights in `dtype`, shape `[elements]`, from the fields that `fields_for` names.
-
-    Several fields are decoded into the field `w32`.
-    """
-    if len(fields) == 1:
-        return next(iter(fields.values())).to(DTYPES[dtype])
-    _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], fields["w32"])
-    return fields["w32"].to(DTYPES[dtype])
+        read = self._read_fields[block]
+        join(
+            [
+                self._generation.read(block, field.name, start, stop, self._buffers.memory(field, stop - start))
+                for field in read
+            ]
+        ).wait()
+        return decode_weights(read, self._buffers.tensors(stop - start), self._dtype)

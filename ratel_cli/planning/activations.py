@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, StateBytes, Workload
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Workload
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -196,19 +197,19 @@ def fewest_spilled_units(
     return fitting.spilled_units - (available_bytes - fitting.memory_bytes) // unit_bytes[layer]
 
 
-def input_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int) -> int:
+def input_bytes(spec: ModelSpec, *, tokens: int) -> int:
     """The input of a layer as it is offloaded: [tokens, hidden_size] in the compute dtype, padded as it is packed."""
-    return align_up(tokens * spec.hidden_size * state.compute, PACKED_ALIGNMENT)
+    return align_up(tokens * spec.hidden_size * spec.dtype_bytes, PACKED_ALIGNMENT)
 
 
-def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, *, tokens: int) -> int:
+def block_activation_bytes(spec: ModelSpec, block: BlockSpec, *, tokens: int) -> int:
     """Activations of one block: one output of every matrix for each token, and vectors of the hidden size.
 
     For the papers' GPT that is 48 bytes per token and hidden size in 16 bit, where they count 34: what runs has some
     vectors in fp32. A Llama layer was measured to save 43 to 46 (46 to 49 by this estimate).
     """
     width = sum(output_width(parameter) for parameter in block.parameters if block.kind == "layer")
-    return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * state.compute
+    return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * spec.dtype_bytes
 
 
 def tokens_per_chunk(vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
@@ -226,7 +227,7 @@ def logits_bytes(spec: ModelSpec, tokens: int) -> int:
     return _LOGITS_COPIES * 4 * tokens * spec.vocab_size
 
 
-def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
+def tied_bytes(spec: ModelSpec, workload: Workload) -> int:
     """Bytes that are held for the gradient of an embedding that is tied to the head; 0 if it is not tied.
 
     That is the head's part of the gradient in fp32, and in the compute dtype its rows of the step's distinct tokens,
@@ -234,12 +235,12 @@ def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
     """
     if not spec.tied:
         return 0
-    return 4 * spec.blocks[0].num_elements + workload.num_micro_batches * tied_rows_bytes(spec, state, workload)
+    return 4 * spec.blocks[0].num_elements + workload.num_micro_batches * tied_rows_bytes(spec, workload)
 
 
-def tied_rows_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
+def tied_rows_bytes(spec: ModelSpec, workload: Workload) -> int:
     """One micro-batch's part of `tied_bytes`: the rows of the step's distinct tokens."""
-    return min(workload.tokens, spec.vocab_size) * spec.hidden_size * state.compute if spec.tied else 0
+    return min(workload.tokens, spec.vocab_size) * spec.hidden_size * spec.dtype_bytes if spec.tied else 0
 
 
 def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
@@ -248,9 +249,9 @@ def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
     return 4 * spec.blocks[0].num_elements if is_summed else 0
 
 
-def passing_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int, sequence_len: int) -> int:
+def passing_bytes(spec: ModelSpec, *, tokens: int, sequence_len: int) -> int:
     """Hidden states between two layers and their gradients, of all micro-batches, and a mask for every row."""
-    return 2 * tokens * spec.hidden_size * state.compute + tokens * sequence_len
+    return 2 * tokens * spec.hidden_size * spec.dtype_bytes + tokens * sequence_len
 
 
 def _without_newest(written: Sequence[SpilledUnits], num_newest: int) -> Iterator[SpilledUnits]:

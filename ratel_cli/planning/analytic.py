@@ -16,8 +16,6 @@ import math
 from dataclasses import dataclass
 
 from ratel_cli.model.spec import (
-    BlockKind,
-    BlockSpec,
     LayerActivations,
     LayerTraits,
     ModelSpec,
@@ -26,12 +24,13 @@ from ratel_cli.model.spec import (
     check_depth,
     decays,
     is_matrix,
-    lay_out_block,
     name_in_layer,
 )
 from ratel_cli.planning.activations import block_activation_bytes, head_chunk_tokens, input_bytes, output_width
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
-from ratel_cli.planning.placement import StateBytes, Workload
+from ratel_cli.planning.placement import Workload
+from ratel_cli.schedule.blocks import BlockKind, BlockSpec, lay_out_block
+from ratel_cli.sizes import DtypeName
 
 _NORMS_OF_THE_LAST = ("post_feedforward_layernorm.weight", "post_mlp_layernorm.weight")
 _LOGSUMEXP_BYTES = 4
@@ -41,7 +40,14 @@ _NORM_STATISTICS_BYTES = 8
 
 
 def spec_from_shape(
-    *, name: str, num_layers: int, hidden_size: int, vocab_size: int, num_parameters: int | None = None
+    *,
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    num_parameters: int | None = None,
+    dtype: DtypeName = "bfloat16",
+    gradient_dtype: DtypeName | None = None,
 ) -> ModelSpec:
     """The papers' GPT: 12 h^2 elements in the matrices of a layer, and a head that is tied to the embedding.
 
@@ -80,10 +86,13 @@ def spec_from_shape(
                 kind=kind,
                 name=block_name,
                 parameters=[(parameter, shape, decays(parameter)) for parameter, shape in parameters],
+                dtype=dtype,
+                gradient_dtype=gradient_dtype,
             )
             for index, (kind, block_name, parameters) in enumerate(groups)
         ),
         tied=True,
+        dtype=dtype,
         hidden_size=h,
         vocab_size=vocab_size,
     )
@@ -153,13 +162,13 @@ def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     return 2 * tokens * matrices
 
 
-def head_sum_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
+def head_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
     """Bytes of the device's memory that a step reads and writes to add up the head's gradients, chunk by chunk.
 
     Each chunk of tokens makes gradients of all of the head, in the compute dtype, and adds them to fp32 sums.
     """
-    elements = spec.blocks[-1].num_elements + (spec.blocks[0].num_elements if spec.tied else 0)
-    return num_head_chunks(spec, workload) * elements * (state.compute + 8)
+    blocks = [spec.blocks[-1], *(spec.blocks[:1] if spec.tied else [])]
+    return num_head_chunks(spec, workload) * sum(block.compute_bytes + 8 * block.num_elements for block in blocks)
 
 
 def num_head_chunks(spec: ModelSpec, workload: Workload) -> int:
@@ -167,7 +176,7 @@ def num_head_chunks(spec: ModelSpec, workload: Workload) -> int:
     return workload.num_micro_batches * math.ceil(workload.micro_batch_tokens / head_chunk_tokens(spec, workload))
 
 
-def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, traits: LayerTraits) -> ModelProfile:
+def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits) -> ModelProfile:
     """The profile of one micro-batch, without seconds. Layers whose parameters have equal shapes share a profile."""
     profiles: list[LayerProfile] = []
     known: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
@@ -176,11 +185,11 @@ def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, 
         shapes = tuple((name_in_layer(parameter.name), parameter.shape) for parameter in block.parameters)
         if shapes not in known:
             known[shapes] = len(profiles)
-            profiles.append(_layer_profile(spec, block, state, workload, traits))
+            profiles.append(_layer_profile(spec, block, workload, traits))
         layers.append(known[shapes])
     tokens, norm = workload.micro_batch_tokens, traits.norm
     if norm is None:
-        vectors_bytes = block_activation_bytes(spec, spec.blocks[-1], state, tokens=1)
+        vectors_bytes = block_activation_bytes(spec, spec.blocks[-1], tokens=1)
         norm = NormActivations(held_per_token=vectors_bytes // 2, most_per_token=vectors_bytes)
     return ModelProfile(
         source="analytic",
@@ -208,24 +217,24 @@ class _Product:
     is_stacked: bool
 
 
-def _layer_profile(
-    spec: ModelSpec, block: BlockSpec, state: StateBytes, workload: Workload, traits: LayerTraits
-) -> LayerProfile:
+def _layer_profile(spec: ModelSpec, block: BlockSpec, workload: Workload, traits: LayerTraits) -> LayerProfile:
     tokens = workload.micro_batch_tokens
     products = _products(block, traits)
     dead = _dead(spec, block, products)
-    found = traits.activations or _activations(spec, block, state)
+    found = traits.activations or _activations(spec, block)
     candidates = [
-        _product_candidate(product, state, tokens, is_saved=product.parameter in found.saved_products)
+        _product_candidate(product, spec.dtype_bytes, tokens, is_saved=product.parameter in found.saved_products)
         for product in products
         if product is not dead
     ]
     if traits.num_heads:
-        candidates.insert(0, _attention_candidate(traits, state, tokens=tokens, sequence_len=workload.sequence_len))
+        candidates.insert(
+            0, _attention_candidate(traits, spec.dtype_bytes, tokens=tokens, sequence_len=workload.sequence_len)
+        )
     flops_recomputed = sum(candidate.flops for candidate in candidates)
     pairs = tokens * workload.sequence_len
     saved_bytes = tokens * found.saved_per_token + pairs * found.saved_per_pair
-    unit_bytes, moved = input_bytes(spec, state, tokens=tokens), traits.moved
+    unit_bytes, moved = input_bytes(spec, tokens=tokens), traits.moved
     return LayerProfile(
         input_bytes=unit_bytes,
         saved_bytes=unit_bytes + saved_bytes,
@@ -263,26 +272,26 @@ def _attention_flops(traits: LayerTraits, tokens: int, sequence_len: int) -> int
     return 4 * tokens * sequence_len * traits.num_heads * traits.head_dim
 
 
-def _activations(spec: ModelSpec, block: BlockSpec, state: StateBytes) -> LayerActivations:
+def _activations(spec: ModelSpec, block: BlockSpec) -> LayerActivations:
     """An estimate of what nothing has measured: that of a Llama, whose vectors are in fp32 at times."""
-    saved = block_activation_bytes(spec, block, state, tokens=1)
-    made = 2 * max(output_width(parameter) for parameter in block.parameters) * state.compute
-    more = spec.hidden_size * state.compute + made
+    saved, compute_bytes = block_activation_bytes(spec, block, tokens=1), spec.dtype_bytes
+    made = 2 * max(output_width(parameter) for parameter in block.parameters) * compute_bytes
+    more = spec.hidden_size * compute_bytes + made
     return LayerActivations(
         saved_per_token=saved,
-        saved_per_pair=state.compute,
+        saved_per_pair=compute_bytes,
         more_per_token=more,
         more_per_pair=0,
         making_per_token=more,
         making_per_pair=0,
         replay_per_token=saved + more,
-        replay_per_pair=state.compute,
+        replay_per_pair=compute_bytes,
         replay_held_per_token=2 * saved,
-        replay_held_per_pair=state.compute,
+        replay_held_per_pair=compute_bytes,
         forward_per_token=saved,
-        forward_per_pair=state.compute,
+        forward_per_pair=compute_bytes,
         forward_held_per_token=2 * saved,
-        forward_held_per_pair=state.compute,
+        forward_held_per_pair=compute_bytes,
         rests=(),
         saved_products=(),
     )
@@ -316,9 +325,9 @@ def _dead(spec: ModelSpec, block: BlockSpec, products: list[_Product]) -> _Produ
     return None if last is None or last.is_stacked else last
 
 
-def _attention_candidate(traits: LayerTraits, state: StateBytes, *, tokens: int, sequence_len: int) -> SwapCandidate:
+def _attention_candidate(traits: LayerTraits, compute_bytes: int, *, tokens: int, sequence_len: int) -> SwapCandidate:
     heads_width = traits.num_heads * traits.head_dim
-    num_bytes = tokens * (heads_width * state.compute + traits.num_heads * _LOGSUMEXP_BYTES)
+    num_bytes = tokens * (heads_width * compute_bytes + traits.num_heads * _LOGSUMEXP_BYTES)
     return SwapCandidate(
         operator="attention",
         key="",
@@ -329,8 +338,8 @@ def _attention_candidate(traits: LayerTraits, state: StateBytes, *, tokens: int,
     )
 
 
-def _product_candidate(product: _Product, state: StateBytes, tokens: int, *, is_saved: bool) -> SwapCandidate:
-    num_bytes = tokens * product.times * product.outputs * state.compute
+def _product_candidate(product: _Product, compute_bytes: int, tokens: int, *, is_saved: bool) -> SwapCandidate:
+    num_bytes = tokens * product.times * product.outputs * compute_bytes
     return SwapCandidate(
         operator=f"{product.parameter.removesuffix('.weight')} mm",
         key="",

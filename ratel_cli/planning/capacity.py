@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import (
     OffloadedActivations,
     block_activation_bytes,
@@ -37,14 +37,14 @@ from ratel_cli.planning.placement import (
     Overlap,
     Placement,
     Stage,
-    StateBytes,
     Workload,
     block_schedule,
-    gradient_elements,
+    gradient_bytes,
     looked_up_block,
     window_bytes,
 )
 from ratel_cli.planning.recorded import RECORDED_MICRO_BATCHES
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS
 from ratel_cli.units import KIB, MIB, format_bytes
 
@@ -97,7 +97,6 @@ class StepMemory:
     def __init__(
         self,
         spec: ModelSpec,
-        state: StateBytes,
         workload: Workload,
         *,
         holds_gradients: bool,
@@ -107,16 +106,15 @@ class StepMemory:
         has_sums: bool = True,
     ) -> None:
         self._spec = spec
-        self._state = state
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
-        self._process_bytes = process_bytes + notes_bytes(spec.blocks, state, workload)
+        self._process_bytes = process_bytes + notes_bytes(spec.blocks, workload)
         self._gpu = gpu
-        self._blocks = _BlockMemory(spec, state, workload, on_gpu=gpu is not None, has_sums=has_sums)
+        self._blocks = _BlockMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums)
         self._known_moments: dict[object, _Moments] = {}
         self._hidden_bytes = 0
         if gpu is None:
-            self._hidden_bytes = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+            self._hidden_bytes = passing_bytes(spec, tokens=workload.tokens, sequence_len=workload.sequence_len)
 
     def fit(self, placement: Placement, offloaded: OffloadedActivations, *, limit_bytes: int) -> tuple[HostMemory, int]:
         """What a step needs, and how many blocks' held gradients must go to NVMe. Raises DoesNotFit.
@@ -126,7 +124,7 @@ class StepMemory:
         """
         spec = self._spec
         known = self._known(placement)
-        resident_bytes = _resident_bytes(spec, self._state, placement)
+        resident_bytes = _resident_bytes(spec, placement)
         gpu_bytes = self._gpu_bytes(placement, offloaded)
         always = self._process_bytes + self._hidden_bytes + resident_bytes + offloaded.memory_bytes
         held_bytes = known.held_bytes
@@ -184,9 +182,9 @@ class StepMemory:
             for block in self._spec.blocks
         ]
         arriving = [
-            0 if stage == "backward" else elements * self._state.gradient
-            for elements, stage in zip(
-                reversed(gradient_elements(self._spec, placement.gpu_embedding_rows)), reversed(updates), strict=True
+            0 if stage == "backward" else num_bytes
+            for num_bytes, stage in zip(
+                reversed(gradient_bytes(self._spec, placement.gpu_embedding_rows)), reversed(updates), strict=True
             )
         ]
         moments = _PlacedStep(self._blocks, placement, updates).moments()
@@ -250,34 +248,33 @@ class _Moments(NamedTuple):
 class _BlockMemory:
     """Memory of the blocks that does not depend on the placement, computed once."""
 
-    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, *, on_gpu: bool, has_sums: bool) -> None:
+    def __init__(self, spec: ModelSpec, workload: Workload, *, on_gpu: bool, has_sums: bool) -> None:
         tokens = workload.micro_batch_tokens
         self.spec = spec
-        self.state = state
         self.workload = workload
         self.on_gpu = on_gpu
         self.schedule = block_schedule(spec)
         self.activations = [
-            0 if on_gpu else block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks
+            0 if on_gpu else block_activation_bytes(spec, block, tokens=tokens) for block in spec.blocks
         ]
         self.logits = 0 if on_gpu else logits_bytes(spec, head_chunk_tokens(spec, workload))
-        self.tied = tied_bytes(spec, state, workload)
+        self.tied = tied_bytes(spec, workload)
         """A tied head's gradient until the embedding's is there. Counted even if a GPU holds it, since whether it does
         depends on what is offloaded."""
         self.tied_sum = tied_sum_bytes(spec, workload)
         self.is_summed = workload.num_micro_batches > 1
         self.has_sums = has_sums
 
-    def gradient(self, block: BlockSpec, gradient_elements: int, computing: int, *, sum_bytes: int) -> int:
+    def gradient(self, block: BlockSpec, gradient_bytes: int, computing: int, *, sum_bytes: int) -> int:
         """The most that it takes to make a block's gradient (`computing`), or the sum, its rounding and one norm.
 
-        On a GPU: the gradient that is downloaded (`gradient_elements`), the sums that are here, and what is added to
+        On a GPU: the gradient that is downloaded (`gradient_bytes`), the sums that are here, and what is added to
         them.
         """
         if self.on_gpu:
-            summing = 4 + self.state.compute if block.kind == "layer" and self.is_summed and self.has_sums else 0
-            return gradient_elements * self.state.gradient + block.num_elements * summing
-        rounded = self.state.gradient if sum_bytes != self.state.gradient else 0
+            is_summed = block.kind == "layer" and self.is_summed and self.has_sums
+            return gradient_bytes + (4 * block.num_elements + block.compute_bytes if is_summed else 0)
+        rounded = block.gradient_dtype_bytes if sum_bytes != block.gradient_dtype_bytes else 0
         norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
         return max(computing, block.num_elements * (sum_bytes + rounded) + norm)
 
@@ -288,29 +285,29 @@ class _PlacedStep:
     def __init__(self, blocks: _BlockMemory, placement: Placement, updates: Sequence[Stage]) -> None:
         self._memory = blocks
         self._blocks = blocks.spec.blocks
-        self._state = blocks.state
         self._placement = placement
         self._updates = updates
-        self._groups = placement.groups.buffer_bytes(blocks.spec.block_elements, record_bytes=blocks.state.record)
-        self._gradients = gradient_elements(blocks.spec, placement.gpu_embedding_rows)
+        self._groups = placement.groups.buffer_bytes(blocks.spec.blocks)
+        self._gradients = gradient_bytes(blocks.spec, placement.gpu_embedding_rows)
         self._rows_bytes = 0
         """Rows of the embedding's matrix that are gathered here for a GPU."""
         if placement.gpu_embedding_rows is not None:
             rows = looked_up_block(blocks.spec, placement.gpu_embedding_rows).parameters[0]
-            self._rows_bytes = rows.num_elements * blocks.state.compute
+            self._rows_bytes = rows.num_elements * blocks.spec.blocks[0].dtype_bytes
         self._head_bytes = self._tied_head_bytes = 0
         """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the
         head; and of a tied head, beyond `tied_bytes`, from then on."""
         if blocks.on_gpu and not placement.gpu_holds_head:
-            spec, state = blocks.spec, blocks.state
+            spec = blocks.spec
             if spec.tied:
-                rows_bytes = tied_rows_bytes(spec, state, blocks.workload)
-                self._tied_head_bytes = spec.blocks[0].num_elements * state.compute + rows_bytes
+                rows_bytes = tied_rows_bytes(spec, blocks.workload)
+                self._tied_head_bytes = spec.blocks[0].compute_bytes + rows_bytes
                 self._head_bytes = self._tied_head_bytes + blocks.tied_sum
             else:
-                self._head_bytes = spec.blocks[-1].num_elements * (4 + state.compute)
-        if self._gradients != blocks.spec.block_elements:  # the rows of one group's gradient are spread out
-            self._groups += min(placement.groups.elements, self._blocks[0].num_elements) * blocks.state.gradient
+                self._head_bytes = 4 * spec.blocks[-1].num_elements + spec.blocks[-1].compute_bytes
+        embedding = self._blocks[0]
+        if self._gradients[0] != embedding.gradient_bytes:  # the rows of one group's gradient are spread out
+            self._groups += min(placement.groups.elements, embedding.num_elements) * embedding.gradient_dtype_bytes
 
     def moments(self) -> list[_Moment]:
         num_blocks = len(self._blocks)
@@ -333,18 +330,15 @@ class _PlacedStep:
         groups_bytes = self._groups if is_deferred else 0
         return _Moment(
             num_held=max(0, len(self._blocks) - position - len(coming)) if is_deferred else 0,
-            block=self._window(position)
-            + (0 if position else self._rows_bytes)
-            + in_hand * self._state.gradient
-            + groups_bytes,
+            block=self._window(position) + (0 if position else self._rows_bytes) + in_hand + groups_bytes,
             working_set=RUNTIME_BYTES + self._memory.activations[position],
         )
 
     def _head(self) -> _Moment:
         memory, is_tied = self._memory, self._memory.spec.tied
         embedding, head = self._blocks[0], self._blocks[-1]
-        multiplied = head.num_elements + (embedding.num_elements if is_tied else 0)
-        computing = multiplied * self._state.compute + 4 * head.num_elements + memory.tied_sum
+        made_bytes = head.compute_bytes + (embedding.compute_bytes if is_tied else 0)
+        computing = made_bytes + 4 * head.num_elements + memory.tied_sum
         return _Moment(
             num_held=0,
             block=self._window(len(self._blocks) - 1, num_open=2 if is_tied else 1)
@@ -357,13 +351,12 @@ class _PlacedStep:
 
     def _backward(self, num_arrived: int) -> _Moment:
         """One block, the blocks that are read ahead, and the updates of earlier blocks that are not written yet."""
-        memory, state = self._memory, self._state
-        block = self._blocks[-1 - num_arrived]
+        memory, block = self._memory, self._blocks[-1 - num_arrived]
         arrived = self._blocks[len(self._blocks) - num_arrived :]
         pending = arrived[: self._placement.pending_updates]
         is_embedding = num_arrived == len(self._blocks) - 1
-        sum_bytes = 4 if memory.is_summed or (memory.spec.tied and is_embedding) else state.gradient
-        computing = block.num_elements * (state.compute + sum_bytes)
+        sum_bytes = 4 if memory.is_summed or (memory.spec.tied and is_embedding) else block.gradient_dtype_bytes
+        computing = block.compute_bytes + sum_bytes * block.num_elements
         return _Moment(
             num_held=num_arrived - len(pending),
             block=self._window(len(memory.schedule) - len(self._blocks) + num_arrived)
@@ -404,40 +397,36 @@ class _PlacedStep:
         """Groups bring the weights with them; a gradient comes back whole."""
         return _Moment(
             num_held=len(self._blocks) - 1 - block.index,
-            block=self._gradients[block.index] * self._state.gradient + self._groups,
+            block=self._gradients[block.index] + self._groups,
             working_set=RUNTIME_BYTES,
         )
 
     def _window(self, position: int, *, num_open: int = 1) -> int:
-        compute_bytes = self._state.compute
-        return window_bytes(
-            self._memory.schedule, position, self._placement, compute_bytes=compute_bytes, num_open=num_open
-        )
+        return window_bytes(self._memory.schedule, position, self._placement, num_open=num_open)
 
     def _pending(self, blocks: Sequence[BlockSpec]) -> int:
         """Gradients of these blocks, and their weights, which are updated and written where they lie."""
         resident = self._placement.resident_weights
-        weights = sum(block.num_elements for block in blocks if block.index not in resident) * self._state.compute
-        return weights + sum(self._gradients[block.index] for block in blocks) * self._state.gradient
+        weights = sum(block.compute_bytes for block in blocks if block.index not in resident)
+        return weights + sum(self._gradients[block.index] for block in blocks)
 
     def _groups_in_backward(self) -> int:
         """Where all gradients are held, the engine may still speculate that nothing will be clipped."""
         return 0 if self._updates[0] == "update" else self._groups
 
 
-def notes_bytes(blocks: Sequence[BlockSpec], state: StateBytes, workload: Workload) -> int:
+def notes_bytes(blocks: Sequence[BlockSpec], workload: Workload) -> int:
     """What a step keeps of these blocks apart from their values: checksums, and notes on each unit. Nothing else grows
     with the number of layers where everything that can be is on NVMe."""
-    num_chunks = state.num_fields * sum(-(-block.num_elements // CHUNK_ELEMENTS) for block in blocks)
+    num_chunks = sum(len(block.record.fields) * -(-block.num_elements // CHUNK_ELEMENTS) for block in blocks)
     num_recorded = min(workload.num_micro_batches, RECORDED_MICRO_BATCHES)
     layer_bytes = workload.num_micro_batches * _UNIT_BYTES + num_recorded * _RECORDED_BYTES
     return num_chunks * _CHUNK_BYTES + layer_bytes * sum(block.kind == "layer" for block in blocks)
 
 
-def _resident_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:
-    weights = sum(spec.blocks[index].num_elements for index in placement.resident_weights)
-    states = sum(spec.blocks[index].num_elements for index in placement.resident_states)
-    return weights * state.compute + states * (state.record - state.compute)
+def _resident_bytes(spec: ModelSpec, placement: Placement) -> int:
+    weights = sum(spec.blocks[index].compute_bytes for index in placement.resident_weights)
+    return weights + sum(spec.blocks[index].state_bytes for index in placement.resident_states)
 
 
 def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:

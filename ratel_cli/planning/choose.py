@@ -32,8 +32,8 @@ from math import ceil
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
-from ratel_cli.planning.costs import ADAMW_MEMORY_BYTES
 from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.problem import Evaluation, Problem, SpilledPrefix
 from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced, objective_of
@@ -48,8 +48,6 @@ backward (two blocks cost 13B about a second of each step, by a reading of the c
 _LEAST_GAIN = 0.02
 """The share of a step's time that deferral must save."""
 _AS_GOOD = 1.005
-_STATE_BYTES_MOVED = 22
-"""Per parameter: optimizer states read, the record written."""
 _MOST_GROUP_ELEMENTS = 1 << 24
 _GROUPS_SHARE = 1 / 16
 """Of host memory: the most that the groups' buffers may take where they are larger than the smallest, and the most
@@ -124,17 +122,20 @@ def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
     return points
 
 
-def adamw_threads(hardware: HardwareProfile) -> int:
+def adamw_threads(spec: ModelSpec, hardware: HardwareProfile) -> int:
     """Number of AdamW threads: enough to keep up with the drives, at most one per core.
 
     Where a GPU computes, the cores have little else to do, and states in host memory wait for no drive: then enough to
     keep up with main memory, too, at most one for every second core.
     """
     nvme, host = hardware.nvme, hardware.host
-    needed = nvme.mixed_bytes_per_second / _STATE_BYTES_MOVED / host.adam_parameters_per_second
+    # For one element: the states that are read and the record that is written; and what main memory moves.
+    stored = sum(block.state_bytes + block.record_bytes for block in spec.blocks) / max(1, spec.num_elements)
+    moved = spec.update_bytes / max(1, spec.num_elements)
+    needed = nvme.mixed_bytes_per_second / stored / host.adam_parameters_per_second
     most = host.num_cores
     if hardware.link is not None:
-        memory = (host.memory_bytes_per_second or 0) / ADAMW_MEMORY_BYTES / host.adam_parameters_per_second
+        memory = (host.memory_bytes_per_second or 0) / moved / host.adam_parameters_per_second
         needed, most = max(needed, memory), max(1, most // 2)
     return max(1, min(most, ceil(needed)))
 
@@ -155,7 +156,7 @@ def group_shape(problem: Problem) -> GroupShape:
     shape = shape_for(problem.hardware.nvme.num_devices)
     most_bytes = problem.decisions.host_limit_bytes * _GROUPS_SHARE
     while shape != GroupShape():
-        if shape.buffer_bytes(problem.spec.block_elements, record_bytes=problem.state.record) <= most_bytes:
+        if shape.buffer_bytes(problem.spec.blocks) <= most_bytes:
             return shape
         is_least = shape.elements == GROUP_ELEMENTS
         shape = GroupShape() if is_least else replace(shape, elements=shape.elements // 2)
@@ -193,7 +194,7 @@ def _choose_depth(problem: Problem, objective: Objective) -> Evaluation:
             placement = Placement(
                 prefetch_blocks=prefetch_blocks,
                 pending_updates=0 if problem.decisions.overlap == "separate" else pending_updates,
-                adamw_threads=adamw_threads(problem.hardware),
+                adamw_threads=adamw_threads(problem.spec, problem.hardware),
                 groups=groups,
             )
             try:
@@ -212,7 +213,7 @@ def _choose_depth(problem: Problem, objective: Objective) -> Evaluation:
 
 def _depths(problem: Problem) -> tuple[tuple[int, int], ...]:
     """Depths to try, the best of equals first: with a GPU and memory for it, more blocks may be pending."""
-    pending_bytes = _MOST_PENDING * max(problem.spec.block_elements) * (problem.state.compute + problem.state.gradient)
+    pending_bytes = _MOST_PENDING * max(block.compute_bytes + block.gradient_bytes for block in problem.spec.blocks)
     if problem.hardware.link is None or pending_bytes > problem.decisions.host_limit_bytes * _GROUPS_SHARE:
         return _DEPTHS
     return ((2, _MOST_PENDING), *_DEPTHS)

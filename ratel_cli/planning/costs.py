@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import ModelSpec
@@ -49,7 +49,7 @@ from ratel_cli.planning.link import (
     host_sums,
     late_bytes,
     link_seconds,
-    uploaded_weights,
+    uploaded_bytes,
 )
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import (
@@ -57,16 +57,14 @@ from ratel_cli.planning.placement import (
     Overlap,
     Placement,
     Stage,
-    StateBytes,
     Workload,
-    gradient_elements,
+    gradient_bytes,
     update_stage,
 )
 from ratel_cli.planning.step_time import StageTime, StepTime, weighted_sum
 from ratel_cli.planning.traffic import Traffic
+from ratel_cli.schedule.blocks import BlockSpec
 
-ADAMW_MEMORY_BYTES = 26
-"""Per parameter: gradient and states read, states written."""
 _ADDING_SPEED, _MOST_ADDING = 2.0, 8
 """Adding a gradient moves 10 bytes of main memory, where AdamW moves 26. Torch uses this many threads at most."""
 
@@ -132,7 +130,6 @@ def _memory_rate(hardware: HardwareProfile) -> float:
 
 def overlapped_step(
     spec: ModelSpec,
-    state: StateBytes,
     placement: Placement,
     traffic: Traffic,
     hardware: HardwareProfile,
@@ -152,29 +149,29 @@ def overlapped_step(
     head's gradient, of all micro-batches, that wait for the embedding's. `num_head_chunks`: chunks of tokens that the
     head computes with, of all micro-batches.
     """
-    updated = _updated_elements(spec, placement, holds_gradients=holds_gradients, overlap=overlap)
+    updated = _updated(spec, placement, holds_gradients=holds_gradients, overlap=overlap)
     # A tied head's fp32 gradient goes to host memory and comes back, with the rows.
     is_tied_away = spec.tied and not placement.gpu_holds_tied and placement.gpu_holds_head
     tied_bytes = 4 * spec.blocks[0].num_elements + tied_rows_bytes if is_tied_away else 0
-    exposed_forward, exposed_backward = exposed_weight_bytes(spec, state, placement)
-    sums = host_sums(spec, state, placement, num_micro_batches=num_micro_batches)
-    of_head = head_sums(spec, state, placement, num_chunks=num_head_chunks)
+    exposed_forward, exposed_backward = exposed_weight_bytes(spec, placement)
+    sums = host_sums(spec, placement, num_micro_batches=num_micro_batches)
+    of_head = head_sums(spec, placement, num_chunks=num_head_chunks)
     rows_down_bytes = tied_rows_bytes if spec.tied and not placement.gpu_holds_head else 0
-    forward_weights, backward_weights = uploaded_weights(spec, placement, attrgetter("num_elements"))
-    gradient_bytes = sum(gradient_elements(spec, placement.gpu_embedding_rows)) * state.gradient
+    forward_weights, backward_weights = uploaded_bytes(spec, placement, attrgetter("compute_bytes"))
+    down_gradients = sum(gradient_bytes(spec, placement.gpu_embedding_rows))
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads, adamw_share=compute.adamw_share)
     forward = stages.with_spilled_units(
         _StageWork(
             compute=compute.forward,
-            up_bytes=forward_weights * state.compute,
+            up_bytes=forward_weights,
             down_bytes=offloaded.linked_bytes,
             down_units_bytes=offloaded.linked_bytes,
             read_bytes=traffic.forward_read_bytes,
             written_bytes=traffic.forward_written_bytes - offloaded.written_bytes,
             exposed_bytes=exposed_forward,
             exposed_down_bytes=offloaded.exposed.down_bytes,
-            num_updated=updated["forward"],
+            updated=updated["forward"],
             runs_ahead=reads_ahead,
         ),
         offloaded.written_units,
@@ -183,10 +180,9 @@ def overlapped_step(
     )
     backward_seconds = max(0.0, compute.backward - not_recomputed_seconds)
     edges = _NO_EDGES
-    if updated["backward"]:
+    if updated["backward"].elements:
         edges = _update_edges(
             spec,
-            state,
             placement,
             hardware.nvme,
             head_seconds=compute.head,
@@ -196,13 +192,9 @@ def overlapped_step(
     backward = stages.with_spilled_units(
         _StageWork(
             compute=backward_seconds,
-            up_bytes=backward_weights * state.compute
-            + offloaded.linked_bytes
-            + tied_bytes
-            + sums.up_bytes
-            + of_head.up_bytes,
+            up_bytes=backward_weights + offloaded.linked_bytes + tied_bytes + sums.up_bytes + of_head.up_bytes,
             up_units_bytes=offloaded.linked_bytes,
-            down_bytes=gradient_bytes + tied_bytes + sums.down_bytes + of_head.down_bytes + rows_down_bytes,
+            down_bytes=down_gradients + tied_bytes + sums.down_bytes + of_head.down_bytes + rows_down_bytes,
             exposed_bytes=exposed_backward
             + offloaded.exposed.up_bytes
             + of_head.exposed_bytes
@@ -211,8 +203,8 @@ def overlapped_step(
             added_bytes=sums.added_bytes + of_head.added_bytes,
             read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
             written_bytes=traffic.backward_written_bytes,
-            num_updated=updated["backward"],
-            runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"] == 0),
+            updated=updated["backward"],
+            runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"].elements == 0),
             edges=edges,
         ),
         offloaded.read_units,
@@ -226,7 +218,7 @@ def overlapped_step(
             down_bytes=0,
             read_bytes=traffic.update_read_bytes,
             written_bytes=traffic.update_written_bytes,
-            num_updated=updated["update"],
+            updated=updated["update"],
             runs_ahead=reads_ahead,
         )
     )
@@ -268,14 +260,28 @@ class _UpdateEdges:
 _NO_EDGES = _UpdateEdges()
 
 
-def _updated_elements(
+class _Updated(NamedTuple):
+    """Blocks that are updated in a stage."""
+
+    elements: int
+    moved_bytes: int
+    """What their updates move in main memory."""
+
+    def with_others(self, others: _Updated) -> _Updated:
+        return _Updated(self.elements + others.elements, self.moved_bytes + others.moved_bytes)
+
+
+def _updated(
     spec: ModelSpec, placement: Placement, *, holds_gradients: bool, overlap: Overlap
-) -> Mapping[Stage, int]:
-    """Elements of the blocks that are updated in each stage."""
-    deferred = sum(spec.block_elements[index] for index in placement.deferred)
-    updated: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
-    for of_deferred, elements in ((True, deferred), (False, sum(spec.block_elements) - deferred)):
-        updated[update_stage(is_deferred=of_deferred, holds_gradients=holds_gradients, overlap=overlap)] += elements
+) -> Mapping[Stage, _Updated]:
+    """The blocks that are updated in each stage."""
+    blocks = [spec.blocks[index] for index in placement.deferred]
+    deferred = _Updated(sum(block.num_elements for block in blocks), sum(block.update_bytes for block in blocks))
+    others = _Updated(spec.num_elements - deferred.elements, spec.update_bytes - deferred.moved_bytes)
+    updated: dict[Stage, _Updated] = dict.fromkeys(("forward", "backward", "update"), _Updated(0, 0))
+    for of_deferred, found in ((True, deferred), (False, others)):
+        stage = update_stage(is_deferred=of_deferred, holds_gradients=holds_gradients, overlap=overlap)
+        updated[stage] = updated[stage].with_others(found)
     return updated
 
 
@@ -288,8 +294,7 @@ class _StageWork:
     down_bytes: int
     read_bytes: int
     written_bytes: int
-    num_updated: int
-    """Parameters that are updated."""
+    updated: _Updated
     runs_ahead: bool
     """Whether reads and updates overlap with computing."""
     up_units_bytes: int = 0
@@ -349,8 +354,10 @@ class _Stages:
         Where the CPU computes, the compute thread packs what is written into buffers.
         """
         host, link, edges = self._hardware.host, self._hardware.link, work.edges
-        compute, num_updated = work.compute, work.num_updated
-        optimizer = num_updated / (host.adam_parameters_per_second * self._adamw_threads)
+        compute, optimizer = (
+            work.compute,
+            work.updated.elements / (host.adam_parameters_per_second * self._adamw_threads),
+        )
         memory_rate = host.memory_bytes_per_second or math.inf
         if link is None:
             up = down = linked = exposed = 0.0
@@ -368,7 +375,7 @@ class _Stages:
                 down_bytes=work.down_bytes + UNBOOKED * work.down_units_bytes,
             )
         read_bytes, written_bytes = work.read_bytes + spilled_read_bytes, work.written_bytes + spilled_written_bytes
-        moved_bytes = read_bytes + written_bytes + linked_bytes + ADAMW_MEMORY_BYTES * num_updated
+        moved_bytes = read_bytes + written_bytes + linked_bytes + work.updated.moved_bytes
         memory = moved_bytes / memory_rate
         read, write = self._nvme(read_bytes, written_bytes)
         adding = work.num_added / (_ADDING_SPEED * host.adam_parameters_per_second * min(_MOST_ADDING, host.num_cores))
@@ -404,7 +411,6 @@ class _Stages:
 
 def _update_edges(
     spec: ModelSpec,
-    state: StateBytes,
     placement: Placement,
     nvme: Nvme,
     *,
@@ -421,20 +427,24 @@ def _update_edges(
     stays = first.index in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.index in placement.resident_states else beyond
-    pending = sum(spec.block_elements[: placement.pending_updates])
+    pending = sum(block.record_bytes for block in spec.blocks[: placement.pending_updates])
     deferred_share = len(placement.deferred) / max(1, len(spec.blocks) - 2)
     return _UpdateEdges(
         begin_seconds=head_seconds + deferred_share * max(0.0, backward_seconds - head_seconds),
         rest_seconds=sum(
             nvme_seconds(
                 nvme,
-                read * (state.record - state.compute),
-                (beyond if stays else first.num_elements) * state.record,
+                read * _per_element(first, first.state_bytes),
+                (beyond if stays else first.num_elements) * _per_element(first, first.record_bytes),
             )
         ),
-        drained_bytes=min(pending, ahead) * state.record if stays else 0,
+        drained_bytes=min(pending, ahead * _per_element(first, first.record_bytes)) if stays else 0,
         drained_seconds=idle_seconds,
     )
+
+
+def _per_element(block: BlockSpec, num_bytes: int) -> int:
+    return num_bytes // max(1, block.num_elements)
 
 
 def _idle_nvme_seconds(forward: StageTime, offloaded: OffloadedActivations) -> float:

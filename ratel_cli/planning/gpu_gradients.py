@@ -5,8 +5,7 @@ Gradients leave parameter by parameter. Those of norms and biases are made next 
 
 from __future__ import annotations
 
-from ratel_cli.model.spec import BlockSpec
-from ratel_cli.planning.placement import StateBytes
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.units import MIB
 
 _VECTORS_BYTES = MIB
@@ -18,20 +17,18 @@ def largest_elements(block: BlockSpec) -> int:
     return max((parameter.num_elements for parameter in block.parameters), default=0)
 
 
-def least_leaving_bytes(block: BlockSpec, gradient_bytes: int) -> int:
-    """The least GPU memory for a block's gradients until their downloads have ended: for its largest parameter.
-
-    `gradient_bytes`: those of one element.
-    """
+def least_leaving_bytes(block: BlockSpec) -> int:
+    """The least GPU memory for a block's gradients until their downloads have ended: for its largest parameter."""
+    gradient_bytes = block.gradient_dtype_bytes
     vectors = _vector_elements(block)
     leaving = largest_elements(block) * gradient_bytes + min(_VECTORS_BYTES, vectors * gradient_bytes)
     return min(leaving, block.num_elements * gradient_bytes)
 
 
-def others_leaving_bytes(block: BlockSpec, gradient_bytes: int) -> int:
+def others_leaving_bytes(block: BlockSpec) -> int:
     """Gradients of a block that are leaving when its largest one is made, if all are made before any leaves."""
-    others_bytes = (block.num_elements - largest_elements(block)) * gradient_bytes
-    return min(least_leaving_bytes(block, gradient_bytes), others_bytes)
+    others_bytes = (block.num_elements - largest_elements(block)) * block.gradient_dtype_bytes
+    return min(least_leaving_bytes(block), others_bytes)
 
 
 def summed_elements(block: BlockSpec) -> int:
@@ -40,9 +37,9 @@ def summed_elements(block: BlockSpec) -> int:
     return min(block.num_elements, largest_elements(block) + _vector_elements(block))
 
 
-def returned_bytes(block: BlockSpec, state: StateBytes) -> int:
+def returned_bytes(block: BlockSpec) -> int:
     """The gradient of a block's largest parameter, back for its norm; with an fp32 copy if the loss is scaled."""
-    return largest_elements(block) * (state.gradient + (4 if state.scales_loss else 0))
+    return largest_elements(block) * (block.gradient_dtype_bytes + (4 if block.scales_loss else 0))
 
 
 def _vector_elements(block: BlockSpec) -> int:

@@ -39,7 +39,6 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import (
     LEAST_UNITS,
     Placement,
-    StateBytes,
     UnitsOnGpu,
     Workload,
     block_schedule,
@@ -78,20 +77,18 @@ class GpuResident:
 class GpuMemory:
     """The memory that the steps of one model and workload take on a GPU."""
 
-    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, profile: ModelProfile) -> None:
+    def __init__(self, spec: ModelSpec, workload: Workload, profile: ModelProfile) -> None:
         """`profile` is that of one micro-batch of `workload`."""
         self._spec = spec
-        self._state = state
         self._workload = workload
         self._profile = profile
-        self._layers_leaving_bytes = max(least_leaving_bytes(block, state.gradient) for block in spec.blocks[1:-1])
+        self._layers_leaving_bytes = max(least_leaving_bytes(block) for block in spec.blocks[1:-1])
         blocks = {*spec.blocks, looked_up_block(spec, most_rows(spec, workload))}
-        ends = {parameter.start for block in blocks for parameter in block.parameters}
-        ends.update(block.num_elements for block in blocks)
-        self._windows = sorted(state.compute * number for number in ends)
+        ends = {block.dtype_bytes * parameter.start for block in blocks for parameter in block.parameters}
+        self._windows = sorted(ends | {block.compute_bytes for block in blocks})
         """Bytes of all windows that differ: some or all parameters of a block."""
         self._known_uses: dict[Held, Uses] = {}
-        self._tied_bytes = tied_bytes(spec, state, workload)
+        self._tied_bytes = tied_bytes(spec, workload)
 
     def needed_bytes(
         self,
@@ -194,7 +191,7 @@ class GpuMemory:
         holds_tied = may_hold_tied and held.head and 0 < self._tied_bytes <= available_bytes
         available_bytes -= self._tied_bytes if holds_tied else 0
         least_bytes = self._layers_leaving_bytes
-        layer_bytes = max(block.num_elements for block in self._spec.blocks[1:-1]) * self._state.gradient
+        layer_bytes = max(block.gradient_bytes for block in self._spec.blocks[1:-1])
         more_bytes = min(available_bytes, max(0, layer_bytes - least_bytes))
         available_bytes -= more_bytes
         num_micro_batches = self._workload.num_micro_batches
@@ -207,7 +204,7 @@ class GpuMemory:
                 break
         weights = []
         for block in reversed(self._spec.blocks[1:-1]):
-            available_bytes -= block.num_elements * self._state.compute
+            available_bytes -= block.compute_bytes
             if available_bytes < 0:
                 break
             weights.append(block.index)
@@ -223,7 +220,7 @@ class GpuMemory:
 
     def resident_bytes(self, placement: Placement) -> int:
         """What stays that `needed_bytes` never counts: weights, a tied head's gradient, gradients on their way."""
-        weight_bytes = weight_bytes_of(self._spec, self._state, placement.gpu_weights)
+        weight_bytes = weight_bytes_of(self._spec, placement.gpu_weights)
         tied = self._tied_bytes if placement.gpu_holds_tied else 0
         return weight_bytes + tied + max(0, placement.gpu_leaving_bytes - self._layers_leaving_bytes)
 
@@ -231,7 +228,6 @@ class GpuMemory:
         if key not in self._known_uses:
             self._known_uses[key] = Uses(
                 self._spec,
-                self._state,
                 self._workload,
                 self._profile,
                 self._differing_positions,
@@ -257,6 +253,6 @@ class GpuMemory:
         return tuple(first.values())
 
 
-def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
+def weight_bytes_of(spec: ModelSpec, blocks: Collection[int]) -> int:
     """The compute weights of these blocks."""
-    return sum(block.num_elements for block in spec.blocks if block.index in blocks) * state.compute
+    return sum(block.compute_bytes for block in spec.blocks if block.index in blocks)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import LargestUnit, block_activation_bytes, tied_rows_bytes
 from ratel_cli.planning.gpu_gradients import (
     largest_elements,
@@ -26,14 +26,14 @@ from ratel_cli.planning.gpu_head import HeadMemory
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import (
     AfterGradient,
-    StateBytes,
     UnitsOnGpu,
     Workload,
     block_schedule,
-    elements_ahead,
+    bytes_ahead,
     looked_up_block,
     most_rows,
 )
+from ratel_cli.schedule.blocks import BlockSpec
 
 _IDS_BYTES = 40
 """Token, target and position of every token, which stay on the GPU; the distinct tokens, and the row of each token."""
@@ -79,7 +79,6 @@ class Uses:
     def __init__(
         self,
         spec: ModelSpec,
-        state: StateBytes,
         workload: Workload,
         profile: ModelProfile,
         positions: Sequence[int],
@@ -89,12 +88,11 @@ class Uses:
         """`positions` of the schedule are looked at; the other uses take no more."""
         self._positions = positions
         self._spec = spec
-        self._state = state
         self._workload = workload
         self._profile = profile
         self._holds_sums = held.sums
         self._holds_head = held.head
-        self._window_elements = held.window_bytes // state.compute
+        self._window_bytes = held.window_bytes
         self._looked_up = looked_up_block(spec, most_rows(spec, workload))
         self._schedule = [self._looked_up if use.looks_up else use.block for use in block_schedule(spec)]
         """The blocks as the GPU gets them."""
@@ -103,9 +101,9 @@ class Uses:
         self._head_position = len(spec.blocks) - 1
         self._first_of_backward = self._head_position + (2 if spec.tied else 1)
         """A tied embedding is open together with the head."""
-        self._hidden_bytes = workload.tokens * spec.hidden_size * state.compute
+        self._hidden_bytes = workload.tokens * spec.hidden_size * spec.dtype_bytes
         self._tied_elements = spec.blocks[0].num_elements if spec.tied else 0
-        rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, state, workload)
+        rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, workload)
         self._waiting_bytes = rows_bytes + (4 * self._tied_elements if held.head else 0)
 
     def peak_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:
@@ -188,14 +186,14 @@ class Uses:
 
     def _window(self, position: int, *, num_open: int = 1) -> int:
         """Weights of the uses that are open, and of the next one what the window takes."""
-        num_elements = sum(block.num_elements for block in self._schedule[position : position + num_open])
+        num_bytes = sum(block.compute_bytes for block in self._schedule[position : position + num_open])
         for block in self._schedule[position + num_open :][:1]:
-            num_elements += elements_ahead(block, self._window_elements)
-        return self._state.compute * num_elements
+            num_bytes += bytes_ahead(block, self._window_bytes)
+        return num_bytes
 
     def _vectors_bytes(self, block: BlockSpec) -> int:
         """What the embedding has of one micro-batch."""
-        return block_activation_bytes(self._spec, block, self._state, tokens=self._workload.micro_batch_tokens)
+        return block_activation_bytes(self._spec, block, tokens=self._workload.micro_batch_tokens)
 
     def _costs(self, block: BlockSpec) -> LayerProfile:
         return self._profile.profiles[self._profile.layers[block.index - 1]]
@@ -208,14 +206,14 @@ class Uses:
         else:
             working_bytes = held_bytes = self._vectors_bytes(block)
         # The embedding's gradient is the last to be downloaded, and is held until the first unit is.
-        leaving_bytes = least_leaving_bytes(self._gradient_block, self._state.gradient) if position < 2 else 0
+        leaving_bytes = least_leaving_bytes(self._gradient_block) if position < 2 else 0
         around_bytes = self._window(position) + leaving_bytes + self._hidden_bytes
         return _Forward(around_bytes + working_bytes, around_bytes + held_bytes)
 
     def _of_head(self) -> int:
         """Hidden states are inputs of micro-batches that are left, and gradients of those before."""
         open_bytes = self._window(self._head_position, num_open=2 if self._spec.tied else 1) + self._hidden_bytes
-        head = HeadMemory(self._spec, self._state, self._workload, self._profile)
+        head = HeadMemory(self._spec, self._workload, self._profile)
         return open_bytes + (head.summing_bytes(self._waiting_bytes) if self._holds_head else head.passing_bytes())
 
     def _gradient(self, block: BlockSpec, *, is_summed: bool) -> int:
@@ -223,13 +221,10 @@ class Uses:
         anew. If the loss is scaled, the norm is that of an fp32 copy; a sum that is rounded serves as that copy. In a
         layer, a sum is rounded into the memory of the last micro-batch's gradient."""
         is_stack = any(len(parameter.shape) > 2 for parameter in block.parameters)
-        other_bytes = self._state.gradient if self._state.gradient != self._state.compute else 0
-        copy_bytes = 4 if self._state.scales_loss and not (is_summed and self._state.gradient < 4) else 0
-        widths = (
-            (1 + is_stack) * self._state.compute,
-            self._state.compute + other_bytes,
-            self._state.gradient + copy_bytes,
-        )
+        compute_bytes, gradient_bytes = block.dtype_bytes, block.gradient_dtype_bytes
+        other_bytes = gradient_bytes if gradient_bytes != compute_bytes else 0
+        copy_bytes = 4 if block.scales_loss and not (is_summed and gradient_bytes < 4) else 0
+        widths = ((1 + is_stack) * compute_bytes, compute_bytes + other_bytes, gradient_bytes + copy_bytes)
         return largest_elements(block) * max(widths)
 
     def _matrix_norm_bytes(self, *, is_summed: bool) -> int:
@@ -239,8 +234,8 @@ class Uses:
         if self._gradient_block is embedding:
             return 0
         others_bytes = 4 * (self._gradient_block.num_elements - rows) if is_summed else 0
-        rounded_bytes = rows * (self._state.gradient + (4 if self._state.scales_loss else 0))
-        norm_bytes = 4 if self._state.scales_loss else self._state.gradient
+        rounded_bytes = rows * (embedding.gradient_dtype_bytes + (4 if embedding.scales_loss else 0))
+        norm_bytes = 4 if embedding.scales_loss else embedding.gradient_dtype_bytes
         return others_bytes + rounded_bytes + embedding.parameters[0].num_elements * norm_bytes
 
     def _of_backward(self, position: int) -> _Backward:
@@ -250,7 +245,7 @@ class Uses:
         made_bytes = self._gradient(block, is_summed=is_summed)
         replay_bytes = replay_held_bytes = 0
         if is_embedding:  # its parameters get their gradients all at once, and leave one after another
-            gradients_bytes = block.num_elements * self._state.compute + self._vectors_bytes(block) // 2
+            gradients_bytes = block.compute_bytes + self._vectors_bytes(block) // 2
             working_bytes = gradients_bytes
             if self._holds_head or not self._spec.tied:
                 working_bytes = max(working_bytes, self._gradient(self._gradient_block, is_summed=is_summed))
@@ -258,25 +253,25 @@ class Uses:
             costs = self._costs(block)
             replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
             working_bytes = _working_bytes(costs, made_bytes)
-        before_bytes = least_leaving_bytes(self._spec.blocks[block.index + 1], self._state.gradient)
+        before_bytes = least_leaving_bytes(self._spec.blocks[block.index + 1])
         if position == self._first_of_backward and self._spec.tied:  # the last to leave is the tied sum
             before_bytes = 4 * self._spec.blocks[0].num_elements
         if position == self._first_of_backward and not self._holds_head:  # nothing large leaves after the last chunk
-            before_bytes = self._spec.blocks[-1].num_elements * self._state.gradient if self._spec.tied else 0
+            before_bytes = self._spec.blocks[-1].gradient_bytes if self._spec.tied else 0
         if is_embedding and self._spec.tied and not self._holds_head:
             working_bytes = max(
-                gradients_bytes + self._waiting_bytes, returned_bytes(self._spec.blocks[0], self._state), working_bytes
+                gradients_bytes + self._waiting_bytes, returned_bytes(self._spec.blocks[0]), working_bytes
             )
             passing_bytes = before_bytes
         elif is_embedding:
             working_bytes += self._waiting_bytes if self._spec.tied else 4 * block.num_elements if is_summed else 0
             working_bytes = max(working_bytes, self._matrix_norm_bytes(is_summed=is_summed))
-            passing_bytes = max(before_bytes, others_leaving_bytes(self._gradient_block, self._state.gradient))
+            passing_bytes = max(before_bytes, others_leaving_bytes(self._gradient_block))
         elif self._holds_sums and is_summed:  # what leaves makes room for itself
             passing_bytes = 4 * block.num_elements + before_bytes
         else:
             sum_bytes = 4 * summed_elements(block) if is_summed else 0
-            own_bytes = least_leaving_bytes(block, self._state.gradient)
+            own_bytes = least_leaving_bytes(block)
             passing_bytes = max(before_bytes, own_bytes + sum_bytes)
         around_bytes = self._window(position) + passing_bytes + self._hidden_bytes
         return _Backward(around_bytes + working_bytes, around_bytes + replay_bytes, around_bytes + replay_held_bytes)

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOT_EXPOSED, ExposedUnits, OffloadedActivations
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import (
     AfterGradient,
     Placement,
-    StateBytes,
     UnitsOnGpu,
-    elements_ahead,
+    bytes_ahead,
     looked_up_block,
     tensors_ahead,
 )
+from ratel_cli.schedule.blocks import BlockSpec
 
 _BOOKED = 0.85
 """The most of the link's time that offloaded activations get."""
@@ -63,57 +63,55 @@ def link_seconds(link: Link, *, up_bytes: float, down_bytes: float) -> float:
     )
 
 
-def exposed_weight_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> tuple[int, int]:
+def exposed_weight_bytes(spec: ModelSpec, placement: Placement) -> tuple[int, int]:
     """Weights that do not fit into the window for the next block, and wait until the block before is done.
 
     Those of forward, and those of backward with the head.
     """
-    window_elements = placement.gpu_window_bytes // state.compute
-    if max(spec.block_elements, default=0) <= window_elements:
+    window_bytes = placement.gpu_window_bytes
+    if max((block.compute_bytes for block in spec.blocks), default=0) <= window_bytes:
         return 0, 0
-    forward, backward = uploaded_weights(
-        spec, placement, lambda block: block.num_elements - elements_ahead(block, window_elements)
-    )
-    return forward * state.compute, backward * state.compute
+    return uploaded_bytes(spec, placement, lambda block: block.compute_bytes - bytes_ahead(block, window_bytes))
 
 
-def uploaded_weights(spec: ModelSpec, placement: Placement, elements_of: Callable[[BlockSpec], int]) -> tuple[int, int]:
-    """Elements that go up in forward, and in backward with the head; `elements_of`: those of one use of a block."""
+def uploaded_bytes(spec: ModelSpec, placement: Placement, bytes_of: Callable[[BlockSpec], int]) -> tuple[int, int]:
+    """Weights that go up in forward, and in backward with the head; `bytes_of`: those of one use of a block."""
     if not spec.blocks:
         return 0, 0
-    looked_up = elements_of(looked_up_block(spec, placement.gpu_embedding_rows))
-    with_head = elements_of(spec.blocks[0]) if spec.tied else 0
-    layers = list(map(elements_of, spec.blocks[1:-1]))
+    looked_up = bytes_of(looked_up_block(spec, placement.gpu_embedding_rows))
+    with_head = bytes_of(spec.blocks[0]) if spec.tied else 0
+    layers = list(map(bytes_of, spec.blocks[1:-1]))
     kept = sum(layers[index - 1] for index in placement.gpu_weights)
-    return looked_up + sum(layers), elements_of(spec.blocks[-1]) + with_head + sum(layers) - kept + looked_up
+    return looked_up + sum(layers), bytes_of(spec.blocks[-1]) + with_head + sum(layers) - kept + looked_up
 
 
-def host_sums(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_micro_batches: int) -> HostSumTraffic:
+def host_sums(spec: ModelSpec, placement: Placement, *, num_micro_batches: int) -> HostSumTraffic:
     is_summed = num_micro_batches > 1 and not placement.gpu_holds_sums
-    elements = sum(spec.block_elements[1:-1]) if is_summed else 0
+    layers = spec.blocks[1:-1] if is_summed else ()
+    elements, compute_bytes = sum(block.num_elements for block in layers), sum(block.compute_bytes for block in layers)
     number = num_micro_batches - 1
     return HostSumTraffic(
         up_bytes=4 * elements,
-        down_bytes=number * state.compute * elements,
+        down_bytes=number * compute_bytes,
         num_added=number * elements,
-        added_bytes=(number * (state.compute + 4) + (number - 1) * 4) * elements,
+        added_bytes=number * (compute_bytes + 4 * elements) + (number - 1) * 4 * elements,
     )
 
 
-def head_sums(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_chunks: int) -> HostSumTraffic:
+def head_sums(spec: ModelSpec, placement: Placement, *, num_chunks: int) -> HostSumTraffic:
     """Of the head's gradients, beyond what moves where the GPU has their sums. `num_chunks`: those of the whole step.
 
     A chunk's gradient leaves before the next one is made, and the rounded sum comes back for its norm: computing waits.
     """
     if placement.gpu_holds_head or not spec.blocks:
         return NO_SUMS
-    elements = spec.blocks[0 if spec.tied else -1].num_elements
-    down_bytes, up_bytes = num_chunks * state.compute * elements, state.gradient * elements
+    block = spec.blocks[0 if spec.tied else -1]
+    down_bytes, up_bytes = num_chunks * block.compute_bytes, block.gradient_bytes
     return HostSumTraffic(
         up_bytes=up_bytes,
-        down_bytes=down_bytes - state.gradient * elements,  # the sum is where it is needed
-        num_added=num_chunks * elements,
-        added_bytes=num_chunks * (state.compute + 8) * elements,
+        down_bytes=down_bytes - up_bytes,  # the sum is where it is needed
+        num_added=num_chunks * block.num_elements,
+        added_bytes=down_bytes + num_chunks * 8 * block.num_elements,
         exposed_bytes=up_bytes + down_bytes,
     )
 

@@ -1,4 +1,4 @@
-"""What a step is asked for, and the decision where its bytes lie: `Workload`, `StateBytes`, `Placement`. Pure.
+"""What a step is asked for, and the decision where its bytes lie: `Workload`, `Placement`. Pure.
 
 `planning.choose` decides on a placement from limits and measured rates; the engine follows it.
 
@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, Literal, NamedTuple
 
-from ratel_cli.model.spec import BlockSpec, ModelSpec, with_rows
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.blocks import BlockSpec, with_rows
 from ratel_cli.sizes import GROUP_ELEMENTS
 
 Overlap = Literal["optimized", "naive", "separate"]
@@ -60,25 +61,6 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """Bytes that a parameter takes in the store and on the link."""
-
-    compute: int
-    """The field that the device computes with (P16)."""
-    record: int
-    """All fields together: 12 in bf16 and fp32, 14 in fp16."""
-    num_fields: int
-    """4, 3 and 4. Each chunk of each field has a checksum."""
-    gradient: int
-    """The gradient as it leaves the device and is held (G16)."""
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled: in fp16, whose record has an fp32 master next to the weights."""
-        return self.record > 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
     """How the optimizer walks through a block (engine/optimizer/pipeline.py)."""
 
@@ -92,9 +74,11 @@ class GroupShape:
         """Groups that have buffers at once."""
         return 2 * self.in_flight + 1
 
-    def buffer_bytes(self, block_elements: Sequence[int], *, record_bytes: int) -> int:
-        """Host memory of these buffers, for blocks of these sizes."""
-        return self.num_buffers * record_bytes * min(self.elements, max(block_elements))
+    def buffer_bytes(self, blocks: Sequence[BlockSpec]) -> int:
+        """Host memory of these buffers, for any group of these blocks."""
+        return self.num_buffers * max(
+            block.record.num_bytes(min(self.elements, block.num_elements)) for block in blocks
+        )
 
 
 class AfterGradient(NamedTuple):
@@ -227,19 +211,20 @@ def looked_up_block(spec: ModelSpec, num_rows: int | None) -> BlockSpec:
     return spec.blocks[0] if num_rows is None else with_rows(spec.blocks[0], num_rows)
 
 
-def gradient_elements(spec: ModelSpec, num_rows: int | None) -> tuple[int, ...]:
-    """Elements of each block's gradient as it is downloaded and held. A tied head gives every row a gradient."""
-    if num_rows is None or spec.tied or not spec.blocks:
-        return spec.block_elements
-    return (looked_up_block(spec, num_rows).num_elements, *spec.block_elements[1:])
+def gradient_bytes(spec: ModelSpec, num_rows: int | None) -> list[int]:
+    """Size of each block's gradient as it is downloaded and held. A tied head gives every row a gradient."""
+    sizes = [block.gradient_bytes for block in spec.blocks]
+    if num_rows is not None and not spec.tied:
+        sizes[:1] = [looked_up_block(spec, num_rows).gradient_bytes]
+    return sizes
 
 
-def elements_ahead(block: BlockSpec, window_elements: int) -> int:
-    """Elements of a block that go up while the block before computes: its first parameters, as many as fit."""
-    if window_elements >= block.num_elements:
-        return block.num_elements
-    number = bisect_right(block.parameters, window_elements, key=attrgetter("start"))
-    return block.parameters[number - 1].start if number else 0
+def bytes_ahead(block: BlockSpec, window_bytes: int) -> int:
+    """Weights of a block that go up while the block before computes: its first parameters, as many as fit."""
+    if window_bytes >= block.compute_bytes:
+        return block.compute_bytes
+    number = bisect_right(block.parameters, window_bytes // block.dtype_bytes, key=attrgetter("start"))
+    return block.parameters[number - 1].start * block.dtype_bytes if number else 0
 
 
 def tensors_ahead(num_bytes: Sequence[int], most_bytes: int, *, taken: Collection[int] = ()) -> list[int]:
@@ -261,10 +246,8 @@ def needs_read(schedule: Sequence[BlockUse], position: int, placement: Placement
     return block.index not in placement.resident_weights and all(use.block is not block for use in still_open)
 
 
-def window_bytes(
-    schedule: Sequence[BlockUse], position: int, placement: Placement, *, compute_bytes: int, num_open: int = 1
-) -> int:
+def window_bytes(schedule: Sequence[BlockUse], position: int, placement: Placement, *, num_open: int = 1) -> int:
     """Bytes of weights in buffers while `num_open` uses from `position` on are open: theirs, and those read ahead."""
     window = schedule[position : position + num_open + placement.prefetch_blocks]
-    elements = {use.block.index: use.block.num_elements for use in window}
-    return compute_bytes * sum(n for index, n in elements.items() if index not in placement.resident_weights)
+    sizes = {use.block.index: use.block.compute_bytes for use in window}
+    return sum(size for index, size in sizes.items() if index not in placement.resident_weights)

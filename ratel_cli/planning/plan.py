@@ -13,11 +13,11 @@ from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import Choice, curve, weigh
 from ratel_cli.planning.clipping import SpeculationCosts, speculation_costs
 from ratel_cli.planning.papers.prefix import Case
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, gradient_bytes
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
-from ratel_cli.planning.traffic import gradient_bytes, store_bytes
+from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.planning.wear import WearTrade
 
 FORMAT_VERSION = 1
@@ -116,7 +116,7 @@ def make_plan(problem: Problem) -> Plan:
     choice = weigh(problem)
     problem, chosen = choice.problem, choice.best
     check_device_memory(chosen.memory, decisions.device_limit_bytes)
-    spilled_bytes = gradient_bytes(spec, problem.state, chosen.placement, num_blocks=chosen.spilled_blocks)
+    spilled_bytes = sum(gradient_bytes(spec, chosen.placement.gpu_embedding_rows)[: chosen.spilled_blocks])
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     speculation = speculation_costs(problem, chosen)
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
@@ -146,9 +146,7 @@ def make_plan(problem: Problem) -> Plan:
         bottleneck=chosen.time.bottleneck,
         gpu_bytes=chosen.memory.device,
         host_bytes=chosen.memory.total,
-        nvme_bytes=store_bytes(spec, problem.state, num_slots=decisions.num_slots)
-        + spilled_bytes
-        + chosen.offloaded.written_bytes,
+        nvme_bytes=store_bytes(spec, num_slots=decisions.num_slots) + spilled_bytes + chosen.offloaded.written_bytes,
         curve=tuple(curve(problem, chosen)),
         unclipped_seconds=None if speculation is None else speculation.unclipped_seconds,
         speculation=speculation,

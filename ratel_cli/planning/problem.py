@@ -34,7 +34,6 @@ from ratel_cli.planning.placement import (
     ActivationPolicy,
     Overlap,
     Placement,
-    StateBytes,
     UnitsOnGpu,
     Workload,
     most_rows,
@@ -97,7 +96,6 @@ class Problem:
     """Everything that a plan depends on."""
 
     spec: ModelSpec
-    state: StateBytes
     workload: Workload
     profile: ModelProfile
     hardware: HardwareProfile
@@ -116,7 +114,7 @@ class Problem:
     @cached_property
     def state_written_bytes(self) -> int:
         """What every step writes to NVMe; all else that it writes is excess."""
-        return state_written_bytes(self.spec, self.state)
+        return state_written_bytes(self.spec)
 
     @cached_property
     def tried_without_residents(self) -> dict[tuple[int, int, frozenset[int], int], Evaluation | None]:
@@ -127,7 +125,7 @@ class Problem:
     @cached_property
     def compute(self) -> ComputeSeconds:
         """Computing of a step that swaps nothing but layers' inputs."""
-        adding_bytes = head_sum_bytes(self.spec, self.state, self.workload)
+        adding_bytes = head_sum_bytes(self.spec, self.workload)
         return compute_seconds(self.profile, self.workload, self.hardware, head_sum_bytes=adding_bytes)
 
     @cached_property
@@ -173,7 +171,7 @@ class Problem:
     def _is_short_of_gpu_memory(self, num_outputs: int) -> bool:
         """Whether a prefix does not fit into the GPU, or only without two whole units and a block's weights ahead."""
         resident = self._gpu_resident(num_outputs) if self.fits_device(num_outputs) else None
-        window_bytes = max(self.spec.block_elements) * self.state.compute
+        window_bytes = max(block.compute_bytes for block in self.spec.blocks)
         return resident is None or resident.units is not None or resident.window_bytes < window_bytes
 
     @property
@@ -240,7 +238,6 @@ class Problem:
         """NVMe bytes of a step."""
         return step_traffic(
             self.spec,
-            self.state,
             placement,
             offloaded,
             holds_gradients=self.decisions.holds_gradients,
@@ -321,7 +318,7 @@ class Problem:
 
     def _on_a_large_gpu(self, placement: Placement) -> Placement:
         """The placement where nothing limits the GPU's memory: nothing waits for it, and nothing stays there."""
-        window_bytes = max(self.spec.block_elements) * self.state.compute
+        window_bytes = max(block.compute_bytes for block in self.spec.blocks)
         return replace(
             placement, gpu_embedding_rows=self._gpu_embedding_rows, gpu_window_bytes=window_bytes, gpu_holds_sums=True
         )
@@ -374,7 +371,6 @@ class Problem:
         saved = swap.seconds if self.compute.is_measured else swap.flops / self.hardware.gpu.flops_per_second
         return overlapped_step(
             self.spec,
-            self.state,
             placement,
             traffic,
             self.hardware,
@@ -391,7 +387,7 @@ class Problem:
     @cached_property
     def tied_rows_bytes(self) -> int:
         """Rows of a tied head's gradient, of all micro-batches, that wait for the embedding's."""
-        return self.workload.num_micro_batches * tied_rows_bytes(self.spec, self.state, self.workload)
+        return self.workload.num_micro_batches * tied_rows_bytes(self.spec, self.workload)
 
     @cached_property
     def _gpu_embedding_rows(self) -> int | None:
@@ -400,13 +396,12 @@ class Problem:
     @cached_property
     def _gpu(self) -> GpuMemory | None:
         """What the GPU's memory is computed with; None where the CPU computes."""
-        return None if self.hardware.link is None else GpuMemory(self.spec, self.state, self.workload, self.profile)
+        return None if self.hardware.link is None else GpuMemory(self.spec, self.workload, self.profile)
 
     @cached_property
     def _step_memory(self) -> StepMemory:
         return StepMemory(
             self.spec,
-            self.state,
             self.workload,
             holds_gradients=self.decisions.holds_gradients,
             process_bytes=self.process_bytes,

@@ -17,7 +17,7 @@ from ratel_cli.planning.activations import input_bytes
 from ratel_cli.planning.analytic import head_flops
 from ratel_cli.planning.liveness import Decision, Liveness, Recorded, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
-from ratel_cli.planning.placement import StateBytes, Workload
+from ratel_cli.planning.placement import Workload
 
 RECORDED_MICRO_BATCHES = 4
 """Of each layer: more would not change the medians much, and what is recorded takes memory until the step has ended."""
@@ -70,7 +70,6 @@ def recorded_profile(
     units: Mapping[tuple[int, int], UnitRecord],
     seconds: Mapping[int, BlockSeconds],
     spec: ModelSpec,
-    state: StateBytes,
     workload: Workload,
     *,
     num_micro_batches: int,
@@ -95,7 +94,7 @@ def recorded_profile(
             _typical([unit for block in blocks for unit in by_block[block]]),
             forward_seconds=median(seconds[block].forward for block in blocks) / num_micro_batches,
             backward_seconds=median(seconds[block].backward for block in blocks) / num_micro_batches,
-            input_bytes=input_bytes(spec, state, tokens=tokens),
+            input_bytes=input_bytes(spec, tokens=tokens),
             estimate=estimate.profiles[estimate.layers[blocks[0] - 1]],
         )
         for blocks in alike.values()

@@ -27,13 +27,10 @@ from ratel_cli.planning.placement import (
     Overlap,
     Placement,
     Stage,
-    StateBytes,
     block_schedule,
-    gradient_elements,
+    gradient_bytes,
     needs_read,
 )
-from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS, PAGE_BYTES
-from ratel_cli.units import align_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,6 @@ class Traffic:
 
 def step_traffic(
     spec: ModelSpec,
-    state: StateBytes,
     placement: Placement,
     offloaded: OffloadedActivations,
     *,
@@ -90,30 +86,28 @@ def step_traffic(
     read: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     written: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     first_bytes = 0
-    held_elements = gradient_elements(spec, placement.gpu_embedding_rows)
+    held_bytes = gradient_bytes(spec, placement.gpu_embedding_rows)
     for block in spec.blocks:
         stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
-        weight_bytes = block.num_elements * state.compute
-        state_bytes = block.num_elements * (state.record - state.compute)
         if block.index in placement.resident_weights:
-            first_bytes += weight_bytes
+            first_bytes += block.compute_bytes
         elif stage == "update":
-            read[stage] += weight_bytes
+            read[stage] += block.compute_bytes
         if block.index in placement.resident_states:
-            first_bytes += state_bytes
+            first_bytes += block.state_bytes
         else:
-            read[stage] += state_bytes
-        written[stage] += block.num_elements * state.record
+            read[stage] += block.state_bytes
+        written[stage] += block.record_bytes
         if block.index < spilled_blocks:
-            written["backward"] += held_elements[block.index] * state.gradient
-            read[stage] += held_elements[block.index] * state.gradient
+            written["backward"] += held_bytes[block.index]
+            read[stage] += held_bytes[block.index]
     head, schedule = spec.blocks[-1], block_schedule(spec)
     head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
     for position, use in enumerate(schedule):
         if needs_read(schedule, position, placement):
             is_passed_on = use.block is head and head_stage == "forward"
-            read["forward" if is_passed_on else use.stage] += use.block.num_elements * state.compute
-    written["forward"] += checksum_bytes(spec, state)  # a step is committed while the next one's forward runs
+            read["forward" if is_passed_on else use.stage] += use.block.compute_bytes
+    written["forward"] += checksum_bytes(spec)  # a step is committed while the next one's forward runs
     return Traffic(
         forward_read_bytes=read["forward"],
         forward_written_bytes=written["forward"],
@@ -125,23 +119,17 @@ def step_traffic(
     ).with_offloaded(offloaded)
 
 
-def state_written_bytes(spec: ModelSpec, state: StateBytes) -> int:
+def state_written_bytes(spec: ModelSpec) -> int:
     """What every step writes, whatever its placement: the records, and the table of checksums."""
-    return state.record * sum(spec.block_elements) + checksum_bytes(spec, state)
+    return spec.one_generation.slot.num_bytes
 
 
-def gradient_bytes(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_blocks: int) -> int:
-    """Held gradients (G16) of the first `num_blocks` blocks."""
-    return sum(gradient_elements(spec, placement.gpu_embedding_rows)[:num_blocks]) * state.gradient
-
-
-def store_bytes(spec: ModelSpec, state: StateBytes, *, num_slots: int) -> int:
+def store_bytes(spec: ModelSpec, *, num_slots: int) -> int:
     """Space of the store's records and checksums. Three pages of header in each file are not counted."""
-    records_bytes = state.record * sum(spec.block_elements)
-    return num_slots * (records_bytes + checksum_bytes(spec, state))
+    return spec.one_generation.slot_address(num_slots)
 
 
-def checksum_bytes(spec: ModelSpec, state: StateBytes) -> int:
-    """The checksum table of one generation, in whole pages: an entry for each chunk, and one for the table itself."""
-    num_chunks = sum(-(-block.num_elements // CHUNK_ELEMENTS) for block in spec.blocks)
-    return align_up(CHECKSUM_BYTES * (1 + state.num_fields * num_chunks), PAGE_BYTES)
+def checksum_bytes(spec: ModelSpec) -> int:
+    """The checksum table of one generation."""
+    slot = spec.one_generation.slot
+    return slot.num_bytes - slot.records.num_bytes

@@ -74,7 +74,7 @@ def build_base(config: RunConfig) -> Base:
     model_config = whole_config if outer is None else outer.language_config
     attention = supported_attention(model_config, config.attn_implementation)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
-    model = find_blocks(skeleton, name=Path(config.base_model).name)
+    model = find_blocks(skeleton, name=Path(config.base_model).name, gradient_dtype=config.resolved_gradient_dtype)
     return Base(
         directory=directory,
         config=model_config,

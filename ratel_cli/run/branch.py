@@ -56,7 +56,7 @@ class Branch:
     def copy_into(self, store: Store, context: RunContext) -> None:
         """Fill and commit the new run's store, checking every byte that is read, and let go of the other run's."""
         step = self.generation.progress.step
-        with context.bar(f"copying step {step} of {self.origin.config.output_dir}", store.slot_bytes) as advance:
+        with context.bar(f"copying step {step} of {self.origin.config.output_dir}", store.generation_bytes) as advance:
             copy = copy_weights if self.origin.fresh_optimizer else copy_generation
             with errors_about(self.origin.config.output_dir):
                 copy(self.generation, store.shadow(), context.pool, progress=advance)

@@ -95,7 +95,7 @@ def _space(config: RunConfig, places: Sequence[Place], log: RunLog) -> Iterator[
         log.notice(f"the space that the store needs is not known: {error.message}")
         return
     paths = config.storage.paths
-    need_bytes = sum(new_geometry(config, spec.block_elements, weights=(1,) * len(paths)).file_bytes())
+    need_bytes = sum(new_geometry(config, spec.stored_blocks, shares=(1,) * len(paths)).file_bytes())
     available_bytes = free_bytes([nearest_existing(path) for path in paths]) + taken_bytes(config)
     mine = [place for place in places if place.path in paths]
     yield check_space(mine, need_bytes=need_bytes, available_bytes=available_bytes)

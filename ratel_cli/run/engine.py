@@ -23,7 +23,6 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.settings import state_bytes
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB, format_bytes
 
@@ -65,11 +64,9 @@ def pin_ahead(context: RunContext, spec: ModelSpec, plan: Plan, *, units_only: b
     buffers = list(unit_buffers(placement, plan.offloaded.unit_bytes, num_micro_batches))
     most_bytes = _pool_bytes(context, plan)
     if not units_only:
-        state = state_bytes(context.config)
-        most_bytes -= other_bytes(spec, state, placement)
+        most_bytes -= other_bytes(spec, placement)
         buffers += block_buffers(
             spec,
-            state,
             placement,
             num_micro_batches=num_micro_batches,
             holds_gradients=plan.decisions.holds_gradients,

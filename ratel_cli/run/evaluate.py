@@ -138,7 +138,7 @@ def _fit(
     """The memory for the widest micro-batch: all packed sequences are as wide as that."""
     config, spec, size = context.config, streamed.model.spec, _batch_size(context.config)
     width = config.sequence_len if is_packed else int(rows.cache.lengths.max())
-    layer = layer_bytes(context, streamed.model, batch_size=size, num_tokens=width)
+    layer = layer_bytes(streamed.model, batch_size=size, num_tokens=width)
     head = logits_bytes(spec, min(chunk_tokens, size * width))
     hidden_bytes = size * width * spec.hidden_size * streamed.blocks.dtype.itemsize
     return fit_blocks(

@@ -311,7 +311,7 @@ def _check_wear_limit(
     record = None if store is None else read_origin(context.config)
     limit = wear_limit(
         context.config,
-        inputs.model.spec.block_elements,
+        inputs.model.spec.stored_blocks,
         weights=hardware.nvme.weights,
         first_step=branch.progress.step if branch else record.first_step if record else 0,
     )

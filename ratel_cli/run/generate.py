@@ -193,7 +193,7 @@ def _fit(
 ) -> tuple[int, BlockMemory]:
     """The largest batch that fits, and the memory that is left. Raises DoesNotFit if a single prompt does not."""
     width = max(map(len, ids))
-    layers = {size: layer_bytes(context, streamed.model, batch_size=size, num_tokens=width) for size in (1, 2)}
+    layers = {size: layer_bytes(streamed.model, batch_size=size, num_tokens=width) for size in (1, 2)}
 
     def fit(size: int) -> BlockMemory:
         working = layers[1] + (size - 1) * (layers[2] - layers[1])

@@ -34,7 +34,7 @@ from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.run.base_model import silence_transformers
 from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.plan_inputs import find_hardware, forecaster_of, setting_of, with_planned_split
-from ratel_cli.run.settings import num_slots, state_bytes
+from ratel_cli.run.settings import num_slots
 from ratel_cli.run.starting_data import DataSketch, needs_template, sketch_data
 from ratel_cli.run.starting_storage import has_space, is_in_memory, other_places
 from ratel_cli.run.starting_text import DATA_PLACEHOLDER, MODEL_PLACEHOLDER, StartingText
@@ -177,7 +177,7 @@ def _choose_length(text: StartingText, model: _Model | None, sketches: Sequence[
 def _choose_storage(text: StartingText, model: _Model) -> str:
     """Another drive for the store, if the one of the output directory has no space. Returns where it will be."""
     config = text.config
-    need_bytes = store_bytes(model.spec, state_bytes(config), num_slots=num_slots(config))
+    need_bytes = store_bytes(model.spec, num_slots=num_slots(config))
     size = format_bytes(need_bytes)
     here = nearest_existing(config.storage.paths[0])
     if "storage" not in text.given and (is_in_memory(here) or not has_space(here, need_bytes)):

@@ -46,7 +46,7 @@ def check_machine(
         if with_memory:
             plan = errors.attempt(("limits", "host_memory"), lambda: _plan(context, model, hardware))
         weights = hardware.nvme.weights
-        geometry = new_geometry(config, model.spec.block_elements, weights=weights)
+        geometry = new_geometry(config, model.spec.stored_blocks, shares=weights)
         need_bytes = sum(geometry.file_bytes()) if plan is None else plan.nvme_bytes
         if not has_store:
             errors.attempt(("storage", "paths"), lambda: check_store_space(config, need_bytes, hardware))

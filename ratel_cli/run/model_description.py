@@ -21,10 +21,9 @@ from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_shape
-from ratel_cli.run.settings import state_bytes
 from ratel_cli.run.user_cache import software_versions, user_cache_file, write_user_cache
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,10 @@ def describe_model(config: RunConfig, *, name: str, log: RunLog) -> ModelDescrip
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         num_parameters=shape.num_parameters,
+        dtype=config.dtype,
+        gradient_dtype=config.resolved_gradient_dtype,
     )
-    compute_bytes = state_bytes(config).compute
+    compute_bytes = spec.dtype_bytes
     traits = LayerTraits(
         num_heads=shape.num_heads,
         head_dim=shape.hidden_size // shape.num_heads,
@@ -75,7 +76,7 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     file = description_file(config)
     cached = _read(file, name=Path(config.base_model).name)
     if cached is not None:
-        return cached
+        return replace(cached, spec=cached.spec.with_gradients(config.resolved_gradient_dtype))
     from ratel_cli.model.footprint import measured_traits
     from ratel_cli.run.base_model import build_base, silence_transformers
 

@@ -33,7 +33,7 @@ from ratel_cli.run.profile_cache import (
     refresh_free_space,
 )
 from ratel_cli.run.run_directory import HARDWARE_NAME, CachedProfile, run_directory
-from ratel_cli.run.settings import decisions_of, state_bytes, wear_limit, workload_of
+from ratel_cli.run.settings import decisions_of, wear_limit, workload_of
 from ratel_cli.run.space import spaces_of, taken_bytes
 from ratel_cli.units import MIB
 
@@ -65,13 +65,11 @@ def forecaster_of(
     if config.cost_model == "paper":
         return _paper_forecaster(config, name)
     model = describe_model(config, name=name, log=log)
-    state = state_bytes(config)
     recorded = CachedProfile(config, model.spec, hardware).read() if is_recorded else None
-    estimate = analytic_profile(model.spec, state, workload_of(config), traits=model.traits)
+    estimate = analytic_profile(model.spec, workload_of(config), traits=model.traits)
     return RatelForecaster(
         spec=model.spec,
         profile=recorded or estimate,
-        state=state,
         decisions=decisions_of(config, host_limit_bytes=0),
         process_bytes=_PROCESS_BYTES,
         estimate=estimate,
@@ -125,7 +123,7 @@ def wear_warning(config: RunConfig, forecaster: Forecaster) -> str | None:
     if not isinstance(forecaster, RatelForecaster) or config.max_steps is None:
         return None
     weights = (1,) * len(config.storage.paths)
-    limit = wear_limit(config, forecaster.spec.block_elements, weights=weights, first_step=0)
+    limit = wear_limit(config, forecaster.spec.stored_blocks, weights=weights, first_step=0)
     return None if limit is None else limit.warning(config.max_steps)
 
 

@@ -27,14 +27,14 @@ from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Stage, StateBytes, Workload
+from ratel_cli.planning.placement import Stage, Workload
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.refined import SeenStep, refined_hardware, refined_profile
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
+from ratel_cli.run.settings import chunked_workload_of, decisions_of
 from ratel_cli.store.copy import COPY_BYTES
 
 
@@ -43,7 +43,6 @@ class Planner:
     """Makes plans. Its fields are what all plans of a run have in common."""
 
     spec: ModelSpec
-    state: StateBytes
     workload: Workload
     decisions: Decisions
     hardware: HardwareProfile
@@ -74,7 +73,6 @@ class Planner:
             recording.units(),
             self._block_seconds(spans, estimate),
             self.spec,
-            self.state,
             self.workload,
             num_micro_batches=recording.num_micro_batches,
             estimate=estimate,
@@ -101,7 +99,6 @@ class Planner:
         """What a plan for a profile follows from, with other decisions than the planner's own."""
         return Problem(
             spec=self.spec,
-            state=self.state,
             workload=self.workload,
             profile=profile,
             hardware=self.hardware,
@@ -132,7 +129,6 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
         )
     return Planner(
         spec=spec,
-        state=state_bytes(config),
         workload=chunked_workload_of(config, spec),
         decisions=decisions,
         hardware=hardware,
@@ -142,7 +138,7 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
 
 def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
     """The model's profile from its shapes alone. No block may be bound."""
-    return analytic_profile(planner.spec, planner.state, planner.workload, traits=measured_traits(model))
+    return analytic_profile(planner.spec, planner.workload, traits=measured_traits(model))
 
 
 def _block_seconds(spans: Sequence[Span], *, lost_seconds: float) -> Mapping[int, BlockSeconds]:

@@ -19,11 +19,10 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.io.queue import open_queue
-from ratel_cli.io.views import FIELD_DTYPES
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.profile_cache import ProfileTarget, profile_target, with_recent_rates
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.layout import record_layout
 from ratel_cli.units import format_seconds
 
 _ASSUMED_BYTES_PER_SECOND = 1e9
@@ -90,4 +89,4 @@ def measure_for_run(context: RunContext, *, has_store: bool) -> HardwareProfile:
 
 def _compute_dtype(name: DtypeName) -> torch.dtype:
     """The dtype that a config's `dtype` names. Without transformers, which costs seconds to import."""
-    return FIELD_DTYPES[record_layout(name).compute_field.name]
+    return VALUE_DTYPES[name]

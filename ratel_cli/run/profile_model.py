@@ -38,7 +38,7 @@ from ratel_cli.run.profile_cache import REFRESHES
 from ratel_cli.run.profile_machine import report_other_load
 from ratel_cli.run.run_directory import MODEL_NAME, CachedProfile
 from ratel_cli.run.run_files import list_run_files, write_run_file
-from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
+from ratel_cli.run.settings import chunked_workload_of, decisions_of
 from ratel_cli.run.trial import adamw_beside, any_batch, block_profiler
 
 
@@ -84,24 +84,23 @@ def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profil
     """The profile, and the bytes that the limit leaves next to a step that runs ahead and offloads nothing."""
     limit_bytes = config.limits.host_memory or default_limit_bytes()
     decisions = decisions_of(config, host_limit_bytes=limit_bytes)
-    state, workload = state_bytes(config), chunked_workload_of(config, spec)
+    workload = chunked_workload_of(config, spec)
     step = StepMemory(
         spec,
-        state,
         workload,
         holds_gradients=decisions.holds_gradients,
         process_bytes=kept_bytes(),
         overlap=decisions.overlap,
-        gpu=None if hardware.link is None else GpuMemory(spec, state, workload, profile),
+        gpu=None if hardware.link is None else GpuMemory(spec, workload, profile),
     )
     memory, _ = step.fit(Placement(prefetch_blocks=2, pending_updates=2), NOTHING_OFFLOADED, limit_bytes=sys.maxsize)
     return ModelCosts(profile=profile, activation_available_bytes=max(0, limit_bytes - memory.total))
 
 
 def _measured(config: RunConfig, model: DecoderModel, hardware: HardwareProfile, log: RunLog) -> ModelProfile:
-    spec, state = model.spec, state_bytes(config)
+    spec = model.spec
     workload = chunked_workload_of(config, spec)
-    estimate = analytic_profile(spec, state, workload, traits=measured_traits(model))
+    estimate = analytic_profile(spec, workload, traits=measured_traits(model))
     device = compute_device(config.device)
     with (
         determinism(config.deterministic, device, notice=log.notice),  # it decides how attention computes
@@ -112,5 +111,5 @@ def _measured(config: RunConfig, model: DecoderModel, hardware: HardwareProfile,
         profiler = block_profiler(model, pool, opened, dtype=config.dtype, placement=placement, workload=workload)
         batch = any_batch(workload.micro_batch_size, workload.sequence_len, spec.vocab_size)
         units, seconds = profiler.record(batch, beside=adamw_beside(pool, hardware.host, opened))
-    profile = recorded_profile(units, seconds, spec, state, workload, num_micro_batches=1, estimate=estimate)
+    profile = recorded_profile(units, seconds, spec, workload, num_micro_batches=1, estimate=estimate)
     return replace(profile, adamw_share=profiler.sharing)

@@ -45,10 +45,10 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
         if Store.exists(config.storage.paths):
             if not overwrite:
                 _reject_loss(context, snapshot)
-            with context.bar("verifying the snapshot", snapshot.slot_bytes) as advance:
+            with context.bar("verifying the snapshot", snapshot.generation_bytes) as advance:
                 snapshot.current().check_all(context.pool, progress=advance)
         with _make(context, snapshot) as store:
-            with context.bar("copying the snapshot", snapshot.slot_bytes) as advance:
+            with context.bar("copying the snapshot", snapshot.generation_bytes) as advance:
                 copy_generation(snapshot.current(), store.shadow(), context.pool, progress=advance)
             store.commit_import(snapshot.progress)
         forget_deleted_store(config)
@@ -90,11 +90,9 @@ def _reject_loss(context: RunContext, snapshot: Store) -> None:
 def _make(context: RunContext, snapshot: Store) -> Store:
     """A new, empty store for the snapshot's blocks, as the config's run would create it."""
     paths = context.config.storage.paths
-    weights: tuple[int, ...] = (1,)
+    shares: tuple[int, ...] = (1,)
     if len(paths) > 1:
         existing = [nearest_existing(path) for path in paths]
-        weights = measure_drives(
-            existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None
-        ).weights
-    geometry = new_geometry(context.config, snapshot.block_elements, weights=weights)
+        shares = measure_drives(existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
+    geometry = new_geometry(context.config, snapshot.blocks, shares=shares)
     return prepare_store(context, paths, geometry, identity=snapshot.identity, overwrite=True)

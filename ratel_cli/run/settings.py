@@ -14,11 +14,11 @@ from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
-from ratel_cli.planning.placement import StateBytes, Workload
+from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
-from ratel_cli.store.layout import Geometry, record_layout
+from ratel_cli.store.layout import Geometry, StoredBlock
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.wear_limit import WearLimit
 from ratel_cli.units import format_bytes
@@ -88,17 +88,6 @@ def as_recorded(config: RunConfig) -> RunConfig:
     return config
 
 
-def state_bytes(config: RunConfig) -> StateBytes:
-    """The bytes of one parameter's state."""
-    layout = record_layout(config.dtype)
-    return StateBytes(
-        compute=layout.compute_field.bytes_per_element,
-        record=layout.bytes_per_parameter,
-        num_fields=len(layout.fields),
-        gradient=record_layout(config.resolved_gradient_dtype).compute_field.bytes_per_element,
-    )
-
-
 def workload_of(config: RunConfig) -> Workload:
     """The tokens of a full step. What the head does at once depends on the model too: see `chunked_workload_of`."""
     size, number = config.split
@@ -158,7 +147,7 @@ def store_hint(config: RunConfig) -> str:
 
 
 def wear_limit(
-    config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...], first_step: int
+    config: RunConfig, blocks: tuple[StoredBlock, ...], *, weights: tuple[int, ...], first_step: int
 ) -> WearLimit | None:
     """The config's limit on what is written to a store of these blocks; None if it sets none.
 
@@ -166,15 +155,15 @@ def wear_limit(
     """
     if config.storage.max_tb_written is None:
         return None
-    geometry = new_geometry(config, block_elements, weights=weights)
+    geometry = new_geometry(config, blocks, shares=weights)
     return WearLimit(
         max_bytes=int(config.storage.max_tb_written * 1e12),
         store_bytes=sum(geometry.file_bytes()),
-        slot_bytes=geometry.records().slot_bytes,
+        slot_bytes=geometry.slot.num_bytes,
         first_step=first_step,
     )
 
 
-def new_geometry(config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...]) -> Geometry:
-    """The geometry of the store that the config asks for."""
-    return Geometry(dtype=config.dtype, block_elements=block_elements, num_slots=num_slots(config), weights=weights)
+def new_geometry(config: RunConfig, blocks: tuple[StoredBlock, ...], *, shares: tuple[int, ...]) -> Geometry:
+    """The geometry of the store that the config asks for. `shares`: of `storage.paths`."""
+    return Geometry(blocks=blocks, num_slots=num_slots(config), shares=shares)

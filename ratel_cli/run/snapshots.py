@@ -76,9 +76,7 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
     wanted = context.config.storage.snapshot
     if wanted is None:
         return None
-    geometry = Geometry(
-        dtype=context.config.dtype, block_elements=spec.block_elements, num_slots=SNAPSHOT_SLOTS, weights=(1,)
-    )
+    geometry = Geometry(blocks=spec.stored_blocks, num_slots=SNAPSHOT_SLOTS, shares=(1,))
     try:
         return prepare_store(
             context,

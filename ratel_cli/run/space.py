@@ -24,7 +24,7 @@ from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.marker import space_for_export
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.traffic import store_bytes
-from ratel_cli.run.settings import num_slots, place_of, state_bytes
+from ratel_cli.run.settings import num_slots, place_of
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.units import format_bytes
 
@@ -86,8 +86,8 @@ def spaces_of(
     equal ones if None. `export_bytes` is the size of the export; its weights alone if None.
     """
     weights = weights or (1,) * len(config.storage.paths)
-    state, export = state_bytes(config), config.output_dir
-    taken = _to_come(config, store_bytes(spec, state, num_slots=num_slots(config)), weights)
+    export = config.output_dir
+    taken = _to_come(config, store_bytes(spec, num_slots=num_slots(config)), weights)
     spaces: list[Space] = []
     if config.storage.snapshot is not None:
         path = config.storage.snapshot.path
@@ -96,7 +96,7 @@ def spaces_of(
             name="snapshot",
             option="storage.snapshot.path",
             path=path,
-            need_bytes=store_bytes(spec, state, num_slots=SNAPSHOT_SLOTS),
+            need_bytes=store_bytes(spec, num_slots=SNAPSHOT_SLOTS),
             available_bytes=max(0, free_bytes([nearest_existing(path)]) + _file_bytes(path) - beside),
             is_shared=beside > 0,
         )
@@ -109,7 +109,9 @@ def spaces_of(
             name="export",
             option="output_dir",
             path=export,
-            need_bytes=spec.num_parameters * state.compute if export_bytes is None else export_bytes,
+            need_bytes=sum(block.num_parameters * block.dtype_bytes for block in spec.blocks)
+            if export_bytes is None
+            else export_bytes,
             available_bytes=available_bytes,
             is_shared=beside > 0,
         )

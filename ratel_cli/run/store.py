@@ -40,7 +40,7 @@ from ratel_cli.run.settings import (
     place_of,
     settings_hash,
 )
-from ratel_cli.store.layout import Geometry, record_layout
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_step
 from ratel_cli.store.run_record import RunRecord, hand_over, read_record, write_records
@@ -231,7 +231,7 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
     A crash can damage the newest generation if a drive reports a flush that it did not do. The one before it may be
     whole then. Raises IntegrityFailure if no generation can be used.
     """
-    with context.bar("verifying the store", store.slot_bytes) as advance:
+    with context.bar("verifying the store", store.generation_bytes) as advance:
         if resume == "auto":
             store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
         else:
@@ -258,7 +258,7 @@ def make_store(
     `weights` are the directories' shares of its bytes, for its whole life.
     """
     spec = inputs.model.spec
-    geometry = new_geometry(context.config, spec.block_elements, weights=weights)
+    geometry = new_geometry(context.config, spec.stored_blocks, shares=weights)
     paths = context.config.storage.paths
     store = prepare_store(context, paths, geometry, identity=identity, overwrite=resume == "no")
     forget_deleted_store(context.config)
@@ -286,8 +286,7 @@ def prepare_store(
     The context closes it, and shows the progress of making the `what`. `queue`: the context's own if None. Raises
     BadInput if there is a store already and `overwrite` is not set, EnvironmentFailure if there is no space.
     """
-    bytes_per_element = record_layout(geometry.dtype).bytes_per_parameter
-    total_bytes = geometry.num_slots * bytes_per_element * sum(geometry.block_elements)
+    total_bytes = geometry.slot_address(geometry.num_slots)
     with context.bar(f"preparing the {what}", total_bytes) as advance:
         store = Store.create(
             paths,

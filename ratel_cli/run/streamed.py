@@ -26,7 +26,6 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import num_positions
 from ratel_cli.run.named_model import NamedModel
 from ratel_cli.run.open import open_run
-from ratel_cli.run.settings import state_bytes
 from ratel_cli.units import format_bytes
 
 
@@ -98,10 +97,10 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
     return StreamedModel(base=base, blocks=blocks, name=name, conversion_bytes=source.conversion_bytes)
 
 
-def layer_bytes(context: RunContext, model: DecoderModel, *, batch_size: int, num_tokens: int) -> int:
+def layer_bytes(model: DecoderModel, *, batch_size: int, num_tokens: int) -> int:
     """What a layer takes at its peak in forward, with `[batch_size, num_tokens]` tokens. No block may be bound."""
     workload = Workload(micro_batch_size=batch_size, num_micro_batches=1, sequence_len=num_tokens)
-    profile = analytic_profile(model.spec, state_bytes(context.config), workload, traits=measured_traits(model))
+    profile = analytic_profile(model.spec, workload, traits=measured_traits(model))
     return max(layer.forward_bytes for layer in profile.profiles)
 
 

@@ -32,7 +32,6 @@ from ratel_cli.hardware.spec import Host
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.plan import Plan
@@ -41,6 +40,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.engine import open_planned_device
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.planner import Planner
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.units import MIB, format_seconds
 
@@ -85,9 +85,7 @@ def tried_profile(
         return_free_memory()
         if context.device.type != "cpu":
             torch.accelerator.empty_cache()
-    profile = recorded_profile(
-        units, seconds_of, planner.spec, planner.state, workload, num_micro_batches=1, estimate=estimate
-    )
+    profile = recorded_profile(units, seconds_of, planner.spec, workload, num_micro_batches=1, estimate=estimate)
     return replace(profile, adamw_share=profiler.sharing)
 
 

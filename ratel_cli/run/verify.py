@@ -91,7 +91,7 @@ def _check_generations(
     context: RunContext, store: Store, generations: Sequence[Generation], *, where: str | None = None
 ) -> list[Check]:
     """One row for each generation, the current one first. `where` names a store that is not the run's own."""
-    num_bytes = store.layout.bytes_per_parameter * sum(store.block_elements)
+    num_bytes = sum(block.num_bytes for block in store.blocks)
     checks: list[Check] = []
     start = perf_counter()
     with context.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as advance:

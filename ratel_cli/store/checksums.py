@@ -1,7 +1,8 @@
-"""The checksum table of one generation: one checksum per chunk, so that no damaged byte is used.
+"""The checksum table of a region: one checksum per chunk, so that no damaged byte is used.
 
-The table stands behind its slot's records: the step that wrote the slot, then one XXH3-64 per chunk, little-endian,
-then zeros to the end of the page. Each checksum is seeded with store, step, block, field and chunk. Bytes of another
+The table stands behind its region's records: the step that wrote them (`FROZEN_STEP` for the frozen region, which no
+step writes), then one XXH3-64 per chunk, little-endian, then zeros to the end of the page. Each checksum is seeded with
+store, step, block, field and chunk. Bytes of another
 place, step or store therefore do not pass, even if the whole table was moved along with them. The manifest has the
 checksum of the table itself, its root, so a table counts only if a commit refers to it.
 
@@ -28,19 +29,20 @@ from ratel_cli.sizes import CHECKSUM_BYTES
 from ratel_cli.store.layout import ChunkMap
 
 assert sys.byteorder == "little", "the table is stored in the byte order of this machine"
+FROZEN_STEP: Final = (1 << 64) - 1
+"""What the frozen region has in place of a step, so that its bytes never pass for a generation's."""
 _SEED: Final = Struct("<16sQIII")
 _HINT: Final = "resume from a saved step with --resume STEP, or restore a snapshot with `ratel restore CONFIG`"
 
 
 class ChunkTable:
-    """The checksums of one generation. Different threads may set and check different chunks."""
+    """The checksums of one region. Different threads may set and check different chunks."""
 
     def __init__(self, chunks: ChunkMap, store_id: bytes, step: int) -> None:
-        """The table of a generation that `step` is writing: no checksum is set yet."""
+        """The table of a region that `step` is writing: no checksum is set yet."""
         self._chunks = chunks
         self._store_id = store_id
         self._step = step
-        self._field_index = {field.name: index for index, field in enumerate(chunks.layout.fields)}
         self._digests = array("Q", [0]) * chunks.num_entries
         self._digests[0] = step
         self._is_set = bytearray([1]) + bytearray(chunks.num_entries - 1)
@@ -61,7 +63,7 @@ class ChunkTable:
 
     @property
     def is_complete(self) -> bool:
-        """True when every chunk of the generation has its checksum."""
+        """True when every chunk of the region has its checksum."""
         return all(self._is_set)
 
     def set_chunks(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
@@ -73,10 +75,9 @@ class ChunkTable:
         """Give every chunk that has no checksum yet the checksum of zeros. A new store holds nothing but zeros."""
         zeros = memoryview(bytes(4 * self._chunks.chunk_elements))
         for block, field, start, stop in self._chunks.ranges():
-            [(entry, _, _)] = self._chunks.parts(block, field, start, stop)
+            [(entry, _, _)] = self._chunks.parts(block, field.name, start, stop)
             if not self._is_set[entry]:
-                num_bytes = (stop - start) * self._chunks.layout.field(field).bytes_per_element
-                self.set_chunks(block, field, start, stop, zeros[:num_bytes])
+                self.set_chunks(block, field.name, start, stop, zeros[: field.num_bytes(stop - start)])
 
     def check_chunks(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         """Raise IntegrityFailure unless `memory` has the bytes of elements [start, stop) of a field, whole chunks."""
@@ -103,7 +104,7 @@ class ChunkTable:
 
     def mismatch(self, block: int, start: int, stop: int, *, field_index: int, chunk: int) -> IntegrityFailure:
         """The error for chunk number `chunk` in elements [start, stop) of a field: it has another checksum."""
-        size, field = self._chunks.chunk_elements, self._chunks.layout.fields[field_index].name
+        size, field = self._chunks.chunk_elements, self._chunks.blocks[block].record.fields[field_index].name
         first = start + chunk * size
         return self._damaged(f"block {block}, {field}", first, min(first + size, stop))
 
@@ -117,9 +118,11 @@ class ChunkTable:
     def _parts(
         self, block: int, field: str, start: int, stop: int, memory: memoryview
     ) -> Iterator[tuple[int, int, int, memoryview]]:
-        size = self._chunks.layout.field(field).bytes_per_element
+        found, position = self._chunks.blocks[block].record.field(field), 0
         for entry, first, end in self._chunks.parts(block, field, start, stop):
-            yield entry, first, end, memory[(first - start) * size : (end - start) * size]
+            num_bytes = found.num_bytes(end - first)
+            yield entry, first, end, memory[position : position + num_bytes]
+            position += num_bytes
 
     def _set(self, entry: int, digest: int) -> None:
         self._digests[entry] = digest
@@ -131,8 +134,9 @@ class ChunkTable:
             raise self._damaged(where, first, end)
 
     def _damaged(self, where: str, first: int, end: int) -> IntegrityFailure:
+        writer = "the import" if self._step == FROZEN_STEP else f"step {self._step}"
         return IntegrityFailure(
-            f"{where}: elements {first} to {end} are not what step {self._step} wrote "
+            f"{where}: elements {first} to {end} are not what {writer} wrote "
             "(a flipped bit, or a lost or misplaced write)",
             _HINT,
         )
@@ -142,8 +146,8 @@ class ChunkTable:
 
     def _seed(self, block: int, field: str, first: int) -> int:
         """The seed of the chunk that begins at element `first`."""
-        chunk = first // self._chunks.chunk_elements
-        return xxhash.xxh3_64_intdigest(_SEED.pack(self._store_id, self._step, block, self._field_index[field], chunk))
+        index, chunk = self._chunks.blocks[block].record.index(field), first // self._chunks.chunk_elements
+        return xxhash.xxh3_64_intdigest(_SEED.pack(self._store_id, self._step, block, index, chunk))
 
 
 def _root(content: memoryview) -> str:

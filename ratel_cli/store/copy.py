@@ -34,27 +34,31 @@ class _Part(NamedTuple):
 
 
 def copy_generation(source: Generation, target: Shadow, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
-    """Write all of `source` into `target`. `progress` is called with the bytes of each part.
+    """Write all of `source` into `target`; frozen blocks only into a new store, since they never change.
 
+    `progress` is called with the bytes of each part.
     Raises IntegrityFailure if bytes of the source are damaged. What `progress` raises ends the copy too.
     """
-    assert (source.layout, source.block_elements) == (target.generation.layout, target.generation.block_elements)
+    assert source.blocks == target.generation.blocks
     with pool.lease(COPY_BYTES, "a copy of the state", crosses_link=False) as lease:
-        reads = ((part, source.read(*part)) for part in _parts(source, lease.memory))
+        parts = _parts(source, lease.memory, with_frozen=target.is_import)
+        reads = ((part, source.read(*part)) for part in parts)
         with closing(in_flight(reads, at_most=2)) as finished:
             for part in finished:
                 target.write(*part).wait()
                 progress(len(part.memory))
 
 
-def _parts(source: Generation, memory: memoryview) -> Iterator[_Part]:
+def _parts(source: Generation, memory: memoryview, *, with_frozen: bool) -> Iterator[_Part]:
     """The parts in the order in which they lie in the store, alternating between the two halves of `memory`."""
     half_bytes = len(memory) // 2
     number = 0
-    for block, num_elements in enumerate(source.block_elements):
-        for field in source.layout.fields:
-            for start in range(0, num_elements, _PART_ELEMENTS):
-                stop = min(start + _PART_ELEMENTS, num_elements)
-                first, num_bytes = number % 2 * half_bytes, (stop - start) * field.bytes_per_element
-                yield _Part(block, field.name, start, stop, memory[first : first + num_bytes])
+    for index, block in enumerate(source.blocks):
+        if block.is_frozen and not with_frozen:
+            continue
+        for field in block.record.fields:
+            for start in range(0, block.num_elements, _PART_ELEMENTS):
+                stop = min(start + _PART_ELEMENTS, block.num_elements)
+                first, num_bytes = number % 2 * half_bytes, field.num_bytes(stop - start)
+                yield _Part(index, field.name, start, stop, memory[first : first + num_bytes])
                 number += 1

@@ -116,7 +116,7 @@ def existing_store(headers: Sequence[Header]) -> str | None:
 
 def check_membership(headers: Sequence[Header], manifest: Manifest) -> None:
     """Raise BadInput unless the files are those of the manifest, in its order."""
-    num_files = len(manifest.geometry.weights)
+    num_files = len(manifest.geometry.shares)
     if len(headers) != num_files:
         raise BadInput(
             f"storage.paths names {counted(len(headers), 'directory', 'directories')}, but the store has {num_files}"

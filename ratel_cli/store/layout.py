@@ -1,25 +1,37 @@
-"""Where every byte of a store lies: file headers, slots, records, fields, and the entries of the checksum table.
+"""Where every byte of a store lies: file headers, the frozen region, slots, records, fields, and checksum tables.
 
 All of it is arithmetic on the `Geometry`, which is fixed when the store is made and written in every manifest.
 docs/store-format.md describes the same to the byte.
 
-The master weight (P32), m and v (OS32) are fp32 in every layout. For bfloat16 compute the master is split into its
-upper and lower half: the upper half is the weight that the device computes with (P16), so no separate copy of it
-exists. Rounding loses one bit, which the sign of v carries.
+The store knows nothing of update rules: a block comes with its record, a list of fields, and the manifest repeats it.
+What a rule keeps for a parameter is told in `ratel_cli/schedule/rules.py`.
 
-Invariants: fields lie one after another without gaps, and a block has a multiple of `BLOCK_ALIGNMENT` elements, so that
-every field of every record begins on a page.
+Two kinds of regions have the same shape, records and then their checksum table: a slot holds one generation of the
+blocks that are trained, and the frozen region, which lies before all slots, holds the blocks that never change. It is
+written once, and shared by all generations.
+
+Invariants: fields lie one after another and begin on a page; a chunk of any field is whole pages, except at the end of
+a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Final
 
 from ratel_cli.io.striping import StripeMap
-from ratel_cli.sizes import BLOCK_ALIGNMENT, CHECKSUM_BYTES, CHUNK_ELEMENTS, PAGE_BYTES, STRIPE_BYTES, DtypeName
+from ratel_cli.sizes import (
+    BLOCK_ALIGNMENT,
+    CHECKSUM_BYTES,
+    CHUNK_ELEMENTS,
+    PAGE_BYTES,
+    STRIPE_BYTES,
+    VALUE_BYTES,
+    ValueType,
+)
 from ratel_cli.units import align_up
 
 NUM_MANIFESTS: Final = 2
@@ -30,17 +42,26 @@ HEADER_BYTES: Final = IDENTIFICATION_OFFSET + PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a record, with one value for each parameter of the block."""
+    """One array of a record: a value for each element of the block, or for each `per` consecutive elements."""
 
     name: str
-    bytes_per_element: int
+    dtype: ValueType
+    per: int = 1
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Size of the values of `num_elements` elements, up to the end of a page."""
+        return align_up(-(-num_elements // self.per) * VALUE_BYTES[self.dtype], PAGE_BYTES)
+
+    def offset(self, start: int) -> int:
+        """Bytes before the value of element `start`, the first of a page."""
+        assert start % (self.per * PAGE_BYTES // VALUE_BYTES[self.dtype]) == 0, start
+        return start // self.per * VALUE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordLayout:
-    """The fields of a record for one compute dtype, in the order in which they are stored."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The fields that a block has in the store, in their order. The first one has the compute weights (P16)."""
 
-    dtype: DtypeName
     fields: tuple[Field, ...]
 
     @property
@@ -53,11 +74,6 @@ class RecordLayout:
         """All fields but the compute weights: what only the update reads."""
         return self.fields[1:]
 
-    @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of all fields together, for one parameter."""
-        return sum(field.bytes_per_element for field in self.fields)
-
     def field(self, name: str) -> Field:
         """The field of this name. An unknown name is a bug (ValueError)."""
         return self.fields[self.index(name)]
@@ -66,82 +82,98 @@ class RecordLayout:
         """The position of the field of this name in the record, from 0. An unknown name is a bug (ValueError)."""
         return [field.name for field in self.fields].index(name)
 
-    def record_bytes(self, num_elements: int) -> int:
+    def num_bytes(self, num_elements: int) -> int:
         """Size of the record of a block with `num_elements` elements."""
-        assert num_elements % BLOCK_ALIGNMENT == 0, num_elements
-        return num_elements * self.bytes_per_parameter
+        return sum(field.num_bytes(num_elements) for field in self.fields)
+
+    def addresses(self, num_elements: int) -> Iterator[tuple[Field, int]]:
+        """Each field, and where it begins in the record of a block with `num_elements` elements."""
+        sizes = (field.num_bytes(num_elements) for field in self.fields)
+        return zip(self.fields, accumulate(sizes, initial=0), strict=False)
 
 
-def record_layout(dtype: DtypeName) -> RecordLayout:
-    """The record of a compute dtype: 12 bytes per parameter for bfloat16 and float32, 14 for float16."""
-    match dtype:
-        case "bfloat16":
-            weights: tuple[Field, ...] = (Field("hi16", 2), Field("lo16", 2))
-        case "float32":
-            weights = (Field("w32", 4),)
-        case "float16":
-            weights = (Field("w16", 2), Field("w32", 4))
-    return RecordLayout(dtype=dtype, fields=(*weights, Field("m32", 4), Field("v32", 4)))
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block as the store sees it."""
+
+    num_elements: int
+    """Length of its flat array, gaps between parameters included."""
+    record: Record
+    is_frozen: bool = False
+    """True if the block never changes: it lies in the frozen region, not in the slots."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the block's record."""
+        return self.record.num_bytes(self.num_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSlice:
+    """Which part of every block lies in one rank's store. One rank alone has all of it."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size, (self.rank, self.size)
+
+    def range_of(self, num_elements: int, *, unit: int = BLOCK_ALIGNMENT) -> tuple[int, int]:
+        """The elements [start, stop) of a block that are this rank's.
+
+        The ranks' ranges follow each other and make up the block. They are cut at multiples of `unit` elements, the
+        least that the block's rule updates as one, and differ by one unit at most.
+        """
+        assert unit > 0 and unit % BLOCK_ALIGNMENT == 0, unit
+        num_units = -(-num_elements // unit)
+        start, stop = (num_units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
+        return min(start, num_elements), min(stop, num_elements)
 
 
 class RecordMap:
-    """Logical addresses of all elements: slot after slot, block after block, field after field."""
+    """Addresses in a region: block after block, field after field. A block that lies elsewhere takes no space."""
 
-    def __init__(self, layout: RecordLayout, block_elements: Sequence[int], *, table_bytes: int = 0) -> None:
-        """`table_bytes` follow the records of each slot, for their checksums."""
-        self.layout = layout
-        self.block_elements = tuple(block_elements)
-        self._table_bytes = table_bytes
-        self._block_offsets = tuple(accumulate((layout.record_bytes(n) for n in self.block_elements), initial=0))
-        sizes = [field.bytes_per_element for field in layout.fields]
-        before = accumulate(sizes[:-1], initial=0)
-        self._fields = {
-            field.name: (each, field.bytes_per_element) for field, each in zip(layout.fields, before, strict=True)
-        }
-        """By field: bytes per element of the fields before it in a record, and its own."""
+    def __init__(self, blocks: Sequence[StoredBlock], *, is_frozen: bool) -> None:
+        sizes = [block.num_bytes if block.is_frozen is is_frozen else 0 for block in blocks]
+        offsets = accumulate(sizes, initial=0)
+        self._fields = [
+            {field.name: (field, offset + inside) for field, inside in block.record.addresses(block.num_elements)}
+            for block, offset in zip(blocks, offsets, strict=False)
+        ]
+        """By block and name: the field, and where it begins."""
+        self.num_elements = [block.num_elements for block in blocks]
+        """By block: the elements that it has."""
+        self.num_bytes = sum(sizes)
+        """Size of all records of the region."""
 
-    @property
-    def records_bytes(self) -> int:
-        """Size of all records of one generation."""
-        return self._block_offsets[-1]
+    def address(self, block: int, field: str, start: int) -> int:
+        """Where element `start` of a field lies in the region."""
+        found, offset = self._fields[block][field]
+        assert 0 <= start <= self.num_elements[block], start
+        return offset + (found.offset(start) if start < self.num_elements[block] else found.num_bytes(start))
 
-    @property
-    def slot_bytes(self) -> int:
-        """Size of one slot: every record once, and the checksum table."""
-        return self.records_bytes + self._table_bytes
-
-    def table_address(self, slot: int) -> int:
-        """Logical address of the slot's checksum table."""
-        return slot * self.slot_bytes + self.records_bytes
-
-    def address(self, slot: int, block: int, field: str, start: int) -> int:
-        """Logical address of element `start` of a field."""
-        num_elements = self.block_elements[block]
-        assert 0 <= start <= num_elements and start % BLOCK_ALIGNMENT == 0, start
-        bytes_before, size = self._fields[field]
-        return slot * self.slot_bytes + self._block_offsets[block] + num_elements * bytes_before + start * size
-
-    def field_bytes(self, field: str, num_elements: int) -> int:
+    def field_bytes(self, block: int, field: str, num_elements: int) -> int:
         """Size of `num_elements` elements of a field."""
-        return num_elements * self._fields[field][1]
+        return self._fields[block][field][0].num_bytes(num_elements)
 
 
 class ChunkMap:
-    """Entries of the checksum table: the step, then one entry per chunk, ordered by block, field and chunk.
+    """Entries of a region's checksum table: the step, then one entry per chunk, ordered by block, field and chunk.
 
     A chunk is `chunk_elements` consecutive elements of one field of one block. The last chunk of a field is shorter if
-    the field does not divide evenly. Entry 0 has the step that wrote the slot.
+    the field does not divide evenly. Entry 0 has the step that wrote the region. Blocks that lie elsewhere have no
+    entries.
     """
 
-    def __init__(self, layout: RecordLayout, block_elements: Sequence[int], chunk_elements: int) -> None:
-        assert chunk_elements > 0 and chunk_elements % BLOCK_ALIGNMENT == 0, chunk_elements
-        self.layout = layout
-        self.block_elements = tuple(block_elements)
+    def __init__(self, blocks: Sequence[StoredBlock], chunk_elements: int, *, is_frozen: bool) -> None:
+        self.blocks = tuple(blocks)
         self.chunk_elements = chunk_elements
-        self._chunks_per_field = tuple(-(-num_elements // chunk_elements) for num_elements in self.block_elements)
-        self._first_entries = tuple(
-            accumulate((len(layout.fields) * number for number in self._chunks_per_field), initial=1)
+        self._num_elements = [block.num_elements if block.is_frozen is is_frozen else 0 for block in blocks]
+        self._chunks_per_field = [-(-number // chunk_elements) for number in self._num_elements]
+        numbers = (
+            len(block.record.fields) * number for block, number in zip(blocks, self._chunks_per_field, strict=True)
         )
+        self._first_entries = tuple(accumulate(numbers, initial=1))
 
     @property
     def num_entries(self) -> int:
@@ -150,71 +182,99 @@ class ChunkMap:
 
     @property
     def table_bytes(self) -> int:
-        """Space of the table in its slot: whole pages."""
+        """Space of the table in its region: whole pages."""
         return align_up(CHECKSUM_BYTES * self.num_entries, PAGE_BYTES)
 
     def parts(self, block: int, field: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Each chunk in elements [start, stop) of a field as (entry, first element, end). Only whole chunks."""
-        size, num_elements = self.chunk_elements, self.block_elements[block]
+        size, num_elements = self.chunk_elements, self._num_elements[block]
         assert start % size == 0 and (stop % size == 0 or stop == num_elements), (block, field, start, stop)
-        first = self._first_entries[block] + self.layout.index(field) * self._chunks_per_field[block]
+        index = self.blocks[block].record.index(field)
+        first = self._first_entries[block] + index * self._chunks_per_field[block]
         for chunk in range(start // size, -(-stop // size)):
             yield first + chunk, chunk * size, min((chunk + 1) * size, stop)
 
     def first_entries(self, block: int) -> Iterator[tuple[str, int]]:
         """For each field of a block: its name, and the entry of its first chunk. Those of the next chunks follow."""
-        for index, field in enumerate(self.layout.fields):
+        for index, field in enumerate(self.blocks[block].record.fields):
             yield field.name, self._first_entries[block] + index * self._chunks_per_field[block]
 
-    def ranges(self) -> Iterator[tuple[int, str, int, int]]:
-        """Every chunk of a generation as (block, field, first element, end), in the order of the table."""
-        for block, num_elements in enumerate(self.block_elements):
-            for field in self.layout.fields:
+    def ranges(self) -> Iterator[tuple[int, Field, int, int]]:
+        """Every chunk of the region as (block, field, first element, end), in the order of the table."""
+        for block, num_elements in enumerate(self._num_elements):
+            for field in self.blocks[block].record.fields:
                 edges = [*range(0, num_elements, self.chunk_elements), num_elements]
                 for start, stop in pairwise(edges):
-                    yield block, field.name, start, stop
+                    yield block, field, start, stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """The shape of the frozen region, or of a slot."""
+
+    records: RecordMap
+    chunks: ChunkMap | None
+    """Which values share a checksum. None if the store has no checksums, or no frozen blocks."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the records and their checksum table."""
+        return self.records.num_bytes + (0 if self.chunks is None else self.chunks.table_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Geometry:
     """The shape of a store."""
 
-    dtype: DtypeName
-    block_elements: tuple[int, ...]
+    blocks: tuple[StoredBlock, ...]
+    """What the store has of each block: this rank's slice of it."""
     num_slots: int
-    weights: tuple[int, ...]
+    shares: tuple[int, ...]
     """Each data file's share of the stripes (io/striping.py)."""
     stripe_bytes: int = STRIPE_BYTES
     chunk_elements: int = CHUNK_ELEMENTS
     """Elements of a field that share a checksum. 0: the store has no checksums."""
+    rank_slice: RankSlice = RankSlice()
 
     def __post_init__(self) -> None:
         assert self.num_slots > 0
         assert self.stripe_bytes > 0
         assert self.stripe_bytes % PAGE_BYTES == 0
+        assert all(
+            field.num_bytes(self.chunk_elements) == self.chunk_elements // field.per * VALUE_BYTES[field.dtype]
+            for block in self.blocks
+            for field in block.record.fields
+        ), "a chunk is whole pages in every field"
 
     @property
     def in_place(self) -> bool:
         """True if the store has one slot, which steps overwrite."""
         return self.num_slots == 1
 
-    def records(self) -> RecordMap:
-        """Logical addresses of all elements."""
-        chunks = self.chunks()
-        return RecordMap(
-            record_layout(self.dtype), self.block_elements, table_bytes=chunks.table_bytes if chunks is not None else 0
-        )
+    @cached_property
+    def frozen(self) -> Region:
+        """The frozen region. It begins at logical address 0."""
+        return self._region(is_frozen=True)
 
-    def chunks(self) -> ChunkMap | None:
-        """Entries of the checksum table. None: the store has no checksums."""
-        if not self.chunk_elements:
-            return None
-        return ChunkMap(record_layout(self.dtype), self.block_elements, self.chunk_elements)
+    @cached_property
+    def slot(self) -> Region:
+        """One slot. They follow the frozen region."""
+        return self._region(is_frozen=False)
+
+    def slot_address(self, number: int) -> int:
+        """The logical address of a slot."""
+        return self.frozen.num_bytes + number * self.slot.num_bytes
 
     def stripes(self) -> StripeMap:
         """From logical addresses to bytes of the data files."""
-        return StripeMap(weights=self.weights, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
+        return StripeMap(weights=self.shares, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
 
     def file_bytes(self) -> tuple[int, ...]:
         """Size of each data file."""
-        return self.stripes().file_bytes(self.num_slots * self.records().slot_bytes)
+        return self.stripes().file_bytes(self.slot_address(self.num_slots))
+
+    def _region(self, *, is_frozen: bool) -> Region:
+        records, chunks = RecordMap(self.blocks, is_frozen=is_frozen), None
+        if self.chunk_elements and (records.num_bytes or not is_frozen):
+            chunks = ChunkMap(self.blocks, self.chunk_elements, is_frozen=is_frozen)
+        return Region(records=records, chunks=chunks)

@@ -18,17 +18,18 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Final
+from itertools import groupby
+from typing import Final, TypeVar
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.json_fields import JsonFields, checked_integer, checked_list, checked_text
-from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, DtypeName
-from ratel_cli.store.layout import Geometry
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, VALUE_BYTES
+from ratel_cli.store.layout import Field, Geometry, RankSlice, Record, StoredBlock
 
-FORMAT_VERSION: Final = 3
-"""Formats 1 and 2 were never released."""
+FORMAT_VERSION: Final = 4
+"""Formats 1 to 3 were never released."""
 MANIFEST_MAGIC: Final = b"RATELMAN"
 _HEAD: Final = struct.Struct("<8sII16sQ32s")
 _CRC: Final = struct.Struct("<I")
@@ -37,6 +38,7 @@ EMPTY_PAGE: Final = bytes(PAGE_BYTES)
 NO_PREVIOUS: Final = bytes(32)
 _LARGEST: Final = 1 << 53
 _MAX_BLOCKS: Final = 1 << 16
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,9 @@ class Manifest:
     """The step that is overwriting the only slot. While it is set, the slot holds no whole step."""
     root_checksum: str
     """Root of the current generation's checksum table."""
+    frozen_checksum: str
+    """Root of the frozen region's checksum table, the same in all manifests. Empty: there are no frozen blocks, or no
+    checksums."""
     before: GenerationEntry | None
     """The generation before the current one. The next step overwrites its slot unless it is pinned. Until then the
     store can fall back on it."""
@@ -122,6 +127,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "pins": [_entry_row(entry) for entry in manifest.pins],
             "step_in_place": manifest.step_in_place,
             "root_checksum": manifest.root_checksum,
+            "frozen_checksum": manifest.frozen_checksum,
             "before": None if manifest.before is None else _entry_row(manifest.before),
         },
         separators=(",", ":"),
@@ -129,7 +135,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if len(payload) > _MAX_PAYLOAD_BYTES:
         raise EnvironmentFailure(
             f"the store's manifest needs {len(payload)} bytes, but its page has only {_MAX_PAYLOAD_BYTES}: "
-            f"{len(manifest.pins)} saved steps, {len(manifest.geometry.block_elements)} blocks",
+            f"{len(manifest.pins)} saved steps, {len(manifest.geometry.blocks)} blocks",
             "save fewer steps: lower save_total_limit",
         )
     head = _HEAD.pack(
@@ -169,6 +175,7 @@ def decode_manifest(page: bytes) -> Manifest | None:
             pins=tuple(_entry(row, "pins") for row in payload.items("pins")),
             step_in_place=None if payload.value("step_in_place") is None else payload.integer("step_in_place"),
             root_checksum=payload.text("root_checksum"),
+            frozen_checksum=payload.text("frozen_checksum"),
             before=None if before is None else _entry(before, "before"),
         )
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as exc:
@@ -219,6 +226,7 @@ def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry)
         pins=(),
         step_in_place=None,
         root_checksum="",
+        frozen_checksum="",
         before=None,
     )
     progress = Progress(step=_LARGEST, updates=_LARGEST, loss_scale=1 / 3, good_steps=_LARGEST, tokens=_LARGEST)
@@ -232,6 +240,7 @@ def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry)
             pins=tuple(largest[2:]),
             step_in_place=_LARGEST,
             root_checksum="0" * 32,
+            frozen_checksum="0" * 32,
             before=largest[0],
         )
     )
@@ -254,53 +263,85 @@ def _identity(values: JsonFields) -> StoreIdentity:
 
 
 def _geometry_row(geometry: Geometry) -> dict[str, object]:
+    kinds, records = _distinct(geometry.blocks), _distinct(block.record for block in geometry.blocks)
     return {
-        "dtype": geometry.dtype,
-        "block_elements": _run_lengths(geometry.block_elements),
+        "records": [[[field.name, field.dtype, field.per] for field in record.fields] for record in records],
+        "kinds": [[block.num_elements, records.index(block.record), block.is_frozen] for block in kinds],
+        "blocks": _run_lengths([kinds.index(block) for block in geometry.blocks]),
         "num_slots": geometry.num_slots,
-        "weights": geometry.weights,
+        "shares": geometry.shares,
         "stripe_bytes": geometry.stripe_bytes,
         "in_place": geometry.in_place,
         "chunk_elements": geometry.chunk_elements,
+        "slice": [geometry.rank_slice.rank, geometry.rank_slice.size],
     }
 
 
 def _geometry(values: JsonFields) -> Geometry:
-    dtypes: dict[str, DtypeName] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
-    elements: list[int] = []
-    for run in values.items("block_elements"):
-        count, size = (checked_integer(value, "block_elements") for value in checked_list(run, "block_elements"))
-        if size < 0 or not 0 <= count <= _MAX_BLOCKS - len(elements):
-            raise ValueError("block_elements is not valid")
-        elements.extend([size] * count)
-    weights = values.integers("weights")
+    records = [_record(row) for row in values.items("records")]
+    kinds = [_stored_block(row, records) for row in values.items("kinds")]
+    blocks: list[StoredBlock] = []
+    runs = values.integers("blocks")
+    for count, kind in zip(runs[::2], runs[1::2], strict=True):
+        if not 0 <= count <= _MAX_BLOCKS - len(blocks) or not 0 <= kind < len(kinds):
+            raise ValueError("blocks is not valid")
+        blocks.extend([kinds[kind]] * count)
+    shares = values.integers("shares")
     num_slots, stripe_bytes = values.integer("num_slots"), values.integer("stripe_bytes")
-    if num_slots < 1 or (num_slots == 1) != values.flag("in_place") or min(weights, default=0) < 1:
-        raise ValueError("num_slots, in_place or weights is not valid")
+    if num_slots < 1 or (num_slots == 1) != values.flag("in_place") or min(shares, default=0) < 1:
+        raise ValueError("num_slots, in_place or shares is not valid")
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
         raise ValueError("stripe_bytes is not a number of pages")
     chunk_elements = values.integer("chunk_elements")
     if chunk_elements < 0 or chunk_elements % BLOCK_ALIGNMENT:
         raise ValueError("chunk_elements is not valid")
+    rank, size = values.integers("slice")
+    if not 0 <= rank < size:
+        raise ValueError("slice is not valid")
     return Geometry(
-        dtype=dtypes[values.text("dtype")],
-        block_elements=tuple(elements),
+        blocks=tuple(blocks),
         num_slots=num_slots,
-        weights=tuple(weights),
+        shares=tuple(shares),
         stripe_bytes=stripe_bytes,
         chunk_elements=chunk_elements,
+        rank_slice=RankSlice(rank, size),
     )
 
 
-def _run_lengths(values: Sequence[int]) -> list[list[int]]:
-    """Runs of equal values as [count, value]. Layers are alike, so a hundred of them fit on the page."""
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and runs[-1][1] == value:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, value])
-    return runs
+def _record(row: object) -> Record:
+    fields: list[Field] = []
+    for each in checked_list(row, "records"):
+        name, dtype, per = checked_list(each, "a field of records")
+        known = {known: known for known in VALUE_BYTES}
+        field = Field(
+            checked_text(name, "a name in records"),
+            known[checked_text(dtype, "a type in records")],  # type: ignore[index]
+            checked_integer(per, "a size in records"),
+        )
+        if field.per < 1:
+            raise ValueError("a size in records is not valid")
+        fields.append(field)
+    if not fields:
+        raise ValueError("a record has no fields")
+    return Record(tuple(fields))
+
+
+def _stored_block(row: object, records: Sequence[Record]) -> StoredBlock:
+    elements, record, is_frozen = checked_list(row, "kinds")
+    elements, record = checked_integer(elements, "elements of kinds"), checked_integer(record, "a record of kinds")
+    if elements < 0 or not 0 <= record < len(records) or not isinstance(is_frozen, bool):
+        raise ValueError("kinds is not valid")
+    return StoredBlock(elements, records[record], is_frozen)
+
+
+def _distinct(values: Iterable[_Value]) -> list[_Value]:
+    """Each value once, in the order in which they first come."""
+    return list(dict.fromkeys(values))
+
+
+def _run_lengths(values: Sequence[int]) -> list[int]:
+    """Runs of equal values: count, value, count, value. Layers are alike, so a hundred of them fit on the page."""
+    return [number for value, run in groupby(values) for number in (len(list(run)), value)]
 
 
 def _progress_row(progress: Progress) -> list[int | float]:

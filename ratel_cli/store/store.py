@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
@@ -27,9 +27,10 @@ from ratel_cli.io.files import check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.store.barrier import Barrier, failpoint
+from ratel_cli.store.checksums import FROZEN_STEP
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
-from ratel_cli.store.generation import Generation, StoreSlots
+from ratel_cli.store.generation import Generation, StoreRegions
 from ratel_cli.store.headers import existing_store, read_header
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
@@ -43,9 +44,11 @@ from ratel_cli.store.manifest import (
     page_sha256,
 )
 from ratel_cli.store.open import START_OVER, open_files
+from ratel_cli.store.region import OpenRegion, RegionPlace
 from ratel_cli.store.shadow import Shadow
 
-__all__ = ["Progress", "Store", "StoreIdentity"]
+__all__ = ["Progress", "Staged", "Store", "StoreIdentity"]
+_FROZEN: Final = "frozen blocks"
 
 
 class _Phase(Enum):
@@ -56,8 +59,18 @@ class _Phase(Enum):
     READY = auto()
     """Between steps."""
     STEPPING = auto()
-    """Between `begin_step` and `commit` or `discard`: the shadow is open."""
+    """Between `begin_step` and `stage` or `discard`: the shadow is open."""
+    STAGED = auto()
+    """Between `stage` and `publish` or `discard`: the shadow is durable."""
     CLOSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A generation that is durable, and counts once it is published."""
+
+    manifest: Manifest
+    generation: Generation
 
 
 class Store(Closing):
@@ -71,31 +84,38 @@ class Store(Closing):
         self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, *, queue: IoQueue, barrier: Barrier
     ) -> None:
         """Use `create` or `open` instead. The store owns the lock from here on."""
-        geometry, records = manifest.geometry, manifest.geometry.records()
+        geometry = manifest.geometry
         self.identity = manifest.identity
         """The model, settings, data and seed that the store belongs to."""
-        self.layout = records.layout
-        """The fields of every record."""
-        self.block_elements = records.block_elements
-        """Number of elements of each block, gaps between parameters included."""
+        self.blocks = geometry.blocks
+        """What the store has of each block."""
         self.num_slots = geometry.num_slots
         """Generations that the store can hold, the shadow included."""
         self.in_place = geometry.in_place
         """True if the store has one slot. A step that fails while it writes then loses the store."""
         self.chunk_elements = geometry.chunk_elements
         """Elements of a field that share a checksum. 0: the store has no checksums."""
-        self.slot_bytes = records.slot_bytes
-        """Size of one generation with its checksums, which is what a step writes."""
+        self.slot_bytes = geometry.slot.num_bytes
+        """Size of one slot with its checksums, which is what a step writes."""
+        self.generation_bytes = geometry.frozen.num_bytes + self.slot_bytes
+        """Size of all that belongs to one generation, frozen blocks included."""
+        self.frozen_bytes = geometry.frozen.num_bytes
+        """Size of the frozen region with its checksums, which the import writes."""
         self.nvme_bytes = sum(geometry.file_bytes())
         """Size of all data files together."""
         self._lock = lock
         self._commits = Commits(lock, manifest, previous_sha256, barrier)
         self._files = StripedFiles(lock.fds, geometry.stripes(), queue)
-        self._slots = StoreSlots(
-            files=self._files, records=records, chunks=geometry.chunks(), store_id=manifest.store_id
+        is_import = manifest.generation == 0
+        place = RegionPlace(files=self._files, shape=geometry.frozen, address=0, store_id=manifest.store_id)
+        frozen = (
+            OpenRegion.to_write(place, name=_FROZEN, step=FROZEN_STEP)
+            if is_import
+            else OpenRegion(place, name=_FROZEN, root=manifest.frozen_checksum)
         )
+        self._regions = StoreRegions(files=self._files, geometry=geometry, store_id=manifest.store_id, frozen=frozen)
         self._held: list[Generation] = []
-        self._phase = _Phase.READY if manifest.generation else _Phase.IMPORTING
+        self._phase = _Phase.IMPORTING if is_import else _Phase.READY
         self._current = self._generation(manifest.current)
         self._shadow = self._new_shadow(manifest.slot, step=0)
 
@@ -116,7 +136,7 @@ class Store(Closing):
         """Make a store that holds zeros. It becomes valid with `commit_import`.
 
         Writes every byte, which takes minutes for a large store. `progress` is called with the bytes of each part,
-        `num_slots * slot_bytes` in all. With one slot, steps are written in place.
+        `frozen_bytes + num_slots * slot_bytes` in all. With one slot, steps are written in place.
 
         Raises BadInput if the directories hold a store and `overwrite` is False, EnvironmentFailure if space, a
         permission or the lock is missing, and IntegrityFailure if a write fails.
@@ -134,7 +154,7 @@ class Store(Closing):
         try:
             use_direct_io(lock.fds, lock.paths, notice)
             store = cls(lock, manifest, NO_PREVIOUS, queue=queue, barrier=barrier)
-            fill_with_zeros(store._files, geometry.num_slots * store.slot_bytes, progress)
+            fill_with_zeros(store._files, geometry.slot_address(geometry.num_slots), progress)
         except BaseException:
             lock.close()
             raise
@@ -197,14 +217,14 @@ class Store(Closing):
 
     def shadow(self) -> Shadow:
         """The generation that is being written, between `begin_step` (or `create`) and the commit."""
-        assert self._phase in (_Phase.IMPORTING, _Phase.STEPPING), "write between begin_step and commit"
+        assert self._phase in (_Phase.IMPORTING, _Phase.STEPPING), "write between begin_step and stage"
         return self._shadow
 
     def commit_import(self, progress: Progress) -> None:
         """Commit what was written since `create` as the first generation. What was not written is zero."""
         assert self._phase is _Phase.IMPORTING
         self._shadow.leave_zeros()
-        self._commit(replace(self._commits.manifest, progress=progress))
+        self.publish(self._stage(replace(self._commits.manifest, progress=progress)))
 
     def begin_step(self) -> None:
         """Choose a slot for the shadow. In place: first commit that the only generation is about to be overwritten."""
@@ -219,19 +239,35 @@ class Store(Closing):
         self._phase = _Phase.STEPPING
 
     def commit(self, progress: Progress) -> None:
-        """Make the shadow the current generation. In phases:
+        """Make the shadow the current generation: `stage` and `publish`, one after the other."""
+        self.publish(self.stage(progress))
+
+    def stage(self, progress: Progress) -> Staged:
+        """Make the shadow durable, without effect on what is current. In phases:
 
         1 check that every byte of every record was written, and every write was waited for
         2 write the checksum table behind the records
         3 fdatasync each file: now the shadow is durable, but no manifest refers to it
-        4 write the manifest through, over the older of the two: now the shadow is current
-        5 the slot that was current is free for the next step, unless it is pinned or held
+
+        `publish` ends the commit, `discard` takes it back. Between them another party may be asked.
         """
         self._commits.check_usable()
         assert self._phase is _Phase.STEPPING
         self._shadow.check_written()
         before = None if self.in_place else self._commits.manifest.current
-        self._commit(replace(self._commits.manifest, progress=progress, step_in_place=None, before=before))
+        return self._stage(replace(self._commits.manifest, progress=progress, step_in_place=None, before=before))
+
+    def publish(self, staged: Staged) -> None:
+        """Make a staged generation the current one. In phases, after those of `stage`:
+
+        4 write the manifest through, over the older of the two: now the shadow is current
+        5 the slot that was current is free for the next step, unless it is pinned or held
+        """
+        self._commits.check_usable()
+        assert self._phase is _Phase.STAGED
+        self._publish(staged.manifest, staged.generation)
+        failpoint("commit.published")
+        self._phase = _Phase.READY
 
     def commit_progress(self, progress: Progress) -> None:
         """Commit a step that was not applied: the same generation, with the progress of a later step."""
@@ -245,7 +281,7 @@ class Store(Closing):
         Raises IntegrityFailure in place, if the step has begun to write.
         """
         self._commits.check_usable()
-        assert self._phase is _Phase.STEPPING
+        assert self._phase in (_Phase.STEPPING, _Phase.STAGED)
         self._files.settle()
         if self.in_place:
             if self._shadow.submitted_bytes:
@@ -352,22 +388,24 @@ class Store(Closing):
             )
 
     def _generation(self, entry: GenerationEntry) -> Generation:
-        return Generation(self._slots, entry)
+        return Generation(self._regions, entry)
 
     def _new_shadow(self, slot: int, *, step: int) -> Shadow:
-        return Shadow(self._slots, replace(self._commits.manifest.current, slot=slot), step=step)
+        entry = replace(self._commits.manifest.current, slot=slot)
+        return Shadow(self._regions, entry, step=step, is_import=self._phase is _Phase.IMPORTING)
 
-    def _commit(self, manifest: Manifest) -> None:
-        """Phases 1 to 4 of `commit`."""
+    def _stage(self, manifest: Manifest) -> Staged:
         self._shadow.check_waited()
         failpoint("commit.written")
-        root = self._shadow.write_table()
+        root, frozen_root = self._shadow.write_tables()
         self._commits.sync(manifest.progress.step)
         failpoint("commit.synced")
+        self._phase = _Phase.STAGED
         written = self._shadow.generation
-        self._publish(replace(manifest, slot=written.slot, root_checksum=root), written)
-        failpoint("commit.published")
-        self._phase = _Phase.READY
+        frozen_checksum = frozen_root or manifest.frozen_checksum
+        return Staged(
+            replace(manifest, slot=written.slot, root_checksum=root, frozen_checksum=frozen_checksum), written
+        )
 
     def _pinned_entry(self, step: int) -> GenerationEntry:
         for entry in self._commits.manifest.pins:

@@ -100,10 +100,7 @@ class ClippingBench:
 
     def __init__(self, run: RatelRun, *, bytes_per_second: float) -> None:
         self._run = run
-        backward = {
-            block.index: _SLACK * block.num_elements * run.planner.state.record / bytes_per_second
-            for block in run.model.spec.blocks
-        }
+        backward = {block.index: _SLACK * block.record_bytes / bytes_per_second for block in run.model.spec.blocks}
         self._seconds = {(block, "backward"): seconds for block, seconds in backward.items()}
         self._seconds |= {(block, "forward"): _FORWARD_SHARE * seconds for block, seconds in backward.items()}
 

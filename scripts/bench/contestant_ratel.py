@@ -154,10 +154,10 @@ def _drive_rate(run: RatelRun) -> float:
 def _store_sha256(store: Store, pool: BufferPool) -> str:
     """The hash of every byte of the current generation."""
     digest = hashlib.sha256()
-    for block, num_elements in enumerate(store.block_elements):
-        for each in store.layout.fields:
-            with pool.lease(num_elements * each.bytes_per_element, "hashing") as lease:
-                store.current().read(block, each.name, 0, num_elements, lease.memory).wait()
+    for index, block in enumerate(store.blocks):
+        for each in block.record.fields:
+            with pool.lease(each.num_bytes(block.num_elements), "hashing") as lease:
+                store.current().read(index, each.name, 0, block.num_elements, lease.memory).wait()
                 digest.update(lease.memory)
         pool.trim()
     return digest.hexdigest()

@@ -43,7 +43,7 @@ from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.run.planner import Planner
-from ratel_cli.run.settings import num_slots, state_bytes
+from ratel_cli.run.settings import num_slots
 from ratel_cli.units import GIB, format_bytes
 from scripts.bench.ceilings import block_flops_per_second
 from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, llama_config, run_process
@@ -198,7 +198,7 @@ def _host_bytes(task: Task) -> int:
 def _store_bytes(task: Task) -> int:
     spec = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="").spec
     config = run_config(task, _IN_MEMORY, limit_bytes=GIB, activations="auto")
-    return store_bytes(spec, state_bytes(config), num_slots=num_slots(config))
+    return store_bytes(spec, num_slots=num_slots(config))
 
 
 def _report_machine(run: RatelRun) -> None:
@@ -288,8 +288,7 @@ def _largest(task: Task, planner: Planner, gpu_memory_gib: float, host_bytes: in
         model = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide")
         forecaster = RatelForecaster(
             spec=model.spec,
-            profile=analytic_profile(model.spec, planner.state, workload, traits=measured_traits(model)),
-            state=planner.state,
+            profile=analytic_profile(model.spec, workload, traits=measured_traits(model)),
             decisions=Decisions(
                 holds_gradients=True,
                 num_slots=1,

@@ -39,13 +39,14 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, Extent, IoQueue, LanedQueue, depth_for, open_queue
 from ratel_cli.io.requests import Lane, Request
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.model.spec import lay_out_block
 from ratel_cli.planning.choose import shape_for
-from ratel_cli.store.layout import Geometry, record_layout
+from ratel_cli.schedule.blocks import lay_out_block
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Store
 from scripts.bench.ratel_run import NO_IDENTITY, progress_at
 
-LAYOUT = record_layout("bfloat16")
+RECORD_BYTES = 12
+"""Of a parameter in bf16."""
 
 
 _NUM_MOVED = 4
@@ -118,9 +119,9 @@ class _TimedAdamW(GroupAdamW):
     """Counts the kernel's CPU time."""
 
     def __init__(self) -> None:
-        super().__init__(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), LAYOUT.dtype)
+        super().__init__(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01))
         self.kernel_seconds = 0.0
-        kernel = self._kernel
+        kernel = self._kernels["bfloat16"]
 
         def timed(*arrays: torch.Tensor, **others: object) -> list[tuple[int, int]]:
             start = time.thread_time()
@@ -128,7 +129,7 @@ class _TimedAdamW(GroupAdamW):
             self.kernel_seconds += time.thread_time() - start
             return found
 
-        self._kernel = timed  # type: ignore[assignment]
+        self._kernels = {"bfloat16": timed}  # type: ignore[dict-item]
 
 
 def measure(directory: Path, *, num_drives: int, elements: int, rounds: int) -> dict[str, float]:
@@ -139,8 +140,10 @@ def measure(directory: Path, *, num_drives: int, elements: int, rounds: int) -> 
         queue = resources.enter_context(
             _Idle(resources.enter_context(open_queue("auto", notice=print, depth=depth_for(num_drives))))
         )
-        block = lay_out_block(index=0, kind="layer", name="block", parameters=[("w", (elements,), True)])
-        geometry = Geometry(dtype=LAYOUT.dtype, block_elements=(elements,), num_slots=2, weights=(1,) * num_drives)
+        block = lay_out_block(
+            dtype="bfloat16", index=0, kind="layer", name="block", parameters=[("w", (elements,), True)]
+        )
+        geometry = Geometry(blocks=(block.stored,), num_slots=2, shares=(1,) * num_drives)
         paths = [directory / f"drive{number}" for number in range(num_drives)]
         store = resources.enter_context(Store.create(paths, geometry, identity=NO_IDENTITY, queue=queue))
         store.commit_import(progress_at(0))
@@ -196,7 +199,7 @@ def main() -> None:
     elements = arguments.elements or shape_for(arguments.drives).elements
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         found = measure(Path(directory), num_drives=arguments.drives, elements=elements, rounds=arguments.rounds)
-    moving = 2 * LAYOUT.bytes_per_parameter * elements / arguments.gb_per_second / 1e9
+    moving = 2 * RECORD_BYTES * elements / arguments.gb_per_second / 1e9
     python = found["read"] + found["update"] + found["write"]
     print(f"a group of {elements} parameters, {found['requests']:.0f} requests to {arguments.drives} drives")
     for name in ("read", "update", "write", "kernel", "lanes"):

@@ -34,16 +34,14 @@ from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, depth_for
-from ratel_cli.model.spec import BlockSpec, lay_out_block
 from ratel_cli.planning.choose import shape_for
 from ratel_cli.planning.placement import GroupShape
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.sizes import BLOCK_ALIGNMENT, GROUP_ELEMENTS, STRIPE_BYTES
-from ratel_cli.store.layout import Geometry, record_layout
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Store
 from scripts.bench.ratel_run import NO_IDENTITY, progress_at
 from scripts.bench.simulated_drives import DriveKind, SimulatedDrives
-
-LAYOUT = record_layout("bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +84,12 @@ class ManyDrives:
             )
         )
         self._block: BlockSpec = lay_out_block(
-            index=0, kind="layer", name="block", parameters=[("w", (num_elements,), True)]
+            dtype="bfloat16", index=0, kind="layer", name="block", parameters=[("w", (num_elements,), True)]
         )
         geometry = Geometry(
-            dtype=LAYOUT.dtype,
-            block_elements=(self._block.num_elements,),
+            blocks=(self._block.stored,),
             num_slots=2,
-            weights=(1,) * drives.count,
+            shares=(1,) * drives.count,
             stripe_bytes=STRIPE_BYTES // drives.scale,
             chunk_elements=max(BLOCK_ALIGNMENT, (1 << 18) // drives.scale),
         )
@@ -100,7 +97,7 @@ class ManyDrives:
         self._store = resources.enter_context(Store.create(paths, geometry, identity=NO_IDENTITY, queue=self.queue))
         self._store.commit_import(progress_at(0))
         settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
-        self._adamw = resources.enter_context(GroupAdamW(settings, LAYOUT.dtype))
+        self._adamw = resources.enter_context(GroupAdamW(settings))
 
     def update(self, groups: GroupShape) -> float:
         """The share of the drives' summed rate that one update of all parameters reaches."""

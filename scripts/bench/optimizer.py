@@ -37,18 +37,17 @@ from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.io.views import view_field
-from ratel_cli.model.spec import BlockSpec, lay_out_block
 from ratel_cli.planning.choose import shape_for
 from ratel_cli.planning.placement import GroupShape
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.sizes import GROUP_ELEMENTS
-from ratel_cli.store.layout import Geometry, record_layout
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Store
 from scripts.bench.ceilings import mixed_bytes_per_second
 from scripts.bench.ratel_run import NO_IDENTITY, progress_at
 
-LAYOUT = record_layout("bfloat16")
-BYTES_PER_PARAMETER = 2 * LAYOUT.bytes_per_parameter
+RECORD_BYTES = 12
+BYTES_PER_PARAMETER = 2 * RECORD_BYTES
 PIPELINES: dict[str, tuple[GroupOrder, GroupShape]] = {
     "optimized": ("optimized", shape_for(1)),
     "one group": ("optimized", GroupShape()),
@@ -66,13 +65,12 @@ class OptimizerBench:
         self.directory = directory
         self.blocks = [_block(index, num_parameters // NUM_BLOCKS) for index in range(NUM_BLOCKS)]
         self.num_parameters = sum(block.num_elements for block in self.blocks)
-        block_elements = tuple(block.num_elements for block in self.blocks)
-        geometry = Geometry(dtype=LAYOUT.dtype, block_elements=block_elements, num_slots=2, weights=(1,))
+        geometry = Geometry(blocks=tuple(block.stored for block in self.blocks), num_slots=2, shares=(1,))
         self.store = resources.enter_context(
             Store.create([directory], geometry, identity=NO_IDENTITY, queue=self.queue)
         )
         self.store.commit_import(progress_at(0))
-        self._adamw = GroupAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), LAYOUT.dtype)
+        self._adamw = GroupAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01))
         self._pipelines = {
             name: resources.enter_context(UpdatePipeline(self._work(), order=order, groups=groups))
             for name, (order, groups) in PIPELINES.items()
@@ -94,7 +92,7 @@ class OptimizerBench:
 
     def nvme(self) -> float:
         """Seconds that the drive needs for the same bytes, without the optimizer."""
-        num_bytes = self.num_parameters * LAYOUT.bytes_per_parameter
+        num_bytes = self.num_parameters * RECORD_BYTES
         rate = mixed_bytes_per_second([self.directory], self.queue, self.pool, num_bytes=min(num_bytes, 2 << 30))
         return 2 * num_bytes / rate
 
@@ -103,11 +101,11 @@ class OptimizerBench:
         block = _block(0, min(GROUP_ELEMENTS, self.num_parameters))
         gradient = self._gradient(block)
         leases = {
-            each.name: self.pool.lease(block.num_elements * each.bytes_per_element, "bench") for each in LAYOUT.fields
+            each.name: self.pool.lease(each.num_bytes(block.num_elements), "bench") for each in block.record.fields
         }
         memories = {name: lease.memory for name, lease in leases.items()}
-        for name, memory in memories.items():
-            view_field(memory, name, block.num_elements).zero_()
+        for memory in memories.values():
+            memory[:] = bytes(len(memory))
         update = AdamWUpdate(number=1, learning_rate=1e-5, gradient_scale=1.0)
         self._adamw.update(memories, gradient, update, values=gradient.memory, start=0, stop=block.num_elements)
         num_updates = max(1, self.num_parameters // block.num_elements)
@@ -171,7 +169,9 @@ def report(num_parameters: int, seconds: dict[str, list[float]]) -> None:
 
 
 def _block(index: int, num_elements: int) -> BlockSpec:
-    return lay_out_block(index=index, kind="layer", name=f"block {index}", parameters=[("w", (num_elements,), True)])
+    return lay_out_block(
+        dtype="bfloat16", index=index, kind="layer", name=f"block {index}", parameters=[("w", (num_elements,), True)]
+    )
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def open_run(
         opened = resources.enter_context(open_context(config, RunLog(), device=device))
         context = replace(opened, queue=throttled(opened.queue))
         planner = make_planner(context, model.spec, measure_for_run(context, has_store=False))
-        geometry = new_geometry(config, model.spec.block_elements, weights=(1,))
+        geometry = new_geometry(config, model.spec.stored_blocks, shares=(1,))
         geometry = replace(geometry, chunk_elements=chunk_elements)
         store = resources.enter_context(
             Store.create(config.storage.paths, geometry, identity=NO_IDENTITY, queue=context.queue, barrier=barrier)

@@ -30,7 +30,6 @@ from ratel_cli.run.run_directory import CachedProfile
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
-from tests.planning.shapes import BFLOAT16
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER_MACHINE = str(CONFIGS / "hardware" / "paper-4090-12ssd.yaml")
@@ -327,7 +326,7 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
     loaded = load_config(config).config
     model = describe_model(loaded, name="", log=RunLog())
     workload = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=128)
-    estimate = analytic_profile(model.spec, BFLOAT16, workload, traits=model.traits)
+    estimate = analytic_profile(model.spec, workload, traits=model.traits)
     profile: ModelProfile = replace(
         estimate,
         source="recorded",

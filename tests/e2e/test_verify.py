@@ -63,8 +63,8 @@ def damage(config: Path, step: int, block: int, field: str) -> None:
         Store.open([store_of(config).parent], queue=queue, identity=None) as store,
     ):
         generation = store.current() if store.progress.step == step else store.pinned(step)
-        num_elements = store.block_elements[block]
-        memory = pool.lease(num_elements * store.layout.field(field).bytes_per_element, "test").memory
+        field_, num_elements = store.blocks[block].record.field(field), store.blocks[block].num_elements
+        memory = pool.lease(field_.num_bytes(num_elements), "test").memory
         generation.read(block, field, 0, num_elements, memory).wait()
         wanted = bytes(memory[:4096])
     data = bytearray(store_of(config).read_bytes())

@@ -179,9 +179,9 @@ class Bench:
 def state_of(ratel: Machine) -> bytes:
     """The bytes of every field of every block, as the store returns them."""
     parts = []
-    for block, num_elements in enumerate(ratel.store.block_elements):
-        for each in ratel.store.layout.fields:
-            with ratel.pool.lease(num_elements * each.bytes_per_element, "test") as lease:
+    for block, num_elements in enumerate(each.num_elements for each in ratel.store.blocks):
+        for each in ratel.store.blocks[block].record.fields:
+            with ratel.pool.lease(each.num_bytes(num_elements), "test") as lease:
                 ratel.store.current().read(block, each.name, 0, num_elements, lease.memory).wait()
                 parts.append(bytes(lease.memory))
     return b"".join(parts)

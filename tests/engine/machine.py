@@ -21,9 +21,8 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
-from ratel_cli.io.views import view_field
 from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.skeleton import DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
@@ -31,6 +30,7 @@ from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.engine.architectures import VOCAB_SIZE
+from tests.fakes import values_of
 from tests.reference import Recipe
 
 NOTHING_AHEAD = Placement()
@@ -192,16 +192,15 @@ class Machine:
     def weights(self) -> dict[str, torch.Tensor]:
         """The fp32 masters in the store, by name."""
         weights = {}
-        layout = self.store.layout
         for block in self.model.spec.blocks:
             fields = {}
-            for field in layout.fields:
-                memory = memoryview(bytearray(block.num_elements * field.bytes_per_element))
+            for field in block.record.fields:
+                memory = memoryview(bytearray(field.num_bytes(block.num_elements)))
                 with self.pool.lease(len(memory), "test") as lease:
                     self.store.current().read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
                     memory[:] = lease.memory
-                fields[field.name] = view_field(memory, field.name, block.num_elements)
-            if layout.dtype == "bfloat16":
+                fields[field.name] = values_of(memory, field)
+            if block.dtype == "bfloat16":
                 master = torch.empty(block.num_elements)
                 _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], master)
             else:
@@ -251,7 +250,8 @@ def machine(
     """
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
-        model = find_blocks(skeleton, name="tiny")
+        gradients = next(name for name, each in DTYPES.items() if each == (recipe.gradient_dtype or recipe.dtype))
+        model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients)
     groups = GroupShape(elements=group_elements, in_flight=groups_in_flight)
     paths = [directory / f"drive{index}" for index in range(num_directories)]
     num_elements = sum(block.num_elements for block in model.spec.blocks)
@@ -278,10 +278,9 @@ def machine(
             store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
         else:
             geometry = Geometry(
-                dtype=dtype,
-                block_elements=model.spec.block_elements,
+                blocks=model.spec.stored_blocks,
                 num_slots=1 if in_place else 2,
-                weights=(1,) * num_directories,
+                shares=(1,) * num_directories,
                 chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
             )
             store = resources.enter_context(

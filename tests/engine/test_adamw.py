@@ -12,11 +12,12 @@ from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAd
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view
-from ratel_cli.model.spec import lay_out_block
+from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from tests.kernels.oracle import needs_fused_torch
 
 BLOCK = lay_out_block(
+    dtype="float32",
     index=3,
     kind="layer",
     name="layer 2",
@@ -58,7 +59,7 @@ def test_a_block_in_groups_has_the_bits_of_torch(pool: BufferPool, group_element
     lease = pool.lease(4 * BLOCK.num_elements, "gradient")
     flat = view(lease.memory, torch.float32).fill_(1e9)  # what is nobody's gradient is anything
     gradient = BlockGradient(BLOCK, lease, torch.float32, PRESENT, {}, None)
-    with GroupAdamW(SETTINGS, "float32", num_threads=num_threads) as adamw:
+    with GroupAdamW(SETTINGS, num_threads=num_threads) as adamw:
         for number in (1, 2, 3):
             for weight, parameter, has_gradient in zip(weights, BLOCK.parameters, PRESENT, strict=True):
                 weight.grad = torch.randn(parameter.shape) if has_gradient else None

@@ -11,7 +11,8 @@ from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view
-from ratel_cli.model.spec import BlockSpec, ModelSpec, lay_out_block
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from tests.planning.shapes import gpt
 
 VOCAB = 50
@@ -30,11 +31,13 @@ DEVICE = Apart(Timeline())
 
 def block_of(others: list[tuple[int, ...]]) -> BlockSpec:
     parameters = [("matrix", (VOCAB, WIDTH), True), *((f"other{i}", shape, True) for i, shape in enumerate(others))]
-    return lay_out_block(index=0, kind="embedding", name="embedding", parameters=parameters)
+    return lay_out_block(dtype="bfloat16", index=0, kind="embedding", name="embedding", parameters=parameters)
 
 
 def spec_of(block: BlockSpec) -> ModelSpec:
-    return ModelSpec(name="x", architecture="X", blocks=(block,), tied=False, hidden_size=WIDTH, vocab_size=VOCAB)
+    return ModelSpec(
+        name="x", architecture="X", blocks=(block,), tied=False, dtype="bfloat16", hidden_size=WIDTH, vocab_size=VOCAB
+    )
 
 
 def rows_of(block: BlockSpec, *ids: list[int]) -> EmbeddingRows:
@@ -84,12 +87,13 @@ def test_gathered_rows_are_in_the_order_of_their_tokens() -> None:
 def test_what_goes_ahead_is_whole_parameters(window_elements: int) -> None:
     """The window has space for as many rows as there are tokens, or none go ahead."""
     rows = rows_of(block_of([(WIDTH,)]), [1, 1, 2, 2, 2])
-    found = rows.num_ahead(window_elements)
+    size = rows.block.dtype_bytes
+    found = rows.bytes_ahead(size * window_elements)
     behind = rows.block.num_elements - rows.others_start
     assert found == (
         (0, 0)
         if window_elements < rows.packed.parameters[1].start
-        else (2 * WIDTH, behind if window_elements >= rows.packed.num_elements else 0)
+        else (size * 2 * WIDTH, size * behind if window_elements >= rows.packed.num_elements else 0)
     )
 
 

@@ -155,7 +155,7 @@ def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, resident: fr
         assert_same_training([], ratel.weights(), replace(wanted, losses=(), norms=()))
         once, again = written_bytes[1], written_bytes[2] - written_bytes[1]
         assert written_bytes[3] == written_bytes[4] == once
-        sizes = [block.num_elements * ratel.store.layout.bytes_per_parameter for block in ratel.model.spec.blocks]
+        sizes = [block.record_bytes for block in ratel.model.spec.blocks]
         assert len(sizes) == 5
         assert again == sum(sizes[len(sizes) - num_again :])
 

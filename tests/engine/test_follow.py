@@ -67,7 +67,7 @@ def test_what_is_resident_is_read_once_whatever_plans_follow(tmp_path: Path, max
             )
 
         ratel.train(steps, recipe, before_step=follow_another)
-        sizes = [block.num_elements * ratel.store.layout.bytes_per_parameter for block in ratel.model.spec.blocks]
+        sizes = [block.record_bytes for block in ratel.model.spec.blocks]
         read_bytes = ratel.queue.read_bytes - before
         if max_grad_norm == 1e-3:  # the first step speculates: what it has updated in vain by then is read again
             assert sum(sizes) <= read_bytes < 1.5 * sum(sizes)
@@ -98,7 +98,7 @@ def test_states_that_stay_are_read_while_nothing_is_updated(tmp_path: Path) -> N
     with machine(
         tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config), hold=True, placement=everything
     ) as ratel:
-        sizes = [block.num_elements * ratel.store.layout.bytes_per_parameter for block in ratel.model.spec.blocks]
+        sizes = [block.record_bytes for block in ratel.model.spec.blocks]
         filled: list[bool] = []
 
         def wait_until_filled(step: int) -> None:

@@ -35,7 +35,7 @@ def stored_logits(directory: Path, store: Path, dtype: DtypeName) -> torch.Tenso
     model = decoder(directory, dtype)
     with CheckpointSource(directory, model.skeleton, model.spec) as source:
         install_buffers(model.skeleton, source.read_buffers())
-        with imported_store(store, model.spec, source, dtype) as (opened, pool):
+        with imported_store(store, model.spec, source) as (opened, pool):
             with BlockReader(model, GenerationBlocks(opened.current()), pool, device=CPU) as reader:
                 logits = BlockwiseForward(model, reader).logits(TOKENS, POSITIONS)
             assert pool.leased_bytes == 0
@@ -205,7 +205,7 @@ def test_memory_is_that_of_the_largest_block(tmp_path: Path) -> None:
     largest_bytes = 4 * max(block.num_elements for block in model.spec.blocks)
     with (
         CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
-        imported_store(tmp_path / "store", model.spec, source, "float32") as (store, _),
+        imported_store(tmp_path / "store", model.spec, source) as (store, _),
     ):
         for limit_bytes in (largest_bytes, largest_bytes - 1):
             with BufferPool(limit_bytes) as pool:
@@ -231,7 +231,7 @@ def test_check_stop_may_raise_before_every_block(tmp_path: Path) -> None:
 
     with (
         CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
-        imported_store(tmp_path / "store", model.spec, source, "float32") as (store, pool),
+        imported_store(tmp_path / "store", model.spec, source) as (store, pool),
     ):
         reader = BlockReader(model, GenerationBlocks(store.current()), pool, device=CPU, check_stop=stop)
         forward = BlockwiseForward(model, reader)

@@ -17,7 +17,7 @@ from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.scratch import Scratch
-from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 
 HOST = HostDevice(Timeline())
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (64, 33)), ("d", (1,))]
@@ -53,7 +53,11 @@ class Linked(HostDevice):
 @pytest.fixture
 def block() -> BlockSpec:
     return lay_out_block(
-        index=1, kind="layer", name="layer 0", parameters=[(name, shape, True) for name, shape in SHAPES]
+        dtype="bfloat16",
+        index=1,
+        kind="layer",
+        name="layer 0",
+        parameters=[(name, shape, True) for name, shape in SHAPES],
     )
 
 
@@ -240,7 +244,9 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
     """On the device, or in host memory from the head to the embedding."""
     torch.manual_seed(0)
     vocab, width, tokens = 50, 8, 6
-    block = lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("e", (vocab, width), True)])
+    block = lay_out_block(
+        dtype="bfloat16", index=0, kind="embedding", name="embedding", parameters=[("e", (vocab, width), True)]
+    )
     ids = [torch.randint(0, vocab, (2, tokens)) for _ in range(num_micro_batches)]
     heads = [torch.randn(vocab, width).to(dtype) for _ in ids]
     embeddings = []

@@ -15,7 +15,7 @@ from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (700, 401)), ("d", (1,))]
 SIZES = [15, 7, 700 * 401, 1]
@@ -89,7 +89,11 @@ class Broken:
 @pytest.fixture
 def block() -> BlockSpec:
     return lay_out_block(
-        index=1, kind="layer", name="layer 0", parameters=[(name, shape, True) for name, shape in SHAPES]
+        dtype="bfloat16",
+        index=1,
+        kind="layer",
+        name="layer 0",
+        parameters=[(name, shape, True) for name, shape in SHAPES],
     )
 
 

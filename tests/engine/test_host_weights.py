@@ -15,14 +15,14 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import IntegrityFailure, Interrupted
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.model.spec import lay_out_block
 from ratel_cli.planning.placement import Placement
+from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.reference import Recipe
 
-BLOCK = lay_out_block(index=1, kind="layer", name="layer 0", parameters=[("w", (4096,), False)])
+BLOCK = lay_out_block(dtype="bfloat16", index=1, kind="layer", name="layer 0", parameters=[("w", (4096,), False)])
 SECONDS = 20.0
 
 

@@ -15,7 +15,6 @@ from ratel_cli.planning.capacity import notes_bytes
 from ratel_cli.planning.placement import Workload
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
-from tests.planning.shapes import BFLOAT16
 from tests.reference import Recipe
 from tests.tiers import sample
 
@@ -55,6 +54,6 @@ def test_what_is_noted_of_each_unit_is_less_than_a_plan_counts(tmp_path: Path, a
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
         workload = Workload(micro_batch_size=2, num_micro_batches=number, sequence_len=12)
-        planned.append(notes_bytes(ratel.model.spec.blocks, BFLOAT16, workload))
+        planned.append(notes_bytes(ratel.model.spec.blocks, workload))
     assert 0.1 < (peaks[1] - peaks[0]) / (planned[1] - planned[0]) < 1
     assert peaks[2] - peaks[1] < 4 * 100 * 1024 * ratel.model.spec.num_layers

@@ -20,8 +20,8 @@ from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.spec import BlockSpec, lay_out_block
 from ratel_cli.planning.placement import GroupShape
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyQueue
@@ -36,7 +36,11 @@ ADAMW = AdamWUpdate(number=1, learning_rate=1e-3, gradient_scale=1.0)
 def blocks_of(*num_groups: int) -> list[BlockSpec]:
     return [
         lay_out_block(
-            index=index, kind="layer", name=f"layer {index}", parameters=[("w", (count * BLOCK_ALIGNMENT,), True)]
+            dtype="bfloat16",
+            index=index,
+            kind="layer",
+            name=f"layer {index}",
+            parameters=[("w", (count * BLOCK_ALIGNMENT,), True)],
         )
         for index, count in enumerate(num_groups)
     ]
@@ -213,7 +217,7 @@ def stored(tmp_path: Path, queue: FaultyQueue) -> Store:
 
 def work_on(store: Store, pool: BufferPool, resident: frozenset[int] = frozenset()) -> GroupWork:
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
-    return GroupWork(GroupAdamW(settings, "bfloat16"), store, pool, timeline=Timeline(), resident_states=resident)
+    return GroupWork(GroupAdamW(settings), store, pool, timeline=Timeline(), resident_states=resident)
 
 
 @pytest.mark.parametrize(("order", "groups"), [("optimized", SMALL), ("optimized", TWO_EACH_WAY), ("naive", SMALL)])

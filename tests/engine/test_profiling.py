@@ -19,7 +19,6 @@ from ratel_cli.planning.recorded import recorded_profile
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
 from tests.engine.test_swap import estimate_of, recorded, workload_of
-from tests.planning.shapes import BFLOAT16
 from tests.reference import Recipe
 from tests.tiers import sample
 
@@ -63,7 +62,6 @@ def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str)
         units,
         seconds,
         model.spec,
-        BFLOAT16,
         workload_of(batches),
         num_micro_batches=1,
         estimate=estimate_of(model, batches),

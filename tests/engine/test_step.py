@@ -19,7 +19,7 @@ from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import offload
-from ratel_cli.planning.placement import Placement, StateBytes
+from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
@@ -29,18 +29,14 @@ from tests.reference import Recipe
 from tests.tiers import rotating
 
 NOTHING_SPILLED = offload([0], num_micro_batches=1, spilled_units=0)
-STATE_BYTES = {
-    "float32": StateBytes(compute=4, record=12, num_fields=3, gradient=4),
-    "bfloat16": StateBytes(compute=2, record=12, num_fields=4, gradient=2),
-    "float16": StateBytes(compute=2, record=14, num_fields=4, gradient=2),
-}
+GRADIENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def spilled_blocks(spec: ModelSpec, state: StateBytes, held_in_memory_bytes: int) -> int:
+def spilled_blocks(spec: ModelSpec, gradient_bytes: int, held_in_memory_bytes: int) -> int:
     """By brute force: gradients arrive last block first; the first that does not fit is spilled, and all after it."""
     held = 0
     for position, block in enumerate(reversed(spec.blocks)):
-        held += block.num_elements * state.gradient
+        held += block.num_elements * gradient_bytes
         if held > held_in_memory_bytes:
             return len(spec.blocks) - position
     return 0
@@ -123,14 +119,12 @@ def test_traffic_is_the_prediction_to_the_byte(
     ) as ratel:
         last = moved_by_last_step(ratel, recipe, random_steps(3, 2))
         limit = held_in_memory_bytes
-        state = STATE_BYTES[dtype]
         wanted = step_traffic(
             ratel.model.spec,
-            state,
             placement,
             NOTHING_SPILLED,
             holds_gradients=max_grad_norm is not None,
-            spilled_blocks=0 if limit is None else spilled_blocks(ratel.model.spec, state, limit),
+            spilled_blocks=0 if limit is None else spilled_blocks(ratel.model.spec, GRADIENT_BYTES[dtype], limit),
         )
         assert last == (wanted.read_bytes, wanted.written_bytes)
 
@@ -143,7 +137,7 @@ def test_a_layer_moves_26_bytes_per_parameter_in_bf16(tmp_path: Path, max_grad_n
     with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
         read, written = moved_by_last_step(ratel, recipe, random_steps(3, 2))
         *others, head = (block.num_elements for block in ratel.model.spec.blocks)
-        checksums = checksum_bytes(ratel.model.spec, STATE_BYTES["bfloat16"])
+        checksums = checksum_bytes(ratel.model.spec)
         assert read + written == 26 * sum(others) + 24 * head + checksums
 
 
@@ -163,8 +157,8 @@ def poisoned(ratel: Machine, value: float) -> None:
     spec = ratel.model.spec
     ratel.store.begin_step()
     for block in spec.blocks:
-        for field in ratel.store.layout.fields:
-            with ratel.pool.lease(block.num_elements * field.bytes_per_element, "test") as lease:
+        for field in block.record.fields:
+            with ratel.pool.lease(field.num_bytes(block.num_elements), "test") as lease:
                 ratel.store.current().read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
                 if block.index == 2 and field.name == "w32":
                     torch.frombuffer(lease.memory, dtype=torch.float32)[0] = value

@@ -25,8 +25,7 @@ from ratel_cli.planning.traffic import step_traffic
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import assert_same_training, reference
 from tests.engine.machine import Machine, attention_of, initial_weights, machine, random_steps
-from tests.engine.test_step import STATE_BYTES, moved_by_last_step
-from tests.planning.shapes import BFLOAT16
+from tests.engine.test_step import moved_by_last_step
 from tests.reference import Recipe
 from tests.tiers import sample
 
@@ -49,7 +48,6 @@ def recorded(ratel: Machine, recipe: Recipe, batches: list[MicroBatch]) -> Model
         recording.units(),
         seconds,
         spec,
-        BFLOAT16,
         workload_of(batches),
         num_micro_batches=recording.num_micro_batches,
         estimate=estimate,
@@ -58,7 +56,7 @@ def recorded(ratel: Machine, recipe: Recipe, batches: list[MicroBatch]) -> Model
 
 def estimate_of(model: DecoderModel, batches: list[MicroBatch]) -> ModelProfile:
     """The profile before the first step."""
-    return analytic_profile(model.spec, BFLOAT16, workload_of(batches), traits=model.traits)
+    return analytic_profile(model.spec, workload_of(batches), traits=model.traits)
 
 
 def workload_of(batches: list[MicroBatch]) -> Workload:
@@ -105,9 +103,7 @@ def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> Non
             directory / "again", config, recipe, dtype="bfloat16", weights=weights, placement=placement
         ) as ratel:
             last = moved_by_last_step(ratel, recipe, steps)
-            wanted = step_traffic(
-                ratel.model.spec, STATE_BYTES["bfloat16"], placement, offloaded, holds_gradients=False
-            )
+            wanted = step_traffic(ratel.model.spec, placement, offloaded, holds_gradients=False)
             assert last == (wanted.read_bytes, wanted.written_bytes)
             assert_same_training([], ratel.weights(), replace(reference(config, steps, recipe), losses=(), norms=()))
 

@@ -20,20 +20,20 @@ from ratel_cli.engine.weights import BlockWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning import capacity
 from ratel_cli.planning.activations import input_bytes, offload
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import Placement, Workload
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, assert_same_training, check_training, reference
 from tests.engine.machine import attention_of, initial_weights_of_zeros, random_steps
 from tests.gpu.machine import GPU, NEEDS_GPU, gpu_config, gpu_machine
-from tests.gpu.test_memory import STATE, batches_of, config_of, distinct_tokens
+from tests.gpu.test_memory import batches_of, config_of, distinct_tokens
 from tests.reference import Recipe
 from tests.tiers import rotating
 
@@ -200,16 +200,15 @@ def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: boo
     workload = Workload(micro_batch_size=2, num_micro_batches=2, sequence_len=64)
     with gpu_machine(tmp_path, config, recipe, weights=initial_weights_of_zeros()) as ratel:
         spec = ratel.model.spec
-        profile = analytic_profile(spec, STATE, workload, traits=ratel.model.traits)
+        profile = analytic_profile(spec, workload, traits=ratel.model.traits)
         step = StepMemory(
             spec,
-            STATE,
             workload,
             holds_gradients=max_grad_norm is not None,
             process_bytes=0,
-            gpu=GpuMemory(spec, STATE, workload, profile),
+            gpu=GpuMemory(spec, workload, profile),
         )
-        unit_bytes = input_bytes(spec, STATE, tokens=workload.micro_batch_tokens)
+        unit_bytes = input_bytes(spec, tokens=workload.micro_batch_tokens)
         planned, _ = step.fit(
             Placement(gpu_embedding_rows=workload.tokens),
             offload([unit_bytes] * 2, num_micro_batches=2, spilled_units=0),

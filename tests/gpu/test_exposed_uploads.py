@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.placement import elements_ahead, looked_up_block
+from ratel_cli.planning.placement import bytes_ahead, looked_up_block
 from tests.engine.exactness import AHEAD, EVERY_BLOCK
 from tests.engine.machine import Machine, initial_weights_of_zeros
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
@@ -63,7 +63,7 @@ def stalled_seconds(directory: Path, window_bytes: int, upload_seconds: float) -
             down_bytes_per_second=1e12,
         )
         blocks = [looked_up_block(ratel.model.spec, 32), *ratel.model.spec.blocks[1:]]
-        waiting = [2 * (block.num_elements - elements_ahead(block, window_bytes // 2)) for block in blocks]
+        waiting = [block.compute_bytes - bytes_ahead(block, window_bytes) for block in blocks]
         ratel.timeline.take()
         with timed(rates):
             step(ratel, 2)

@@ -18,7 +18,7 @@ from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.buffers import PinMemory
-from ratel_cli.planning.placement import GroupShape, Placement, StateBytes
+from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.sizes import GROUP_ELEMENTS, PAGE_BYTES
 from ratel_cli.units import align_up
@@ -33,7 +33,6 @@ from tests.simulated_gpu import is_simulated, num_stops
 
 pytestmark = NEEDS_GPU
 
-STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 LEFT_BYTES = 128 << 10
 """For rows of the embedding, norms, and a buffer more where transfers overlap longer than usual."""
 
@@ -186,7 +185,6 @@ def test_a_step_pins_nothing_of_weight_that_could_be_pinned_ahead(
             *unit_buffers(used, [unit_bytes] * num_layers, num_micro_batches),
             *block_buffers(
                 spec,
-                STATE,
                 used,
                 num_micro_batches=num_micro_batches,
                 holds_gradients=max_grad_norm is not None,
@@ -195,7 +193,7 @@ def test_a_step_pins_nothing_of_weight_that_could_be_pinned_ahead(
             ),
         ]
         # As little as the step needs besides, so that nothing of what is pinned has to be given up for it.
-        others = other_bytes(spec, STATE, replace(used, groups=GroupShape(elements=GROUP_ELEMENTS)))
+        others = other_bytes(spec, replace(used, groups=GroupShape(elements=GROUP_ELEMENTS)))
         wanted_bytes = sum(align_up(each.num_bytes, PAGE_BYTES) * each.number for each in buffers)
         ratel.pool.limit_bytes = wanted_bytes + others + LEFT_BYTES
         ratel.pool.pin_ahead(buffers, ratel.pool.limit_bytes - others)

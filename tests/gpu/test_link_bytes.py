@@ -17,7 +17,7 @@ from tests.engine.exactness import AHEAD
 from tests.engine.machine import Machine, initial_weights_of_zeros
 from tests.engine.swaps import EVERYTHING
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
-from tests.gpu.test_memory import RECIPE, STATE, batches_of, config_of, distinct_tokens
+from tests.gpu.test_memory import RECIPE, batches_of, config_of, distinct_tokens
 from tests.planning.shapes import machine as machine_of
 from tests.simulated_gpu import is_simulated
 from tests.simulated_gpu.timed import work_so_far
@@ -36,7 +36,6 @@ def planned_bytes(ratel: Machine, placement: Placement, workload: Workload, *, u
     """Up and down: the seconds of a link of 1 byte per second."""
     time = overlapped_step(
         ratel.model.spec,
-        STATE,
         replace(placement, gpu_embedding_rows=most_rows(ratel.model.spec, workload)),
         Traffic(),
         machine_of(up_bytes_per_second=1.0, down_bytes_per_second=1.0),
@@ -51,7 +50,7 @@ def planned_bytes(ratel: Machine, placement: Placement, workload: Workload, *, u
         holds_gradients=False,
         num_micro_batches=workload.num_micro_batches,
         num_head_chunks=num_head_chunks(ratel.model.spec, workload),
-        tied_rows_bytes=workload.num_micro_batches * tied_rows_bytes(ratel.model.spec, STATE, workload),
+        tied_rows_bytes=workload.num_micro_batches * tied_rows_bytes(ratel.model.spec, workload),
     )
     return time.forward.up + time.backward.up, time.forward.down + time.backward.down
 

@@ -23,7 +23,7 @@ from ratel_cli.planning import gpu_memory
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement, StateBytes, Workload
+from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.units import MIB, align_up
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
@@ -40,7 +40,6 @@ from tests.tiers import rotating
 pytestmark = NEEDS_GPU
 
 RECIPE = Recipe(dtype=torch.bfloat16)
-STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 EVERY_BLOCK = frozenset(range(99))
 HIDDEN_SIZE = 256 if is_simulated() else 512
 TOKENS = 128 if is_simulated() else 1024
@@ -95,13 +94,12 @@ def distinct_tokens(batches: list[MicroBatch]) -> list[MicroBatch]:
 def profile_of(ratel: Machine, recording: StepRecording, workload: Workload) -> ModelProfile:
     """The profile without times, from a recorded step."""
     spec = ratel.model.spec
-    estimate = analytic_profile(spec, STATE, workload, traits=ratel.model.traits)
+    estimate = analytic_profile(spec, workload, traits=ratel.model.traits)
     times = dict.fromkeys(range(len(spec.blocks)), BlockSeconds(forward=1.0, backward=1.0))
     return recorded_profile(
         recording.units(),
         times,
         spec,
-        STATE,
         workload,
         num_micro_batches=recording.num_micro_batches,
         estimate=estimate,
@@ -153,12 +151,12 @@ def test_a_step_takes_no_more_than_was_planned(
         workload = Workload(micro_batch_size=rows, num_micro_batches=num_micro_batches, sequence_len=tokens)
         unit_bytes = outcome.swapped_bytes // units
         profile = profile_of(ratel, recording, workload)
-        memory = GpuMemory(ratel.model.spec, STATE, workload, profile)
+        memory = GpuMemory(ratel.model.spec, workload, profile)
         planned = memory.needed_bytes(
             unit_of(unit_bytes), holds_sums=holds_sums, window_bytes=placement.gpu_window_bytes
         )
         planned += kept_layers * num_micro_batches * unit_bytes
-        planned += weight_bytes_of(ratel.model.spec, STATE, gpu_weights)
+        planned += weight_bytes_of(ratel.model.spec, gpu_weights)
     assert found <= planned - GPU_CONTEXT_BYTES - (gpu_memory._WORKSPACE_BYTES if is_simulated() else 0)
 
 

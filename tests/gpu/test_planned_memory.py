@@ -29,7 +29,6 @@ from tests.engine.exactness import AHEAD
 from tests.engine.machine import attention_of, initial_weights_of_zeros
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.gpu.test_memory import batches_of, peak_bytes
-from tests.planning.shapes import BFLOAT16
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated
 from tests.tiers import rotating
@@ -209,7 +208,7 @@ def check(
     model = find_blocks(
         build_skeleton(config, dtype="bfloat16", attn_implementation=attention_of(config)), name=shape.name
     )
-    estimate = analytic_profile(model.spec, BFLOAT16, workload, traits=measured_traits(model))
+    estimate = analytic_profile(model.spec, workload, traits=measured_traits(model))
     placement = replace(AHEAD, gpu_holds_sums=holds_sums, gpu_holds_head=holds_head)
     batches = batches_of(num_micro_batches, rows=shape.rows, tokens=tokens, vocab_size=config.vocab_size)
     weights = initial_weights_of_zeros()
@@ -221,12 +220,11 @@ def check(
         {key: with_seconds_of_flops(unit) for key, unit in recording.units().items()},
         NO_TIMES,
         model.spec,
-        BFLOAT16,
         workload,
         num_micro_batches=num_micro_batches,
         estimate=estimate,
     )
-    order, memory = SwapOrder(profile), GpuMemory(model.spec, BFLOAT16, workload, profile)
+    order, memory = SwapOrder(profile), GpuMemory(model.spec, workload, profile)
     num_outputs = order.boundaries[round(swapped_share * (len(order.boundaries) - 1))]
     largest = order.largest_unit(num_outputs)
     if units_share is not None:

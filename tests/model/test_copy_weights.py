@@ -10,12 +10,12 @@ import torch
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.io.views import view_field
 from ratel_cli.model.copy_weights import copy_weights
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Progress, Store
+from tests.fakes import values_of
 from tests.model.test_import_weights import CountingSource, made_up_spec, read_field
 from tests.model.tiny import imported_store
 
@@ -27,11 +27,11 @@ def add_moments(store: Store, pool: BufferPool) -> None:
     """A step that changes the moments only; the sign of v is a part of the master in bfloat16."""
     store.begin_step()
     generator = torch.Generator().manual_seed(2)
-    for block, num_elements in enumerate(store.block_elements):
-        for field in store.layout.fields:
-            with pool.lease(num_elements * field.bytes_per_element, "test") as lease:
+    for block, num_elements in enumerate(each.num_elements for each in store.blocks):
+        for field in store.blocks[block].record.fields:
+            with pool.lease(field.num_bytes(num_elements), "test") as lease:
                 store.current().read(block, field.name, 0, num_elements, lease.memory).wait()
-                values = view_field(lease.memory, field.name, num_elements)
+                values = values_of(lease.memory, field)
                 if field.name == "m32":
                     values.copy_(torch.randn(num_elements, generator=generator))
                 if field.name == "v32":
@@ -44,14 +44,14 @@ def add_moments(store: Store, pool: BufferPool) -> None:
 @pytest.mark.parametrize("group_elements", [2048, 6144, 1 << 23])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_field_is_that_of_an_import(tmp_path: Path, dtype: DtypeName, group_elements: int) -> None:
-    spec = made_up_spec()
-    geometry = Geometry(dtype=dtype, block_elements=spec.block_elements, num_slots=2, weights=(1,), chunk_elements=2048)
+    spec = made_up_spec(dtype)
+    geometry = Geometry(blocks=spec.stored_blocks, num_slots=2, shares=(1,), chunk_elements=2048)
     with (
-        imported_store(tmp_path / "a", spec, CountingSource(spec), dtype) as (source, pool),
+        imported_store(tmp_path / "a", spec, CountingSource(spec)) as (source, pool),
         open_queue("threads", notice=lambda message: None) as queue,
         Store.create([tmp_path / "b"], geometry, identity=source.identity, queue=queue) as target,
     ):
-        places = [(block, field.name) for block in spec.blocks for field in source.layout.fields]
+        places = [(block, field.name) for block in spec.blocks for field in block.record.fields]
         imported = [read_field(source, pool, *place).clone() for place in places]
         add_moments(source, pool)
         counts: list[int] = []
@@ -60,16 +60,14 @@ def test_every_field_is_that_of_an_import(tmp_path: Path, dtype: DtypeName, grou
         for (block, name), expected in zip(places, imported, strict=True):
             found = read_field(target, pool, block, name)
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (block.name, name)
-        assert sum(counts) == source.layout.bytes_per_parameter * sum(spec.block_elements)
+        assert sum(counts) == sum(block.record_bytes for block in spec.blocks)
 
 
 def test_a_damaged_weight_is_not_copied(tmp_path: Path) -> None:
-    spec, weights = made_up_spec(), CountingSource(made_up_spec())
-    geometry = Geometry(
-        dtype="float32", block_elements=spec.block_elements, num_slots=2, weights=(1,), chunk_elements=2048
-    )
+    spec, weights = made_up_spec("float32"), CountingSource(made_up_spec("float32"))
+    geometry = Geometry(blocks=spec.stored_blocks, num_slots=2, shares=(1,), chunk_elements=2048)
     with (
-        imported_store(tmp_path / "a", spec, weights, "float32") as (source, pool),
+        imported_store(tmp_path / "a", spec, weights) as (source, pool),
         open_queue("threads", notice=lambda message: None) as queue,
         Store.create([tmp_path / "b"], geometry, identity=source.identity, queue=queue) as target,
     ):

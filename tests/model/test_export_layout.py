@@ -20,8 +20,9 @@ from ratel_cli.model.export_layout import (
 )
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
-from ratel_cli.model.spec import ModelSpec, lay_out_block
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import StoredWeights
+from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.sizes import DtypeName
 from tests.model.tiny import Tensors, imported_store, rewrite, tiny_model
 from tests.tiers import sample
@@ -81,9 +82,11 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
 def one_block(model: PreTrainedModel) -> ModelSpec:
     """All parameters in one block, so that families which cannot be streamed are tested too."""
     parameters = [(name, tuple(each.shape), True) for name, each in model.named_parameters()]
-    block = lay_out_block(index=0, kind="embedding", name="all", parameters=parameters)
+    block = lay_out_block(dtype="bfloat16", index=0, kind="embedding", name="all", parameters=parameters)
     name = type(model).__name__
-    return ModelSpec(name="m", architecture=name, blocks=(block,), tied=False, hidden_size=32, vocab_size=96)
+    return ModelSpec(
+        name="m", architecture=name, blocks=(block,), tied=False, dtype="bfloat16", hidden_size=32, vocab_size=96
+    )
 
 
 def files_of(directory: Path) -> dict[str, Tensors]:
@@ -104,7 +107,7 @@ def write(
     directory: Path, base: Path, trained: PreTrainedModel, spec: ModelSpec, layout: ExportLayout, dtype: DtypeName
 ) -> None:
     given = Given(dict(trained.named_parameters()))
-    with imported_store(directory / "store", spec, given, dtype) as (store, pool):
+    with imported_store(directory / "store", spec, given) as (store, pool):
         export_model(
             spec,
             store.current(),
@@ -224,7 +227,7 @@ def test_elements_in_another_order(tmp_path: Path) -> None:
     ]
     layout = ExportLayout(shards=(Shard(file_name="model.safetensors", tensors=tuple(tensors)),), architecture="X")
     given = Given(dict(trained.named_parameters()))
-    with imported_store(tmp_path / "store", spec, given, "float32") as (store, pool):
+    with imported_store(tmp_path / "store", spec, given) as (store, pool):
         for group_elements in (2048, 4096, 1 << 20):
             with StoredWeights(spec, store.current(), pool, "float32", group_elements=group_elements) as weights:
                 contents = ContentReader(weights, group_elements=group_elements)

@@ -98,7 +98,7 @@ def in_store(tmp_path: Path, family: str, dtype: DtypeName = "float32", **change
     skeleton, spec = skeleton_of(base)
     with CheckpointSource(base, skeleton, spec) as source:
         install_buffers(skeleton, source.read_buffers())
-        with imported_store(tmp_path / "store", spec, source, dtype) as (store, pool):
+        with imported_store(tmp_path / "store", spec, source) as (store, pool):
             yield Exported(base, skeleton, spec, store, pool)
 
 

@@ -9,12 +9,14 @@ import torch
 
 from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.views import view_field
-from ratel_cli.model.import_weights import encode_record, import_weights, overlaps
-from ratel_cli.model.spec import BlockSpec, ModelSpec, lay_out_block
+from ratel_cli.model.import_weights import import_weights, overlaps
+from ratel_cli.model.records import encode_record
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
+from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Store
+from tests.fakes import values_of
 from tests.model.tiny import imported_store
 
 SIZES = [1, 31, 32, 33, 2047, 2048, 2049, 9000]
@@ -36,20 +38,22 @@ class CountingSource:
         return self.values[name][start:stop].clone()
 
 
-def made_up_spec() -> ModelSpec:
+def made_up_spec(dtype: DtypeName = "bfloat16") -> ModelSpec:
     blocks = (
-        lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("e", (7, 3), True)]),
-        lay_out_block(index=1, kind="layer", name="layer 0", parameters=[(f"p{n}", (n,), True) for n in SIZES]),
-        lay_out_block(index=2, kind="head", name="head", parameters=[("h", (2048,), True)]),
+        lay_out_block(dtype=dtype, index=0, kind="embedding", name="embedding", parameters=[("e", (7, 3), True)]),
+        lay_out_block(
+            dtype=dtype, index=1, kind="layer", name="layer 0", parameters=[(f"p{n}", (n,), True) for n in SIZES]
+        ),
+        lay_out_block(dtype=dtype, index=2, kind="head", name="head", parameters=[("h", (2048,), True)]),
     )
-    return ModelSpec(name="x", architecture="X", blocks=blocks, tied=False, hidden_size=1, vocab_size=1)
+    return ModelSpec(name="x", architecture="X", blocks=blocks, tied=False, dtype=dtype, hidden_size=1, vocab_size=1)
 
 
 def read_field(store: Store, pool: BufferPool, block: BlockSpec, name: str) -> torch.Tensor:
-    num_bytes = store.layout.field(name).bytes_per_element
-    lease = pool.lease(block.num_elements * num_bytes, "test")
+    field = store.blocks[block.index].record.field(name)
+    lease = pool.lease(field.num_bytes(block.num_elements), "test")
     store.current().read(block.index, name, 0, block.num_elements, lease.memory).wait()
-    return view_field(lease.memory, name, block.num_elements)
+    return values_of(lease.memory, field)
 
 
 def flat(block: BlockSpec, source: CountingSource) -> torch.Tensor:
@@ -62,11 +66,11 @@ def flat(block: BlockSpec, source: CountingSource) -> torch.Tensor:
 @pytest.mark.parametrize("group_elements", [2048, 4096, 1 << 23])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_field(tmp_path: Path, dtype: DtypeName, group_elements: int) -> None:
-    spec = made_up_spec()
+    spec = made_up_spec(dtype)
     source = CountingSource(spec)
-    with imported_store(tmp_path, spec, source, dtype, group_elements=group_elements) as (store, pool):
+    with imported_store(tmp_path, spec, source, group_elements=group_elements) as (store, pool):
         for block in spec.blocks:
-            fields = {field.name: read_field(store, pool, block, field.name) for field in store.layout.fields}
+            fields = {field.name: read_field(store, pool, block, field.name) for field in block.record.fields}
             master = flat(block, source)
             assert not fields["m32"].any() and torch.equal(fields["v32"].abs(), torch.zeros(block.num_elements))
             if dtype == "bfloat16":
@@ -87,7 +91,7 @@ def test_memory_is_one_group_and_progress_adds_up(tmp_path: Path) -> None:
     source = CountingSource(spec)
     counts: list[int] = []
     # hi16, lo16, m32, v32 and the fp32 master: exactly 16 bytes for each element of a group.
-    with imported_store(tmp_path, spec, source, "bfloat16") as (store, _), BufferPool(16 * 4096) as pool:
+    with imported_store(tmp_path, spec, source) as (store, _), BufferPool(16 * 4096) as pool:
         store.begin_step()
         import_weights(spec, source, store.shadow(), pool, progress=counts.append, group_elements=4096)
         assert pool.peak_bytes == 16 * 4096 and pool.leased_bytes == 0
@@ -104,12 +108,6 @@ def test_overlaps() -> None:
     assert [(first, last) for _, first, last in whole] == [(p.start, p.stop) for p in block.parameters]
 
 
-def test_layouts_are_those_of_the_store() -> None:
-    for dtype in ("bfloat16", "float16", "float32"):
-        for field in record_layout(dtype).fields:
-            assert view_field(memoryview(bytearray(64)), field.name, 2).element_size() == field.bytes_per_element
-
-
 def test_what_is_no_number_stays_none() -> None:
     """Rounded as other bits are, 0x7fffffff and its like would be zero, and training would compute with that."""
     words = torch.tensor([0x7FFFFFFF, 0x7FFF8000, 0x7F800001, -1, -0x8000, 0x7F800000, 0x7F7FFFFF, 0x3F800000])
@@ -120,7 +118,7 @@ def test_what_is_no_number_stays_none() -> None:
         "hi16": halves["hi16"].view(torch.bfloat16),
         "lo16": halves["lo16"],
     }
-    encode_record("bfloat16", fields)
+    encode_record(ADAMW.record("bfloat16"), fields)
     assert torch.equal(fields["hi16"].isnan(), master.isnan())
     joined = torch.empty(8)
     _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], joined)

@@ -19,9 +19,9 @@ from ratel_cli.model.spec import (
     RestOfBackward,
     decays,
     is_matrix,
-    lay_out_block,
     name_in_layer,
 )
+from ratel_cli.schedule.blocks import lay_out_block
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.tiers import examples
 
@@ -29,13 +29,20 @@ SPEC = ModelSpec(
     name="tiny",
     architecture="TinyForCausalLM",
     blocks=(
-        lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("wte.weight", (7, 3), True)]),
         lay_out_block(
-            index=1, kind="layer", name="layer 0", parameters=[("h.0.w", (3, 3), True), ("h.0.b", (), False)]
+            dtype="bfloat16", index=0, kind="embedding", name="embedding", parameters=[("wte.weight", (7, 3), True)]
         ),
-        lay_out_block(index=2, kind="head", name="head", parameters=[]),
+        lay_out_block(
+            dtype="bfloat16",
+            index=1,
+            kind="layer",
+            name="layer 0",
+            parameters=[("h.0.w", (3, 3), True), ("h.0.b", (), False)],
+        ),
+        lay_out_block(dtype="bfloat16", index=2, kind="head", name="head", parameters=[]),
     ),
     tied=True,
+    dtype="bfloat16",
     hidden_size=3,
     vocab_size=7,
 )
@@ -128,10 +135,11 @@ def through_json(content: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, "another version"),
+        ({"format_version": 1}, "another version"),
         ({"name": None}, "name is not text"),
         ({"blocks": {}}, "blocks is not a list"),
         ({"blocks": [3]}, "expected an object"),
+        ({"dtype": "int8"}, "another version"),
         ({"tied": 1}, "tied is neither true nor false"),
         ({"hidden_size": "3"}, "hidden_size is not a whole number"),
     ],

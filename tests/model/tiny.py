@@ -25,7 +25,6 @@ from ratel_cli.model.import_weights import WeightSource, import_weights
 from ratel_cli.model.shards import TensorSpec
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.manifest import Progress, StoreIdentity
 from ratel_cli.store.store import Store
@@ -163,11 +162,11 @@ def rejection(directory: Path) -> str:
 
 @contextmanager
 def imported_store(
-    directory: Path, spec: ModelSpec, source: WeightSource, dtype: DtypeName, *, group_elements: int = 4096
+    directory: Path, spec: ModelSpec, source: WeightSource, *, group_elements: int = 4096
 ) -> Iterator[tuple[Store, BufferPool]]:
     """A store with the weights of `source`, as an import leaves it."""
     identity = StoreIdentity(model_hash="m", config_hash="c", data_hash="d", seed=1, software="s")
-    geometry = Geometry(dtype=dtype, block_elements=spec.block_elements, num_slots=2, weights=(1,), chunk_elements=2048)
+    geometry = Geometry(blocks=spec.stored_blocks, num_slots=2, shares=(1,), chunk_elements=2048)
     with (
         BufferPool(None) as pool,
         open_queue("threads", notice=lambda message: None) as queue,

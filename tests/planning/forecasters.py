@@ -15,7 +15,6 @@ from ratel_cli.planning.problem import Decisions
 from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.units import GIB
 from tests.planning.papers.paper_profiles import paper_shape
-from tests.planning.shapes import BFLOAT16
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -59,8 +58,7 @@ def ratel_forecaster(
     traits = LayerTraits(num_heads=8, head_dim=hidden_size // 8)
     return RatelForecaster(
         spec=spec,
-        profile=analytic_profile(spec, BFLOAT16, setting(rows=rows).workload, traits=traits),
-        state=BFLOAT16,
+        profile=analytic_profile(spec, setting(rows=rows).workload, traits=traits),
         decisions=Decisions(
             holds_gradients=holds_gradients,
             num_slots=2,

@@ -7,13 +7,13 @@ import random
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
-from ratel_cli.planning.placement import StateBytes, Workload
-from tests.planning.shapes import BFLOAT16, WORKLOAD
+from ratel_cli.planning.placement import Workload
+from tests.planning.shapes import WORKLOAD
 
 
-def estimated(spec: ModelSpec, workload: Workload = WORKLOAD, state: StateBytes = BFLOAT16) -> ModelProfile:
+def estimated(spec: ModelSpec, workload: Workload = WORKLOAD) -> ModelProfile:
     """As from its config.json."""
-    return analytic_profile(spec, state, workload, traits=LayerTraits(num_heads=4, head_dim=spec.hidden_size // 4))
+    return analytic_profile(spec, workload, traits=LayerTraits(num_heads=4, head_dim=spec.hidden_size // 4))
 
 
 def candidate(

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, Nvme, alternating_bytes_per_second
-from ratel_cli.model.spec import ModelSpec, lay_out_block
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import LargestUnit
-from ratel_cli.planning.placement import StateBytes, Workload
+from ratel_cli.planning.placement import Workload
+from ratel_cli.schedule.blocks import lay_out_block
+from ratel_cli.sizes import DtypeName
 
-BFLOAT16 = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
-FLOAT32 = StateBytes(compute=4, record=12, num_fields=3, gradient=4)
-FLOAT16 = StateBytes(compute=2, record=14, num_fields=4, gradient=2)
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes that a parameter takes in the store and on the link, counted by hand."""
+
+    dtype: DtypeName
+    compute: int
+    record: int
+    gradient: int
+
+
+BFLOAT16 = Widths("bfloat16", compute=2, record=2 + 2 + 4 + 4, gradient=2)
+FLOAT32 = Widths("float32", compute=4, record=4 + 4 + 4, gradient=4)
+FLOAT16 = Widths("float16", compute=2, record=2 + 4 + 4 + 4, gradient=2)
 SEEDS = st.integers(0, (1 << 32) - 1)
 """For `random.Random`, which builds what a strategy would build too slowly."""
 WORKLOAD = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)
@@ -24,10 +38,21 @@ def unit_of(num_bytes: int) -> LargestUnit:
     return LargestUnit(num_bytes, num_bytes, num_bytes)
 
 
-def gpt(*, num_layers: int = 3, hidden_size: int = 64, vocab_size: int = 512, tied: bool = False) -> ModelSpec:
+def gpt(
+    *,
+    num_layers: int = 3,
+    hidden_size: int = 64,
+    vocab_size: int = 512,
+    tied: bool = False,
+    dtype: DtypeName = "bfloat16",
+) -> ModelSpec:
     """The papers' GPT: 12 h^2 in the matrices of a layer."""
     h = hidden_size
-    blocks = [lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("wte", (vocab_size, h), True)])]
+    blocks = [
+        lay_out_block(
+            dtype=dtype, index=0, kind="embedding", name="embedding", parameters=[("wte", (vocab_size, h), True)]
+        )
+    ]
     for index in range(num_layers):
         parameters: list[tuple[str, tuple[int, ...], bool]] = [
             (f"{index}.norm1", (h,), False),
@@ -37,16 +62,19 @@ def gpt(*, num_layers: int = 3, hidden_size: int = 64, vocab_size: int = 512, ti
             (f"{index}.up", (4 * h, h), True),
             (f"{index}.down", (h, 4 * h), True),
         ]
-        blocks.append(lay_out_block(index=index + 1, kind="layer", name=f"layer {index}", parameters=parameters))
+        blocks.append(
+            lay_out_block(dtype=dtype, index=index + 1, kind="layer", name=f"layer {index}", parameters=parameters)
+        )
     head: list[tuple[str, tuple[int, ...], bool]] = [("norm", (h,), False)]
     if not tied:
         head.append(("head", (vocab_size, h), True))
-    blocks.append(lay_out_block(index=num_layers + 1, kind="head", name="head", parameters=head))
+    blocks.append(lay_out_block(dtype=dtype, index=num_layers + 1, kind="head", name="head", parameters=head))
     return ModelSpec(
         name="gpt",
         architecture="GPT",
         blocks=tuple(blocks),
         tied=tied,
+        dtype=dtype,
         hidden_size=h,
         vocab_size=vocab_size,
     )

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.model.spec import lay_out_block
 from ratel_cli.planning.activations import (
     OffloadedActivations,
     SpilledUnits,
@@ -18,43 +17,46 @@ from ratel_cli.planning.activations import (
     offload,
     passing_bytes,
 )
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, StateBytes
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
+from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.units import align_up
-from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, gpt, unit_of
+from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, Widths, gpt, unit_of
 from tests.tiers import examples
 
 
 @pytest.mark.parametrize(("state", "bytes_per_element"), [(BFLOAT16, 2), (FLOAT32, 4)])
 @pytest.mark.parametrize("tokens", [0, 1, 1000])
-def test_a_gpt_leaves_24_elements_per_token_and_hidden_size(
-    state: StateBytes, bytes_per_element: int, tokens: int
-) -> None:
+def test_a_gpt_leaves_24_elements_per_token_and_hidden_size(state: Widths, bytes_per_element: int, tokens: int) -> None:
     """qkv 3, projection 1, fc1 4, fc2 4, and 12 for all vectors; the papers count 17."""
-    spec = gpt(num_layers=5, hidden_size=96)
+    spec = gpt(num_layers=5, hidden_size=96, dtype=state.dtype)
     one = 24 * 96 * tokens * bytes_per_element
-    assert block_activation_bytes(spec, spec.blocks[1], state, tokens=tokens) == one
+    assert block_activation_bytes(spec, spec.blocks[1], tokens=tokens) == one
 
 
 def test_embedding_and_head_leave_vectors_alone() -> None:
     spec = gpt(hidden_size=96)
     for block in (spec.blocks[0], spec.blocks[-1]):
-        assert block_activation_bytes(spec, block, BFLOAT16, tokens=7) == 12 * 96 * 7 * 2
+        assert block_activation_bytes(spec, block, tokens=7) == 12 * 96 * 7 * 2
 
 
 def test_of_many_experts_only_those_count_that_a_token_visits() -> None:
     def left(num_experts: int) -> int:
         layer = lay_out_block(
-            index=1, kind="layer", name="layer", parameters=[("experts", (num_experts, 2048, 512), True)]
+            dtype="bfloat16",
+            index=1,
+            kind="layer",
+            name="layer",
+            parameters=[("experts", (num_experts, 2048, 512), True)],
         )
         plain = gpt(num_layers=1, hidden_size=512, vocab_size=16)
         spec = replace(plain, blocks=(plain.blocks[0], layer, plain.blocks[2]))
-        return block_activation_bytes(spec, layer, BFLOAT16, tokens=512)
+        return block_activation_bytes(spec, layer, tokens=512)
 
     assert left(8) == left(128) > left(4)
 
 
 def test_two_hidden_states_and_a_mask_are_on_the_way() -> None:
-    assert passing_bytes(gpt(), BFLOAT16, tokens=300, sequence_len=100) == 2 * 300 * 64 * 2 + 300 * 100
+    assert passing_bytes(gpt(), tokens=300, sequence_len=100) == 2 * 300 * 64 * 2 + 300 * 100
 
 
 def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> OffloadedActivations:

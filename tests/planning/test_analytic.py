@@ -18,10 +18,9 @@ from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import LayerTraits
 from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.placement import StateBytes, Workload
+from ratel_cli.planning.placement import Workload
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
-from tests.planning.shapes import BFLOAT16, FLOAT32
 
 ROWS, SEQUENCE_LEN = 2, 48
 TOKENS = ROWS * SEQUENCE_LEN
@@ -51,8 +50,8 @@ class Layer:
         hidden = torch.randn(embedded.hidden.shape).to(embedded.hidden.dtype).requires_grad_()
         self.run: Callable[[], object] = lambda: self.model.layer_runner.run_layer(0, hidden, embedded.calls[0])
 
-    def estimate(self, state: StateBytes = FLOAT32) -> LayerProfile:
-        return profile_of(self.model, state).profiles[0]
+    def estimate(self) -> LayerProfile:
+        return profile_of(self.model).profiles[0]
 
 
 class Counts(TorchDispatchMode):
@@ -84,10 +83,10 @@ def model_of(config: PretrainedConfig, *, attention: str = "eager", dtype: Dtype
     return find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention), name="tiny")
 
 
-def profile_of(model: DecoderModel, state: StateBytes) -> ModelProfile:
+def profile_of(model: DecoderModel) -> ModelProfile:
     rows = TOKENS // SEQUENCE_LEN
     workload = Workload(micro_batch_size=rows, num_micro_batches=1, sequence_len=SEQUENCE_LEN)
-    return analytic_profile(model.spec, state, workload, traits=model.traits)
+    return analytic_profile(model.spec, workload, traits=model.traits)
 
 
 @pytest.mark.parametrize("architecture", WIDER)
@@ -115,32 +114,32 @@ def test_recomputed_flops_are_those_of_a_replay(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", DENSE)
-@pytest.mark.parametrize(("dtype", "state"), [("float32", FLOAT32), ("bfloat16", BFLOAT16)])
-def test_candidates_are_the_outputs_of_the_products(architecture: str, dtype: DtypeName, state: StateBytes) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_candidates_are_the_outputs_of_the_products(architecture: str, dtype: DtypeName) -> None:
     layer = Layer(architecture, attention="eager", dtype=dtype)
     with Counts() as counts:
         layer.run()
-    found = [c.num_bytes for c in layer.estimate(state).candidates if c.operator != "attention"]
+    found = [c.num_bytes for c in layer.estimate().candidates if c.operator != "attention"]
     if architecture != "gemma2":
         del counts.product_bytes[-1]
     assert sorted(found) == sorted(counts.product_bytes)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize(("dtype", "state"), [("float32", FLOAT32), ("bfloat16", BFLOAT16)])
-def test_saved_bytes_are_near_what_autograd_keeps(architecture: str, dtype: DtypeName, state: StateBytes) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_bytes_are_near_what_autograd_keeps(architecture: str, dtype: DtypeName) -> None:
     layer = Layer(architecture, attention="sdpa", dtype=dtype)
     recorder = Recorder(layer.parameters)
     with recorder.recording():
         layer.run()
-    found = layer.estimate(state)
+    found = layer.estimate()
     # Where nothing was measured. The estimate counts the layer's input, which is not a part of what is recorded.
     assert 0.8 < (found.saved_bytes - found.input_bytes) / recorder.saved_bytes < 1.3
 
 
 @pytest.mark.parametrize("architecture", WIDER)
 def test_candidates_fit_into_what_is_saved_and_come_by_benefit(architecture: str) -> None:
-    found = profile_of(wider_model(architecture), BFLOAT16).profiles[0]
+    found = profile_of(wider_model(architecture, dtype="bfloat16")).profiles[0]
     assert found.input_bytes == TOKENS * 128 * 2
     assert found.input_bytes + sum(candidate.num_bytes for candidate in found.candidates) <= found.saved_bytes
     assert sum(candidate.flops for candidate in found.candidates) == found.flops_recomputed
@@ -153,7 +152,6 @@ def test_a_gpt_has_the_papers_flops_and_benefits() -> None:
     spec = spec_from_shape(name="13b", num_layers=40, hidden_size=5120, vocab_size=50257)
     profile = analytic_profile(
         spec,
-        BFLOAT16,
         Workload(micro_batch_size=32, num_micro_batches=1, sequence_len=1024),
         traits=LayerTraits(num_heads=40, head_dim=128),
     )
@@ -169,7 +167,7 @@ def test_a_gpt_has_the_papers_flops_and_benefits() -> None:
 
 
 def test_layers_that_are_alike_share_a_profile() -> None:
-    profile = profile_of(model_of(tiny_config("qwen3_moe", mlp_only_layers=[1])), FLOAT32)
+    profile = profile_of(model_of(tiny_config("qwen3_moe", mlp_only_layers=[1])))
     assert profile.layers == (0, 1, 0) and len(profile.profiles) == 2
     operators = {candidate.operator for candidate in profile.profiles[0].candidates}
     assert {"mlp.experts.gate_up_proj mm", "mlp.experts.down_proj mm", "self_attn.q_proj mm"} < operators
@@ -177,7 +175,7 @@ def test_layers_that_are_alike_share_a_profile() -> None:
 
 
 def test_nothing_is_measured() -> None:
-    profile = profile_of(model_of(tiny_config("llama")), FLOAT32)
+    profile = profile_of(model_of(tiny_config("llama")))
     assert profile.embedding_seconds is None and profile.head_seconds is None
     assert profile.profiles[0].forward_seconds is None and profile.profiles[0].candidates[0].seconds is None
     assert {candidate.key for candidate in profile.profiles[0].candidates} == {""}
@@ -188,7 +186,7 @@ def test_layers_without_attention_have_no_attention_to_swap() -> None:
     config = AutoConfig.for_model("falcon_mamba", hidden_size=32, num_hidden_layers=2, vocab_size=97, state_size=4)
     model = model_of(config)
     assert model.traits.num_heads == 0
-    layer = profile_of(model, FLOAT32).profiles[0]
+    layer = profile_of(model).profiles[0]
     assert layer.candidates and "attention" not in {candidate.operator for candidate in layer.candidates}
 
 

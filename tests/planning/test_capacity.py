@@ -20,10 +20,10 @@ from ratel_cli.planning.activations import (
     tokens_per_chunk,
 )
 from ratel_cli.planning.capacity import HostMemory, StepMemory, check_device_memory
-from ratel_cli.planning.placement import GroupShape, Overlap, Placement, StateBytes, Workload
+from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import GIB, MIB
-from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt
 from tests.tiers import examples
 
 PROCESS_BYTES = 400 * MIB
@@ -38,15 +38,12 @@ def need(
     *,
     placement: Placement = DEEP,
     offloaded: OffloadedActivations = NOTHING_OFFLOADED,
-    state: StateBytes = BFLOAT16,
     workload: Workload = WORKLOAD,
     holds_gradients: bool = False,
     overlap: Overlap = "optimized",
     limit_bytes: int = 1 << 50,
 ) -> tuple[HostMemory, int]:
-    step = StepMemory(
-        spec, state, workload, holds_gradients=holds_gradients, process_bytes=PROCESS_BYTES, overlap=overlap
-    )
+    step = StepMemory(spec, workload, holds_gradients=holds_gradients, process_bytes=PROCESS_BYTES, overlap=overlap)
     return step.fit(placement, offloaded, limit_bytes=limit_bytes)
 
 
@@ -68,7 +65,7 @@ def walk(
         return sum(2 * size[i] for i in blocks)
 
     def vectors(i: int) -> int:
-        return block_activation_bytes(spec, spec.blocks[i], BFLOAT16, tokens=WORKLOAD.micro_batch_tokens)
+        return block_activation_bytes(spec, spec.blocks[i], tokens=WORKLOAD.micro_batch_tokens)
 
     ahead = placement.prefetch_blocks
     uses = [*range(num_layers + 1), num_layers + 1, *([0] if spec.tied else []), *range(num_layers, -1, -1)]
@@ -255,12 +252,12 @@ def test_depth_costs_weights_and_gradients_of_layers() -> None:
 
 @pytest.mark.parametrize("state", [BFLOAT16, FLOAT16, FLOAT32])
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_holds_at_least_what_a_step_leases(state: StateBytes, tied: bool) -> None:
+def test_it_holds_at_least_what_a_step_leases(state: Widths, tied: bool) -> None:
     """Of the largest block: the weights, their sum in fp32, the rounded sum where it is not the same; three groups."""
-    spec = gpt(num_layers=2, vocab_size=100_000, tied=tied)
+    spec = gpt(num_layers=2, vocab_size=100_000, tied=tied, dtype=state.dtype)
     rounded = state.gradient if state.gradient < 4 else 0
     leased = 100_000 * 64 * (state.compute + 4 + rounded) + 3 * state.record * GROUP_ELEMENTS
-    assert need(spec, state=state, placement=Placement())[0].total >= PROCESS_BYTES + leased
+    assert need(spec, placement=Placement())[0].total >= PROCESS_BYTES + leased
 
 
 @pytest.mark.parametrize(("elements", "in_flight"), [(1 << 21, 1), (1 << 21, 2), (1 << 22, 2), (1 << 30, 2)])

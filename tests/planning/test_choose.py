@@ -19,7 +19,7 @@ from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import by_chance, estimated
-from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt, machine, machine_by_chance, unit_of
+from tests.planning.shapes import SEEDS, WORKLOAD, gpt, machine, machine_by_chance, unit_of
 from tests.tiers import examples
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=20_000)
@@ -46,7 +46,6 @@ def problem(
 ) -> Problem:
     return Problem(
         spec=SPEC,
-        state=BFLOAT16,
         workload=WORKLOAD,
         profile=PROFILE,
         hardware=hardware,
@@ -83,10 +82,9 @@ def problem_by_chance(choice: random.Random) -> Problem:
     if choice.random() < 0.4:
         profile = by_chance(choice, num_layers=spec.num_layers, most_kib=4000, most_flops=10**10)
     inputs_bytes = max(layer.input_bytes for layer in profile.profiles)
-    gpu_bytes = GpuMemory(spec, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
+    gpu_bytes = GpuMemory(spec, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
     return Problem(
         spec=spec,
-        state=BFLOAT16,
         workload=workload,
         profile=profile,
         hardware=machine_by_chance(choice),
@@ -106,14 +104,14 @@ def test_threads_of_adamw_keep_up_with_the_drives_and_on_a_gpus_machine_with_mai
     drives = replace(computing_on_cpu.nvme, mixed_bytes_per_second=22 * 2.5e9)
     host = replace(computing_on_cpu.host, memory_bytes_per_second=26 * 5.5e9)
     on_cpu = replace(computing_on_cpu, nvme=drives, host=host)
-    assert adamw_threads(on_cpu) == 3
-    assert adamw_threads(replace(on_cpu, host=replace(host, num_cores=2))) == 2
+    assert adamw_threads(SPEC, on_cpu) == 3
+    assert adamw_threads(SPEC, replace(on_cpu, host=replace(host, num_cores=2))) == 2
     on_gpu = replace(on_cpu, link=machine().link)
     assert on_gpu.link is not None
-    assert adamw_threads(replace(on_gpu, host=replace(host, num_cores=12))) == 6
-    assert adamw_threads(on_gpu) == 4
-    assert adamw_threads(replace(on_gpu, host=replace(host, num_cores=1))) == 1
-    assert adamw_threads(replace(on_gpu, host=replace(host, memory_bytes_per_second=None))) == 3
+    assert adamw_threads(SPEC, replace(on_gpu, host=replace(host, num_cores=12))) == 6
+    assert adamw_threads(SPEC, on_gpu) == 4
+    assert adamw_threads(SPEC, replace(on_gpu, host=replace(host, num_cores=1))) == 1
+    assert adamw_threads(SPEC, replace(on_gpu, host=replace(host, memory_bytes_per_second=None))) == 3
 
 
 def each_faster(hardware: HardwareProfile, factor: float) -> Iterator[HardwareProfile]:
@@ -263,7 +261,7 @@ def test_no_split_with_any_prefix_and_level_is_faster(seed: int) -> None:
     of = problem_by_chance(choice)
     rows = choice.choice([2, 3, 4, 6, 8])
     of = in_micro_batches(replace(of, workload=replace(of.workload, micro_batch_size=rows, num_micro_batches=1)), rows)
-    memory = GpuMemory(of.spec, of.state, of.workload, of.profile)
+    memory = GpuMemory(of.spec, of.workload, of.profile)
     least = memory.needed_bytes(of.order.largest_unit(0), units=LEAST_UNITS)
     if of.hardware.link is not None:
         of = deciding(of, device_limit_bytes=int(least * choice.uniform(0.7, 1.5)))
@@ -343,7 +341,7 @@ def test_more_gpu_memory_never_harms(seed: int) -> None:
     of = problem_by_chance(choice)
     while of.hardware.link is None:
         of = problem_by_chance(choice)
-    memory = GpuMemory(of.spec, of.state, of.workload, of.profile)
+    memory = GpuMemory(of.spec, of.workload, of.profile)
     least = memory.needed_bytes(of.order.largest_unit(0), units=LEAST_UNITS)
     most = memory.needed_bytes(of.order.largest_unit(of.order.num_outputs))
     fastest = weigh(deciding(of, device_limit_bytes=least)).best.time.total
@@ -362,7 +360,7 @@ def test_a_gpu_with_a_byte_less_than_all_takes_swaps_less_and_not_nothing() -> N
         if of.hardware.link is None or not free.swap.num_outputs:
             continue
         largest = of.order.largest_unit(free.swap.num_outputs)
-        needed_bytes = GpuMemory(of.spec, of.state, of.workload, of.profile).needed_bytes(largest, units=LEAST_UNITS)
+        needed_bytes = GpuMemory(of.spec, of.workload, of.profile).needed_bytes(largest, units=LEAST_UNITS)
         tight = weigh(deciding(of, device_limit_bytes=needed_bytes - 1)).best
         assert tight.swap.num_outputs < free.swap.num_outputs or not tight.placement.gpu_holds_head
         num_partial += tight.swap.num_outputs > 0
@@ -567,7 +565,6 @@ def test_a_head_that_does_not_fit_is_summed_in_host_memory_and_one_that_fits_on_
     of = replace(
         problem_by_chance(random.Random(0)),
         spec=spec,
-        state=BFLOAT16,
         workload=workload,
         profile=estimated(spec, workload),
         hardware=machine(),

@@ -20,11 +20,11 @@ from ratel_cli.planning.costs import (
 )
 from ratel_cli.planning.link import link_seconds
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Overlap, Placement, StateBytes, Workload
+from ratel_cli.planning.placement import Overlap, Placement, Workload
 from ratel_cli.planning.step_time import StageTime, StepTime
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
 from tests.planning.profiles import candidate, estimated, layer, model
-from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt, machine
+from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, machine
 from tests.tiers import examples
 
 SPEC = gpt()
@@ -107,13 +107,13 @@ def test_computing_is_estimated_from_flops() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("state", [BFLOAT16, FLOAT32])
-def test_a_chunk_adds_up_the_gradients_of_the_whole_head(tied: bool, state: StateBytes) -> None:
+def test_a_chunk_adds_up_the_gradients_of_the_whole_head(tied: bool, state: Widths) -> None:
     """Each of them is read, and the fp32 sum read and written."""
-    spec = gpt(tied=tied)
+    spec = gpt(tied=tied, dtype=state.dtype)
     workload = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)  # 128 tokens
     elements = spec.blocks[-1].num_elements + (spec.blocks[0].num_elements if tied else 0)
     for chunk_tokens, chunks in ((None, 1), (128, 1), (127, 2), (64, 2), (63, 3), (1, 128)):
-        found = head_sum_bytes(spec, state, replace(workload, chunk_tokens=chunk_tokens))
+        found = head_sum_bytes(spec, replace(workload, chunk_tokens=chunk_tokens))
         assert found == 3 * chunks * elements * (state.compute + 4 + 4)
 
 
@@ -142,9 +142,8 @@ def test_adamw_takes_of_computing_what_was_measured(share: float | None, taken: 
         placement = replace(DEEP, adamw_threads=threads)
         time = overlapped_step(
             SPEC,
-            BFLOAT16,
             placement,
-            step_traffic(SPEC, BFLOAT16, placement, NOTHING_OFFLOADED, holds_gradients=False),
+            step_traffic(SPEC, placement, NOTHING_OFFLOADED, holds_gradients=False),
             machine(num_cores=4, adam_parameters_per_second=ELEMENTS / 2.0, memory_bytes_per_second=1e15),
             compute=replace(COMPUTE, adamw_share=share),
             offloaded=NOTHING_OFFLOADED,
@@ -213,7 +212,7 @@ def test_moving_more_never_takes_less(seed: int) -> None:
 def traffic_of(
     placement: Placement = DEEP, offloaded: OffloadedActivations = NOTHING_OFFLOADED, *, holds_gradients: bool = False
 ) -> Traffic:
-    return step_traffic(SPEC, BFLOAT16, placement, offloaded, holds_gradients=holds_gradients)
+    return step_traffic(SPEC, placement, offloaded, holds_gradients=holds_gradients)
 
 
 def step_time(
@@ -232,9 +231,8 @@ def step_time(
 ) -> StepTime:
     return overlapped_step(
         spec,
-        BFLOAT16,
         placement,
-        step_traffic(spec, BFLOAT16, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
+        step_traffic(spec, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
         hardware,
         compute=compute,
         offloaded=offloaded,
@@ -421,7 +419,7 @@ def test_every_resource_has_its_work() -> None:
     assert [forward.down, backward.down] == pytest.approx([linked / 1e10, 2 * ELEMENTS / 1e10], rel=1e-12)
     nvme = traffic.read_bytes / 2e9 + traffic.written_bytes / 1e9
     assert forward.nvme + backward.nvme == pytest.approx(nvme, rel=1e-12)
-    assert traffic.forward_written_bytes == SPILLED.written_bytes + checksum_bytes(SPEC, BFLOAT16)
+    assert traffic.forward_written_bytes == SPILLED.written_bytes + checksum_bytes(SPEC)
     written = traffic.forward_written_bytes / 1e9
     assert forward.nvme == pytest.approx(traffic.forward_read_bytes / 2e9 + written, rel=1e-12)
     assert [forward.optimizer, backward.optimizer] == pytest.approx([0, ELEMENTS / 1e9], rel=1e-12)
@@ -510,7 +508,7 @@ def test_pending_updates_end_overlapped_with_the_next_forward(spare: float) -> N
     traffic = traffic_of(placement)
     moved_bytes = traffic.backward_read_bytes + traffic.backward_written_bytes
     pending = 12 * sum(block.num_elements for block in SPEC.blocks[:2]) / moved_bytes * time.backward.nvme
-    spare_of_drive = max(0.0, spare - checksum_bytes(SPEC, BFLOAT16) / 1e7)
+    spare_of_drive = max(0.0, spare - checksum_bytes(SPEC) / 1e7)
     assert time.backward.total == pytest.approx(time.backward.nvme - min(spare_of_drive, pending), rel=1e-5)
 
 
@@ -548,7 +546,6 @@ def test_spilled_activations_overlap_with_the_computing_of_their_own_layers(plac
     assert (offloaded.num_units, offloaded.written_bytes, offloaded.read_bytes) == (12, 8 * 4096, 5 * 4096)
     time = overlapped_step(
         SPEC,
-        BFLOAT16,
         placement,
         replace(traffic_of(), **dict.fromkeys(MOVED, 0)).with_offloaded(offloaded),
         machine(read_bytes_per_second=5 * 4096 / 0.9, write_bytes_per_second=8 * 4096 / 0.9),

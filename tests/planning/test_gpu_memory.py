@@ -10,22 +10,23 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, offload, tied_bytes
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.placement import LEAST_UNITS, GroupShape, Placement, StateBytes, UnitsOnGpu, Workload
+from ratel_cli.planning.placement import LEAST_UNITS, GroupShape, Placement, UnitsOnGpu, Workload
 from ratel_cli.planning.swap import SwapOrder
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.units import MIB
 from tests.planning.profiles import by_chance, estimated
-from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt, unit_of
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, unit_of
 from tests.tiers import examples
 
 
 def head_stages(
-    spec: ModelSpec, state: StateBytes, workload: Workload, profile: ModelProfile, tied: int, rows: int
+    spec: ModelSpec, state: Widths, workload: Workload, profile: ModelProfile, tied: int, rows: int
 ) -> list[int]:
     """Two micro-batches, if there are as many, chunk by chunk: its logits, then its gradients; the norm; the end, when
     `tied` bytes wait for the embedding. While one computes, the `rows` of one micro-batch are leaving, not of two."""
@@ -49,7 +50,7 @@ def head_stages(
 
 
 def passing_head_stages(
-    spec: ModelSpec, state: StateBytes, workload: Workload, profile: ModelProfile, norm: int
+    spec: ModelSpec, state: Widths, workload: Workload, profile: ModelProfile, norm: int
 ) -> list[int]:
     """Where host memory has the sums: a chunk's logits, or its gradients with what they are made of; the norm."""
     head, matrix = spec.blocks[-1].num_elements, spec.blocks[0].num_elements * spec.tied
@@ -99,7 +100,7 @@ def with_units_made(uses: list[tuple[int, int]], unit: LargestUnit, units_bytes:
     return least if units_bytes is None else min(least, plain + max(unit.num_bytes, units_bytes))
 
 
-def left_by_head(spec: ModelSpec, state: StateBytes, leaving: int, *, holds_head: bool) -> int:
+def left_by_head(spec: ModelSpec, state: Widths, leaving: int, *, holds_head: bool) -> int:
     """What of the head's gradients is still leaving when backward begins. Host memory has all of a chunk before
     the next one is made, so nothing but what a tied head has of its own."""
     if spec.tied:
@@ -107,7 +108,7 @@ def left_by_head(spec: ModelSpec, state: StateBytes, leaving: int, *, holds_head
     return leaving if holds_head else 0
 
 
-def made(state: StateBytes, elements: int, is_summed: bool) -> int:
+def made(state: Widths, elements: int, is_summed: bool) -> int:
     """One parameter's gradient; then next to it in another dtype, rounded from the sum, or scaled for its norm."""
     if state == FLOAT16 and not is_summed:
         return elements * 6
@@ -120,7 +121,7 @@ def norms(block: BlockSpec) -> int:
 
 def walk(
     spec: ModelSpec,
-    state: StateBytes,
+    state: Widths,
     workload: Workload,
     profile: ModelProfile,
     unit: LargestUnit,
@@ -208,11 +209,13 @@ def walk(
 @given(seed=SEEDS)
 def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool, holds_head: bool) -> None:
     choice = random.Random(seed)
+    state = choice.choice([BFLOAT16, FLOAT16, FLOAT32])
     spec = gpt(
         num_layers=choice.randint(1, 6),
         hidden_size=choice.choice([32, 256, 1024]),
         vocab_size=choice.choice([100, 5000, 50000]),
         tied=tied,
+        dtype=state.dtype,
     )
     workload = Workload(
         micro_batch_size=choice.randint(1, 4),
@@ -220,13 +223,13 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool
         sequence_len=choice.choice([64, 1024]),
         chunk_tokens=choice.choice([None, 100, 700, 2048, 5000]),
     )
-    state, unit_bytes = choice.choice([BFLOAT16, FLOAT16, FLOAT32]), choice.choice([0, 1, 10**6, 10**9])
+    unit_bytes = choice.choice([0, 1, 10**6, 10**9])
     unit = LargestUnit(unit_bytes, *(choice.choice([0, unit_bytes, choice.randint(0, unit_bytes)]) for _ in range(2)))
     made, ahead = (choice.choice([0, 2 * unit_bytes, choice.randint(0, 2 * unit_bytes)]) for _ in range(2))
     units = choice.choice([None, LEAST_UNITS, UnitsOnGpu(forward_bytes=made, ahead_bytes=ahead)])
     window_bytes = choice.choice([0, 1, choice.randint(0, 2 * 10**7), 1 << 40])
     profile = by_chance(choice, num_layers=spec.num_layers, most_kib=choice.choice([1, 64, 100_000]))
-    memory = GpuMemory(spec, state, workload, profile)
+    memory = GpuMemory(spec, workload, profile)
     found = memory.needed_bytes(
         unit, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes, units=units
     )
@@ -244,7 +247,7 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool
 
 
 def memory_of(spec: ModelSpec, workload: Workload) -> GpuMemory:
-    return GpuMemory(spec, BFLOAT16, workload, estimated(spec, workload))
+    return GpuMemory(spec, workload, estimated(spec, workload))
 
 
 def test_sums_stay_on_the_gpu_if_they_fit_and_as_long_as_that_is_not_slower() -> None:
@@ -263,7 +266,7 @@ def test_a_tied_gradient_stays_or_leaves_its_memory_to_units() -> None:
     workload = replace(WORKLOAD, num_micro_batches=1)
     memory, unit_bytes = memory_of(spec, workload), [10 * MIB] * 3
     needed_bytes = memory.needed_bytes(unit_of(10 * MIB), holds_head=True, window_bytes=1 << 40)
-    limit_bytes = needed_bytes + 2 * tied_bytes(spec, BFLOAT16, workload)
+    limit_bytes = needed_bytes + 2 * tied_bytes(spec, workload)
     stays, away = memory.choices(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes)
     assert (stays.holds_tied, away.holds_tied) == (True, False)
     assert (-away.units_from, len(away.weights)) > (-stays.units_from, len(stays.weights))
@@ -285,7 +288,7 @@ def test_host_memory_counts_the_sums_of_a_head_that_it_has(tied: bool) -> None:
     spec = gpt(num_layers=2, hidden_size=1024, vocab_size=256_000, tied=tied)
     workload, matrix = workload_of(tokens=128), 256_000 * 1024
     step = StepMemory(
-        spec, BFLOAT16, workload, holds_gradients=False, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
+        spec, workload, holds_gradients=False, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
     )
     on_gpu, on_host = (
         step.fit(Placement(gpu_holds_head=holds), NOTHING_OFFLOADED, limit_bytes=1 << 40)[0].total
@@ -347,23 +350,23 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     needed = with_window(resident.window_bytes)
     units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
-    least_bytes = max(least_leaving_bytes(block, BFLOAT16.gradient) for block in spec.blocks[1:-1])
+    least_bytes = max(least_leaving_bytes(block) for block in spec.blocks[1:-1])
     more_bytes, layer_bytes = resident.leaving_bytes - least_bytes, BFLOAT16.gradient * spec.blocks[1].num_elements
     spare_bytes = int(0.9 * max(0, limit_bytes - needed))
-    waiting_bytes = tied_bytes(spec, BFLOAT16, workload)
+    waiting_bytes = tied_bytes(spec, workload)
     assert resident.holds_tied == (0 < waiting_bytes <= spare_bytes)
     spare_bytes -= waiting_bytes if resident.holds_tied else 0
     assert more_bytes == min(spare_bytes, max(0, layer_bytes - least_bytes))
     available_bytes = spare_bytes - more_bytes
     units_bytes = sum(units[resident.units_from :])
-    assert units_bytes + weight_bytes_of(spec, BFLOAT16, resident.weights) <= available_bytes
+    assert units_bytes + weight_bytes_of(spec, resident.weights) <= available_bytes
     assert resident.weights == frozenset(range(spec.num_layers + 1 - len(resident.weights), spec.num_layers + 1))
     if resident.units_from > 1:
         assert units_bytes + units[resident.units_from - 1] > available_bytes - 1, "one unit more does not fit"
     if len(resident.weights) < spec.num_layers:
         one_more = weights[spec.num_layers - len(resident.weights)]
         always_bytes = 0 if resident.units_from > 1 else units[0]
-        taken_bytes = units_bytes + weight_bytes_of(spec, BFLOAT16, resident.weights)
+        taken_bytes = units_bytes + weight_bytes_of(spec, resident.weights)
         assert taken_bytes + always_bytes + one_more > available_bytes - 1
 
 
@@ -374,7 +377,7 @@ def workload_of(*, tokens: int, num_micro_batches: int = 3) -> Workload:
 def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128) -> HostMemory:
     workload = workload_of(tokens=tokens)
     gpu = memory_of(spec, workload) if on_gpu else None
-    step = StepMemory(spec, BFLOAT16, workload, holds_gradients=True, process_bytes=MIB, gpu=gpu)
+    step = StepMemory(spec, workload, holds_gradients=True, process_bytes=MIB, gpu=gpu)
     offloaded = offload([MIB] * spec.num_layers, num_micro_batches=3, spilled_units=0)
     return step.fit(Placement(prefetch_blocks=2, pending_updates=2), offloaded, limit_bytes=1 << 50)[0]
 
@@ -402,7 +405,7 @@ def test_host_memory_gathers_rows_and_holds_gradients_of_rows(tied: bool) -> Non
     workload = workload_of(tokens=100)
     offloaded = offload([MIB] * spec.num_layers, num_micro_batches=3, spilled_units=0)
     step = StepMemory(
-        spec, BFLOAT16, workload, holds_gradients=True, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
+        spec, workload, holds_gradients=True, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
     )
     groups = GroupShape(elements=2048)
     whole, rows = (
@@ -430,7 +433,7 @@ def test_where_two_units_do_not_fit_they_take_what_there_is(seed: int) -> None:
     spec = gpt(num_layers=choice.randint(1, 4), hidden_size=256, vocab_size=2000)
     workload = replace(WORKLOAD, num_micro_batches=choice.choice([1, 3]))
     profile = by_chance(choice, num_layers=spec.num_layers, most_kib=10_000)
-    memory, order = GpuMemory(spec, BFLOAT16, workload, profile), SwapOrder(profile)
+    memory, order = GpuMemory(spec, workload, profile), SwapOrder(profile)
     largest, unit_bytes = order.largest_unit(order.num_outputs), order.unit_bytes(order.num_outputs)
     least, most = memory.needed_bytes(largest, units=LEAST_UNITS), memory.needed_bytes(largest, window_bytes=1 << 40)
     limit_bytes = choice.randint(least, most)

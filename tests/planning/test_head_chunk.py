@@ -25,7 +25,7 @@ from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.run.plan_inputs import forecaster_of, setting_of
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
-from tests.planning.shapes import BFLOAT16, SEEDS, gpt, machine, unit_of
+from tests.planning.shapes import SEEDS, gpt, machine, unit_of
 from tests.tiers import examples
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -49,7 +49,7 @@ def problem_by_chance(choice: random.Random) -> Problem:
     )
     profile = estimated(spec, workload)
     inputs_bytes = profile.profiles[0].input_bytes
-    least_bytes = GpuMemory(spec, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
+    least_bytes = GpuMemory(spec, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
     hardware = machine(
         flops_per_second=10 ** choice.uniform(11, 14),
         read_bytes_per_second=10 ** choice.uniform(8.5, 10),
@@ -60,7 +60,6 @@ def problem_by_chance(choice: random.Random) -> Problem:
     gpu = replace(hardware.gpu, memory_bytes_per_second=choice.choice([None, 10 ** choice.uniform(10, 12)]))
     return Problem(
         spec=spec,
-        state=BFLOAT16,
         workload=workload,
         profile=profile,
         hardware=replace(hardware, gpu=gpu),

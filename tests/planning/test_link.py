@@ -18,7 +18,7 @@ from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.swap import SwapOrder
 from ratel_cli.planning.traffic import Traffic
 from tests.planning.profiles import by_chance
-from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt, machine
+from tests.planning.shapes import SEEDS, WORKLOAD, gpt, machine
 from tests.tiers import examples
 
 LINK_RATE = 1e10
@@ -69,7 +69,6 @@ def test_what_moves_while_nothing_computes_takes_its_time(prefetch_blocks: int) 
     both = [
         overlapped_step(
             gpt(),
-            BFLOAT16,
             Placement(prefetch_blocks=prefetch_blocks, pending_updates=1, gpu_window_bytes=1 << 40),
             Traffic(),
             hardware,
@@ -121,12 +120,11 @@ def tight_problem(choice: random.Random) -> Problem:
     spec = gpt(num_layers=choice.randint(1, 5), hidden_size=256, vocab_size=2000)
     workload = replace(WORKLOAD, num_micro_batches=choice.choice([1, 3]))
     profile = by_chance(choice, num_layers=spec.num_layers, most_kib=10_000, most_flops=10**10)
-    memory, order = GpuMemory(spec, BFLOAT16, workload, profile), SwapOrder(profile)
+    memory, order = GpuMemory(spec, workload, profile), SwapOrder(profile)
     largest = order.largest_unit(order.num_outputs)
     least, most = memory.needed_bytes(largest, units=LEAST_UNITS), memory.needed_bytes(largest, window_bytes=1 << 40)
     return Problem(
         spec=spec,
-        state=BFLOAT16,
         workload=workload,
         profile=profile,
         hardware=machine(flops_per_second=1e12),

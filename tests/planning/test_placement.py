@@ -84,7 +84,7 @@ def test_a_window_holds_each_block_once_and_no_resident_one() -> None:
 
     def window(position: int, ahead: int, resident: frozenset[int] = frozenset(), num_open: int = 1) -> int:
         placement = Placement(prefetch_blocks=ahead, resident_weights=resident)
-        return window_bytes(uses, position, placement, compute_bytes=2, num_open=num_open)
+        return window_bytes(uses, position, placement, num_open=num_open)
 
     assert window(0, 0) == 2 * embedding
     assert window(0, 2) == 2 * (embedding + 2 * layer)

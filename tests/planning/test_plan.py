@@ -20,12 +20,12 @@ from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU
 from tests.planning.profiles import candidate, estimated, layer, model
-from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine, unit_of
+from tests.planning.shapes import WORKLOAD, gpt, machine, unit_of
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
 PROFILE = estimated(SPEC)
 ELEMENTS = [block.num_elements for block in SPEC.blocks]
-TABLE = checksum_bytes(SPEC, BFLOAT16)
+TABLE = checksum_bytes(SPEC)
 INPUT_BYTES = WORKLOAD.tokens * 1024 * 2 * 6
 GRADIENTS = [WORKLOAD.tokens * SPEC.hidden_size, *ELEMENTS[1:]]
 """Of the embedding, a row for each token leaves the GPU."""
@@ -55,7 +55,6 @@ def plan(
     return make_plan(
         Problem(
             spec=SPEC,
-            state=BFLOAT16,
             workload=WORKLOAD,
             profile=profile,
             hardware=hardware or machine(),
@@ -72,12 +71,11 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
     made = plan(overlap=overlap, holds_gradients=holds_gradients, limit_bytes=limit_bytes)
     step = StepMemory(
         SPEC,
-        BFLOAT16,
         WORKLOAD,
         holds_gradients=holds_gradients,
         process_bytes=200 * MIB,
         overlap=overlap,
-        gpu=GpuMemory(SPEC, BFLOAT16, WORKLOAD, PROFILE),
+        gpu=GpuMemory(SPEC, WORKLOAD, PROFILE),
         has_sums=False,
     )
     memory, spilled_blocks = step.fit(made.placement, made.offloaded, limit_bytes=limit_bytes)
@@ -85,7 +83,6 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
     assert made.memory.total <= limit_bytes
     assert made.traffic == step_traffic(
         SPEC,
-        BFLOAT16,
         made.placement,
         made.offloaded,
         holds_gradients=holds_gradients,
@@ -97,7 +94,6 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
     assert made.flops_recomputed == 3 * (6 * profile.flops_recomputed - made.swap.flops)
     assert made.time == overlapped_step(
         SPEC,
-        BFLOAT16,
         made.placement,
         made.traffic,
         machine(),
@@ -193,7 +189,7 @@ def test_what_does_not_fit_has_no_plan(activations: ActivationPolicy) -> None:
 
 def test_what_the_device_has_no_room_for_has_no_plan() -> None:
     unit_bytes = PROFILE.profiles[0].input_bytes
-    needed = GpuMemory(SPEC, BFLOAT16, WORKLOAD, PROFILE).needed_bytes(unit_of(unit_bytes), units=LEAST_UNITS)
+    needed = GpuMemory(SPEC, WORKLOAD, PROFILE).needed_bytes(unit_of(unit_bytes), units=LEAST_UNITS)
     assert plan(device_limit_bytes=needed).memory.device == needed
     with pytest.raises(DoesNotFit, match="GPU memory: one block and its working set need"):
         plan(device_limit_bytes=needed - 1)
@@ -333,9 +329,8 @@ def test_updates_in_vain_are_written_twice_and_what_was_resident_is_read_again(l
     times = [
         overlapped_step(
             SPEC,
-            BFLOAT16,
             each,
-            step_traffic(SPEC, BFLOAT16, each, clipped.offloaded, holds_gradients=holds_gradients),
+            step_traffic(SPEC, each, clipped.offloaded, holds_gradients=holds_gradients),
             machine(),
             compute=compute_seconds(PROFILE, WORKLOAD, machine()),
             offloaded=clipped.offloaded,

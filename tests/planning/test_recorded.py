@@ -16,7 +16,7 @@ from ratel_cli.planning.liveness import Decision, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts
 from ratel_cli.planning.recorded import BlockSeconds, OperatorRecord, UnitRecord, recorded_profile
 from tests.planning.profiles import candidate, layer, model
-from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt
+from tests.planning.shapes import SEEDS, WORKLOAD, gpt
 from tests.tiers import examples
 
 REST = RestCosts(after="up", num_bytes=3000, flops=1)
@@ -63,7 +63,6 @@ def profile(
         {(block, number): each for number in range(num_micro_batches) for block, each in enumerate(layers, start=1)},
         seconds or {block: BlockSeconds(forward=10.0, backward=100.0) for block in range(len(layers) + 2)},
         gpt(num_layers=len(layers)),
-        BFLOAT16,
         WORKLOAD,
         num_micro_batches=num_micro_batches,
         estimate=ESTIMATE,
@@ -230,7 +229,6 @@ def test_a_micro_batch_that_ran_more_operators_does_not_count_in_their_times() -
         {(1, number): each for number, each in enumerate(units)},
         {block: BlockSeconds(forward=3.0, backward=9.0) for block in range(3)},
         gpt(num_layers=1),
-        BFLOAT16,
         WORKLOAD,
         num_micro_batches=3,
         estimate=ESTIMATE,

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
-from ratel_cli.planning.placement import Overlap, Placement, StateBytes
+from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
-from ratel_cli.store.layout import ChunkMap, record_layout
-from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, gpt
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, Widths, gpt
 from tests.tiers import examples
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.
@@ -29,7 +29,7 @@ class Walk:
     """A run, step by step, that remembers what is in memory and counts what it has to move."""
 
     spec: ModelSpec
-    state: StateBytes
+    state: Widths
     placement: Placement
     offloaded: OffloadedActivations
     holds_gradients: bool
@@ -108,8 +108,8 @@ class Walk:
 @given(seed=SEEDS)
 def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tied: bool) -> None:
     choice = random.Random(seed)
-    spec = gpt(num_layers=choice.randint(1, 5), tied=tied)
     state = choice.choice([BFLOAT16, FLOAT32, FLOAT16])
+    spec = gpt(num_layers=choice.randint(1, 5), tied=tied, dtype=state.dtype)
     indices = range(len(spec.blocks))
     holds_gradients = choice.random() < 0.5
     num_deferred = 0 if holds_gradients or overlap == "separate" else choice.randint(0, len(indices))
@@ -129,10 +129,9 @@ def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tie
     walk = Walk(spec, state, placement, offloaded, holds_gradients, spilled_blocks, overlap)
     for _ in range(3):
         walk.step()
-    walk.moved["forward", "written"] += checksum_bytes(spec, state)
+    walk.moved["forward", "written"] += checksum_bytes(spec)
     traffic = step_traffic(
         spec,
-        state,
         placement,
         offloaded,
         holds_gradients=holds_gradients,
@@ -154,28 +153,28 @@ def test_the_blocks_are_what_the_sums_assume() -> None:
     [(BFLOAT16, 26, 24), (FLOAT32, 4 + 4 + 8 + 12, 4 + 8 + 12), (FLOAT16, 2 + 2 + 12 + 14, 2 + 12 + 14)],
 )
 @pytest.mark.parametrize("holds_gradients", [False, True])
-def test_bytes_per_parameter(state: StateBytes, layer: int, head: int, holds_gradients: bool) -> None:
-    traffic = step_traffic(gpt(), state, NOTHING, NOTHING_OFFLOADED, holds_gradients=holds_gradients)
+def test_bytes_per_parameter(state: Widths, layer: int, head: int, holds_gradients: bool) -> None:
+    traffic = step_traffic(gpt(dtype=state.dtype), NOTHING, NOTHING_OFFLOADED, holds_gradients=holds_gradients)
     assert traffic.read_bytes + traffic.written_bytes == layer * (EMBEDDING + 3 * LAYER) + head * HEAD + TABLE
     assert traffic.written_bytes == state.record * (EMBEDDING + 3 * LAYER + HEAD) + TABLE
     assert (traffic.update_read_bytes, traffic.update_written_bytes, traffic.first_read_bytes) == (0, 0, 0)
 
 
 def test_updates_on_arrival_fall_in_backward() -> None:
-    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=False)
+    traffic = step_traffic(gpt(), NOTHING, NOTHING_OFFLOADED, holds_gradients=False)
     assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), TABLE)
     assert traffic.backward_read_bytes == 12 * (EMBEDDING + 3 * LAYER + HEAD)
 
 
 def test_held_gradients_move_the_update_to_forward() -> None:
-    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
+    traffic = step_traffic(gpt(), NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
     every = EMBEDDING + 3 * LAYER + HEAD
     assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (12 * every, 12 * every + TABLE)
     assert (traffic.backward_read_bytes, traffic.backward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), 0)
 
 
 def test_a_separate_optimizer_reads_the_weights_once_more() -> None:
-    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=False, overlap="separate")
+    traffic = step_traffic(gpt(), NOTHING, NOTHING_OFFLOADED, holds_gradients=False, overlap="separate")
     every = EMBEDDING + 3 * LAYER + HEAD
     assert (traffic.update_read_bytes, traffic.update_written_bytes) == (12 * every, 12 * every)
     assert (traffic.forward_read_bytes, traffic.backward_read_bytes) == (2 * (every - HEAD), 2 * every)
@@ -186,9 +185,7 @@ def test_a_separate_optimizer_reads_the_weights_once_more() -> None:
 def test_a_layer_more_is_26_bytes_for_each_of_its_parameters(num_layers: int, prefetch_blocks: int) -> None:
     def moved(spec_layers: int) -> int:
         placement = Placement(prefetch_blocks=prefetch_blocks)
-        traffic = step_traffic(
-            gpt(num_layers=spec_layers), BFLOAT16, placement, NOTHING_OFFLOADED, holds_gradients=False
-        )
+        traffic = step_traffic(gpt(num_layers=spec_layers), placement, NOTHING_OFFLOADED, holds_gradients=False)
         return traffic.read_bytes + traffic.written_bytes
 
     assert moved(num_layers + 1) - moved(num_layers) == 26 * LAYER
@@ -197,7 +194,7 @@ def test_a_layer_more_is_26_bytes_for_each_of_its_parameters(num_layers: int, pr
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> None:
     spec = gpt(tied=True)
-    traffic = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=holds_gradients)
+    traffic = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=holds_gradients)
     norm = spec.blocks[-1].num_elements
     assert traffic.read_bytes + traffic.written_bytes == 28 * EMBEDDING + 26 * 3 * LAYER + 24 * norm + TABLE
 
@@ -208,9 +205,9 @@ def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> Non
 )
 def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> None:
     spec = gpt()
-    spilled = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=True, spilled_blocks=num_blocks)
-    none = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
-    assert gradient_bytes(spec, BFLOAT16, NOTHING, num_blocks=num_blocks) == 2 * elements
+    spilled = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=True, spilled_blocks=num_blocks)
+    none = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
+    assert sum(gradient_bytes(spec, None)[:num_blocks]) == 2 * elements
     assert spilled.backward_written_bytes - none.backward_written_bytes == 2 * elements
     assert spilled.forward_read_bytes - none.forward_read_bytes == 2 * elements
 
@@ -218,7 +215,7 @@ def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> N
 def test_spilled_activations_go_in_forward_and_come_back_in_backward() -> None:
     offloaded = offload([8192] * 3, num_micro_batches=3, spilled_units=5)
     none, spilled = (
-        step_traffic(gpt(), BFLOAT16, NOTHING, each, holds_gradients=False) for each in (NOTHING_OFFLOADED, offloaded)
+        step_traffic(gpt(), NOTHING, each, holds_gradients=False) for each in (NOTHING_OFFLOADED, offloaded)
     )
     assert spilled.forward_written_bytes - none.forward_written_bytes == 5 * 8192
     assert spilled.backward_read_bytes - none.backward_read_bytes == 2 * 8192
@@ -229,7 +226,7 @@ def test_spilled_activations_go_in_forward_and_come_back_in_backward() -> None:
 def test_with_everything_in_memory_only_writing_is_left() -> None:
     every = frozenset(range(5))
     placement = Placement(resident_weights=every, resident_states=every)
-    traffic = step_traffic(gpt(), BFLOAT16, placement, NOTHING_OFFLOADED, holds_gradients=False)
+    traffic = step_traffic(gpt(), placement, NOTHING_OFFLOADED, holds_gradients=False)
     elements = EMBEDDING + 3 * LAYER + HEAD
     assert (traffic.read_bytes, traffic.written_bytes) == (0, 12 * elements + TABLE)
     assert traffic.first_read_bytes == 12 * elements
@@ -238,14 +235,13 @@ def test_with_everything_in_memory_only_writing_is_left() -> None:
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_the_store_holds_every_record_in_every_slot(num_slots: int) -> None:
     records_bytes = 14 * (EMBEDDING + 3 * LAYER + HEAD)
-    assert store_bytes(gpt(), FLOAT16, num_slots=num_slots) == num_slots * (records_bytes + TABLE)
+    assert store_bytes(gpt(dtype="float16"), num_slots=num_slots) == num_slots * (records_bytes + TABLE)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("num_layers", [1, 3, 1000])
 def test_checksums_take_what_the_store_gives_them(dtype: DtypeName, num_layers: int) -> None:
-    spec = gpt(num_layers=num_layers)
-    layout = record_layout(dtype)
-    chunks = ChunkMap(layout, [block.num_elements for block in spec.blocks], CHUNK_ELEMENTS)
-    state = StateBytes(compute=2, record=12, num_fields=len(layout.fields), gradient=2)
-    assert checksum_bytes(spec, state) == chunks.table_bytes
+    spec = gpt(num_layers=num_layers, dtype=dtype)
+    num_fields = 3 if dtype == "float32" else 4
+    num_chunks = num_fields * sum(-(-block.num_elements // CHUNK_ELEMENTS) for block in spec.blocks)
+    assert checksum_bytes(spec) == -(-8 * (1 + num_chunks) // 4096) * 4096

@@ -32,7 +32,7 @@ from ratel_cli.report.run import (
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB, format_bytes, format_seconds, format_traffic
 from tests.planning.profiles import estimated
-from tests.planning.shapes import BFLOAT16, gpt, machine
+from tests.planning.shapes import gpt, machine
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
 IDLE: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
@@ -77,7 +77,6 @@ def plan(
     return make_plan(
         Problem(
             spec=SPEC,
-            state=BFLOAT16,
             workload=workload,
             profile=estimated(SPEC, workload),
             hardware=machine(),

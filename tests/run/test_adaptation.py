@@ -22,7 +22,7 @@ from ratel_cli.run.adaptation import Adaptation, Adapted
 from ratel_cli.run.planner import Planner
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
-from tests.planning.shapes import BFLOAT16, gpt, machine
+from tests.planning.shapes import gpt, machine
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
 WORKLOAD = Workload(micro_batch_size=8, num_micro_batches=2, sequence_len=1024)
@@ -61,7 +61,6 @@ def planner(*, limit_bytes: int = GIB, hardware: HardwareProfile = MACHINE, hold
     decisions = Decisions(holds_gradients=holds_gradients, num_slots=2, host_limit_bytes=limit_bytes)
     return Planner(
         spec=SPEC,
-        state=BFLOAT16,
         workload=WORKLOAD,
         decisions=decisions,
         hardware=hardware,

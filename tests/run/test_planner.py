@@ -16,7 +16,7 @@ from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.planner import Planner
 from ratel_cli.units import GIB
 from tests.planning.profiles import estimated
-from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
+from tests.planning.shapes import WORKLOAD, gpt, machine
 
 SPEC = gpt(num_layers=2)
 NUM_MICRO_BATCHES = WORKLOAD.num_micro_batches
@@ -82,7 +82,6 @@ def test_the_slow_first_micro_batch_does_not_count(
     """
     planner = Planner(
         spec=SPEC,
-        state=BFLOAT16,
         workload=WORKLOAD,
         decisions=Decisions(holds_gradients=False, num_slots=2, host_limit_bytes=GIB),
         hardware=updating_in(alone * BACKWARD_SECONDS, num_cores),

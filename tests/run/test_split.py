@@ -20,7 +20,7 @@ from ratel_cli.run.settings import as_recorded, earlier_hash, settings_hash
 from ratel_cli.run.split import plan_split, report_better_split
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
-from tests.planning.shapes import BFLOAT16, gpt, machine, unit_of
+from tests.planning.shapes import gpt, machine, unit_of
 
 SPEC = gpt(num_layers=4, hidden_size=256, vocab_size=4000)
 WHOLE = Workload(micro_batch_size=16, num_micro_batches=1, sequence_len=128)
@@ -30,14 +30,13 @@ HALVES = Workload(micro_batch_size=8, num_micro_batches=2, sequence_len=128)
 def needed_bytes(workload: Workload) -> int:
     profile = estimated(SPEC, workload)
     inputs_bytes = profile.profiles[0].input_bytes
-    return GpuMemory(SPEC, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
+    return GpuMemory(SPEC, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
 
 
 def planner(workload: Workload, *, device_limit_bytes: int) -> Planner:
     """For a GPU that computes slowly, so that it pays to offload."""
     return Planner(
         spec=SPEC,
-        state=BFLOAT16,
         workload=workload,
         decisions=Decisions(
             holds_gradients=False, num_slots=2, host_limit_bytes=GIB, device_limit_bytes=device_limit_bytes

@@ -15,12 +15,14 @@ from pathlib import Path
 
 from ratel_cli.errors import IntegrityFailure, RatelError
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.schedule.rules import FROZEN
+from ratel_cli.store.layout import StoredBlock
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Progress, Store
 from tests.store.power import DriveEvent, Files, RecordingDrive, cuts
-from tests.store.stores import SMALL_CHUNK, contents, create_store, import_all, progress_of, write_generation
+from tests.store.stores import SMALL_CHUNK, blocks_of, contents, create_store, import_all, progress_of, write_generation
 
-BLOCK_ELEMENTS = (2048, 2048)
+BLOCKS = (*blocks_of((2048, 2048)), StoredBlock(2048, FROZEN.record("bfloat16"), is_frozen=True))
 _MEMORY = memoryview(mmap.mmap(-1, 1 << 20))
 _CONTINUES_EVERY = 41
 """One of this many recoveries is followed by a step."""
@@ -134,7 +136,7 @@ def record(
     with create_store(
         paths,
         drive,
-        block_elements=BLOCK_ELEMENTS,
+        blocks=BLOCKS,
         num_slots=num_slots,
         in_place=in_place,
         barrier=drive,
@@ -214,11 +216,12 @@ def recover_from_a_lie(recording: Recording, *, per_event: int, verify: bool = T
 
 def check_contents(store: Store) -> None:
     """Check every byte of the current generation against the contents that its progress names."""
-    for block, num_elements in enumerate(store.block_elements):
-        for field in store.layout.fields:
-            memory = _MEMORY[: num_elements * field.bytes_per_element]
+    for block, num_elements in enumerate(each.num_elements for each in store.blocks):
+        for field in store.blocks[block].record.fields:
+            memory = _MEMORY[: field.num_bytes(num_elements)]
             store.current().read(block, field.name, 0, num_elements, memory).wait()
-            wanted = contents(store.progress.good_steps, block, field.name, len(memory))
+            writer = 0 if store.blocks[block].is_frozen else store.progress.good_steps
+            wanted = contents(writer, block, field.name, len(memory))
             assert bytes(memory) == wanted, (store.progress, block, field.name)
 
 

@@ -21,7 +21,6 @@ import xxhash
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "store-format.md"
 INTEGERS = {"u16": "<H", "u32": "<I", "u64": "<Q"}
-ELEMENT_BYTES = {"bf16": 2, "u16": 2, "f16": 2, "f32": 4}
 
 
 class FormatError(Exception):
@@ -87,9 +86,13 @@ class Format:
     def keys_of(self, number: int, column: str) -> set[str]:
         return {key for row in self.table("Manifest page", number) for key in row[column].split(", ")}
 
-    def fields(self, dtype: str) -> list[tuple[str, int]]:
-        """Name and bytes per element of a record's fields."""
-        return [(row["field"], ELEMENT_BYTES[row["type"]]) for row in self.table("Fields") if row["dtype"] == dtype]
+    def fields(self, dtype: str) -> list[list[Any]]:
+        """The fields of AdamW's record for a dtype, as a manifest has them."""
+        return [[row["field"], row["type"], 1] for row in self.table("Fields", 1) if row["dtype"] == dtype]
+
+    @cached_property
+    def value_bytes(self) -> dict[str, int]:
+        return {row["type"]: int(row["bytes"]) for row in self.table("Fields")}
 
     def decode_page(self, section: str, page: bytes) -> dict[str, Any] | None:
         """The named values of a page; None if its magic or CRC is wrong."""
@@ -145,6 +148,21 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBlock:
+    """What the manifest says of a block."""
+
+    num_elements: int
+    fields: list[list[Any]]
+    """Name, type and elements of a value."""
+    is_frozen: bool
+
+    def field_bytes(self, position: int, num_elements: int, page: Format) -> int:
+        _, kind, per = self.fields[position]
+        values = -(-num_elements // per)
+        return -(-values * page.value_bytes[kind] // page.page_bytes) * page.page_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGeneration:
     """What a manifest says of a generation."""
 
@@ -170,9 +188,10 @@ class StoreReader:
         self.payload: dict[str, Any] = self.manifest["payload"]
         self._check_payload()
         self.geometry: dict[str, Any] = self.payload["geometry"]
-        self.block_elements = [count for run in self.geometry["block_elements"] for count in [run[1]] * run[0]]
-        require(all(count % self.format.block_alignment == 0 for count in self.block_elements), "a block's size")
-        self.fields = self.format.fields(self.geometry["dtype"])
+        runs = self.geometry["blocks"]
+        kinds = [kind for count, kind in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+        self.blocks = [self._block(*self.geometry["kinds"][kind]) for kind in kinds]
+        require(all(block.num_elements % self.format.block_alignment == 0 for block in self.blocks), "a block's size")
         self._logical = self._assemble()
 
     @property
@@ -193,30 +212,55 @@ class StoreReader:
         return None if row is None else self._entry(row)
 
     @property
+    def frozen_bytes(self) -> int:
+        records = self._record_offset(len(self.blocks), is_frozen=True)
+        return records + self._table_bytes(is_frozen=True) if records else 0
+
+    @property
     def slot_bytes(self) -> int:
-        return self._record_offset(len(self.block_elements)) + self._table_bytes()
+        return self._record_offset(len(self.blocks), is_frozen=False) + self._table_bytes(is_frozen=False)
+
+    def slot_address(self, number: int) -> int:
+        return self.frozen_bytes + number * self.slot_bytes
 
     def read(self, generation: StoredGeneration) -> dict[tuple[int, str], bytes]:
         """Every field of every block, checked."""
         content = {
-            (block, name): self._field(generation, block, position)
-            for block in range(len(self.block_elements))
-            for position, (name, _) in enumerate(self.fields)
+            (index, field[0]): self._field(generation, index, position)
+            for index, block in enumerate(self.blocks)
+            for position, field in enumerate(block.fields)
         }
         if self.geometry["chunk_elements"]:
-            self._check(generation, content)
+            self._check(content, self.table(generation), is_frozen=False)
         else:
             require(generation.root == "", "a root without a table")
+        if self.geometry["chunk_elements"] and self.frozen_bytes:
+            entries = self.frozen_table()
+            require(entries[0] == 2**64 - 1, "the frozen region has a step")
+            self._check(content, entries, is_frozen=True)
+        else:
+            require(self.payload["frozen_checksum"] == "", "a root without frozen blocks")
         return content
 
     def table(self, generation: StoredGeneration) -> list[int]:
-        """The entries of the checksum table."""
-        num_bytes = self._table_bytes()
-        start = generation.slot * self.slot_bytes + self._record_offset(len(self.block_elements))
+        """The entries of a generation's checksum table."""
+        return self._table(self.slot_address(generation.slot), generation.root, is_frozen=False)
+
+    def frozen_table(self) -> list[int]:
+        """The entries of the frozen region's checksum table."""
+        return self._table(0, self.payload["frozen_checksum"], is_frozen=True)
+
+    def _block(self, num_elements: int, record: int, is_frozen: bool) -> ReadBlock:
+        require(isinstance(is_frozen, bool), "a kind is frozen or not")
+        return ReadBlock(num_elements=num_elements, fields=self.geometry["records"][record], is_frozen=is_frozen)
+
+    def _table(self, address: int, root: str, *, is_frozen: bool) -> list[int]:
+        num_bytes = self._table_bytes(is_frozen=is_frozen)
+        start = address + self._record_offset(len(self.blocks), is_frozen=is_frozen)
         content = self._logical[start : start + num_bytes]
-        require(xxhash.xxh3_128_hexdigest(content) == generation.root, "the table is not that of the manifest")
+        require(xxhash.xxh3_128_hexdigest(content) == root, "the table is not that of the manifest")
         entries = list(struct.unpack(f"<{num_bytes // 8}Q", content))
-        num_entries = 1 + len(list(self._chunks()))
+        num_entries = 1 + len(list(self._chunks(is_frozen=is_frozen)))
         require(not any(entries[num_entries:]), "there is something behind the table")
         return entries[:num_entries]
 
@@ -258,7 +302,7 @@ class StoreReader:
         require(set(wanted["identity"]) == page.keys_of(2, "key of identity"), "other keys in the identity")
         require(set(wanted["geometry"]) == page.keys_of(3, "key of geometry"), "other keys in the geometry")
         geometry = wanted["geometry"]
-        require(len(geometry["weights"]) == len(self._files), "another number of files")
+        require(len(geometry["shares"]) == len(self._files), "another number of files")
         require(geometry["in_place"] == (geometry["num_slots"] == 1), "in_place and num_slots")
         text = json.dumps(wanted, separators=(",", ":"))
         require(len(text) == self.manifest["payload_bytes"], "spaces in the payload")
@@ -270,8 +314,8 @@ class StoreReader:
 
     def _assemble(self) -> bytes:
         """The logical bytes, stripe by stripe, by smooth weighted round-robin."""
-        weights, stripe_bytes = self.geometry["weights"], self.geometry["stripe_bytes"]
-        total = self.geometry["num_slots"] * self.slot_bytes
+        weights, stripe_bytes = self.geometry["shares"], self.geometry["stripe_bytes"]
+        total = self.slot_address(self.geometry["num_slots"])
         balances, ends = [0] * len(weights), [self.format.header_bytes] * len(weights)
         logical = bytearray()
         while len(logical) < total:
@@ -285,39 +329,49 @@ class StoreReader:
         require(ends == [len(file) for file in self._files], "files of another size")
         return bytes(logical)
 
-    def _record_offset(self, block: int) -> int:
-        num_elements: int = sum(self.block_elements[:block])
-        return num_elements * sum(size for _, size in self.fields)
+    def _record_offset(self, block: int, *, is_frozen: bool) -> int:
+        """Where the record of a block begins in its region."""
+        return sum(
+            each.field_bytes(position, each.num_elements, self.format)
+            for each in self.blocks[:block]
+            if each.is_frozen is is_frozen
+            for position in range(len(each.fields))
+        )
 
-    def _table_bytes(self) -> int:
+    def _table_bytes(self, *, is_frozen: bool) -> int:
         if not self.geometry["chunk_elements"]:
             return 0
-        num_pages: int = -(-8 * (1 + len(list(self._chunks()))) // self.format.page_bytes)
+        num_pages: int = -(-8 * (1 + len(list(self._chunks(is_frozen=is_frozen)))) // self.format.page_bytes)
         return num_pages * self.format.page_bytes
 
-    def _field(self, generation: StoredGeneration, block: int, position: int) -> bytes:
-        num_elements = self.block_elements[block]
-        start = generation.slot * self.slot_bytes + self._record_offset(block)
-        start += num_elements * sum(size for _, size in self.fields[:position])
-        return self._logical[start : start + num_elements * self.fields[position][1]]
+    def _field(self, generation: StoredGeneration, index: int, position: int) -> bytes:
+        block = self.blocks[index]
+        start = 0 if block.is_frozen else self.slot_address(generation.slot)
+        start += self._record_offset(index, is_frozen=block.is_frozen)
+        start += sum(block.field_bytes(before, block.num_elements, self.format) for before in range(position))
+        return self._logical[start : start + block.field_bytes(position, block.num_elements, self.format)]
 
-    def _chunks(self) -> Iterator[tuple[int, int, int]]:
-        """(block, position of the field, first element) of each chunk, in the order of the table."""
-        for block, num_elements in enumerate(self.block_elements):
-            for position in range(len(self.fields)):
-                for start in range(0, num_elements, self.geometry["chunk_elements"]):
-                    yield block, position, start
+    def _chunks(self, *, is_frozen: bool) -> Iterator[tuple[int, int, int]]:
+        """(block, position of the field, first element) of each chunk, in the order of a region's table."""
+        for index, block in enumerate(self.blocks):
+            if block.is_frozen is is_frozen:
+                for position in range(len(block.fields)):
+                    for start in range(0, block.num_elements, self.geometry["chunk_elements"]):
+                        yield index, position, start
 
-    def _check(self, generation: StoredGeneration, content: dict[tuple[int, str], bytes]) -> None:
-        step, *entries = self.table(generation)
+    def _check(self, content: dict[tuple[int, str], bytes], table: list[int], *, is_frozen: bool) -> None:
+        step, *entries = table
         chunk_elements = self.geometry["chunk_elements"]
-        for (block, position, start), entry in zip(self._chunks(), entries, strict=True):
-            name, size = self.fields[position]
-            part = content[block, name][start * size : (start + chunk_elements) * size]
-            place = {"block": block, "field": position, "chunk": start // chunk_elements}
+        for (index, position, start), entry in zip(self._chunks(is_frozen=is_frozen), entries, strict=True):
+            block = self.blocks[index]
+            name = block.fields[position][0]
+            chunk_bytes = block.field_bytes(position, chunk_elements, self.format)
+            first = start // chunk_elements * chunk_bytes
+            part = content[index, name][first : first + chunk_bytes]
+            place = {"block": index, "field": position, "chunk": start // chunk_elements}
             packed = self.format.seed_bytes(store_id=self.store_id, step=step, **place)
             seed = xxhash.xxh3_64_intdigest(packed, seed=0)
-            require(xxhash.xxh3_64_intdigest(part, seed=seed) == entry, f"block {block}, {name}, element {start}")
+            require(xxhash.xxh3_64_intdigest(part, seed=seed) == entry, f"block {index}, {name}, element {start}")
 
 
 def join_master(hi16: bytes, lo16: bytes, v32: bytes) -> tuple[list[int], list[int]]:

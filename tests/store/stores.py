@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.layout import Geometry
+from ratel_cli.store.layout import Geometry, StoredBlock
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.fakes import filled
 
@@ -19,6 +20,21 @@ BLOCK_ELEMENTS = (4096, 2048, 2048, 6144)
 SMALL_CHUNK = 2048
 STRIPE_BYTES = 5 * 4096  # divides no field, so that stripes cut transfers in odd places
 IDENTITY = StoreIdentity(model_hash="m" * 64, config_hash="c" * 64, data_hash="d" * 64, seed=42, software="ratel 1")
+
+
+def blocks_of(elements: Sequence[int], dtype: DtypeName = "bfloat16") -> tuple[StoredBlock, ...]:
+    """Trained blocks of these sizes."""
+    return tuple(StoredBlock(number, ADAMW.record(dtype)) for number in elements)
+
+
+MIXED = (
+    *blocks_of((4096, 2048)),
+    StoredBlock(4096, FROZEN.record("bfloat16"), is_frozen=True),
+    *blocks_of((2048, 0), "float32"),
+    *blocks_of((6144,)),
+    StoredBlock(2048, FROZEN.record("float32"), is_frozen=True),
+)
+"""Blocks of two dtypes, and two frozen ones."""
 
 
 def progress_of(step: int) -> Progress:
@@ -36,6 +52,7 @@ def create_store(
     *,
     dtype: DtypeName = "bfloat16",
     block_elements: Sequence[int] = BLOCK_ELEMENTS,
+    blocks: Sequence[StoredBlock] | None = None,
     num_slots: int = 2,
     in_place: bool = False,
     overwrite: bool = False,
@@ -51,10 +68,9 @@ def create_store(
     return store_class.create(
         paths,
         Geometry(
-            dtype=dtype,
-            block_elements=tuple(block_elements),
+            blocks=blocks_of(block_elements, dtype) if blocks is None else tuple(blocks),
             num_slots=1 if in_place else num_slots,
-            weights=tuple(weights or [1] * len(paths)),
+            shares=tuple(weights or [1] * len(paths)),
             stripe_bytes=stripe_bytes,
             chunk_elements=chunk_elements,
         ),
@@ -72,13 +88,15 @@ def write_generation(store: Store, step: int) -> None:
     """Write every record, and larger fields in two parts."""
     with BufferPool(None) as pool:
         shadow, tickets = store.shadow(), []
-        for block, num_elements in enumerate(store.block_elements):
-            for field in store.layout.fields:
-                size = field.bytes_per_element
-                memory = filled(pool, contents(step, block, field.name, num_elements * size))
-                middle = num_elements // 4096 * 2048
-                tickets.append(shadow.write(block, field.name, 0, middle, memory[: middle * size]))
-                tickets.append(shadow.write(block, field.name, middle, num_elements, memory[middle * size :]))
+        for index, block in enumerate(store.blocks):
+            if block.is_frozen and step:
+                continue
+            for field in block.record.fields:
+                memory = filled(pool, contents(step, index, field.name, field.num_bytes(block.num_elements)))
+                middle = block.num_elements // 4096 * 2048
+                first = field.num_bytes(middle)
+                tickets.append(shadow.write(index, field.name, 0, middle, memory[:first]))
+                tickets.append(shadow.write(index, field.name, middle, block.num_elements, memory[first:]))
         for ticket in tickets:
             ticket.wait()
 
@@ -102,11 +120,12 @@ def check_generation(store: Store, step: int) -> None:
     """Check progress and every byte of the current generation against those of `step`."""
     assert store.progress == progress_of(step)
     with BufferPool(None) as pool:
-        for block, num_elements in enumerate(store.block_elements):
-            for field in store.layout.fields:
-                memory = pool.lease(num_elements * field.bytes_per_element, "test").memory
-                store.current().read(block, field.name, 0, num_elements, memory).wait()
-                assert bytes(memory) == contents(step, block, field.name, len(memory)), (step, block, field.name)
+        for index, block in enumerate(store.blocks):
+            for field in block.record.fields:
+                memory = pool.lease(field.num_bytes(block.num_elements), "test").memory
+                store.current().read(index, field.name, 0, block.num_elements, memory).wait()
+                writer = 0 if block.is_frozen else step
+                assert bytes(memory) == contents(writer, index, field.name, len(memory)), (step, index, field.name)
 
 
 def open_store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +15,18 @@ from ratel_cli import _native
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.io.views import FIELD_DTYPES, view_field
-from ratel_cli.sizes import CHUNK_ELEMENTS, PAGE_BYTES, DtypeName
+from ratel_cli.schedule.rules import ADAMW
+from ratel_cli.sizes import CHUNK_ELEMENTS, PAGE_BYTES
 from ratel_cli.store.checksums import ChunkTable
-from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, RecordMap, record_layout
+from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
+from tests.fakes import values_of
 from tests.kernels.oracle import scalars
 from tests.store.stores import (
     BLOCK_ELEMENTS,
     SMALL_CHUNK,
+    blocks_of,
     check_generation,
     create_store,
     import_all,
@@ -33,7 +35,7 @@ from tests.store.stores import (
     write_generation,
 )
 
-LAYOUT = record_layout("bfloat16")
+RECORD = ADAMW.record("bfloat16")
 STORE_ID = bytes(range(16))
 
 
@@ -46,8 +48,12 @@ def paths(tmp_path: Path, queue: IoQueue) -> list[Path]:
     return [tmp_path / "store"]
 
 
-def records_of(store: Store) -> RecordMap:
-    return RecordMap(store.layout, store.block_elements, table_bytes=PAGE_BYTES)
+def geometry_of(store: Store) -> Geometry:
+    return Geometry(blocks=store.blocks, num_slots=store.num_slots, shares=(1,), chunk_elements=store.chunk_elements)
+
+
+def chunks_of(elements: Sequence[int], chunk_elements: int = 2048) -> ChunkMap:
+    return ChunkMap(blocks_of(elements), chunk_elements, is_frozen=False)
 
 
 def flip(path: Path, address: int, mask: int = 1) -> None:
@@ -67,10 +73,10 @@ def check_all(store: Store) -> None:
 @pytest.mark.parametrize("elements", [(), (0,), (2048,), (2048, 0, 6144), (CHUNK_ELEMENTS + 2048, CHUNK_ELEMENTS)])
 @pytest.mark.parametrize("chunk_elements", [2048, CHUNK_ELEMENTS])
 def test_every_chunk_has_its_own_entry(elements: tuple[int, ...], chunk_elements: int) -> None:
-    chunks = ChunkMap(LAYOUT, elements, chunk_elements)
+    chunks = chunks_of(elements, chunk_elements)
     entries = []
     for block, field, start, stop in chunks.ranges():
-        [(entry, first, end)] = chunks.parts(block, field, start, stop)
+        [(entry, first, end)] = chunks.parts(block, field.name, start, stop)
         assert (first, end) == (start, stop)
         assert 0 < stop - start <= chunk_elements
         entries.append(entry)
@@ -82,12 +88,12 @@ def test_every_chunk_has_its_own_entry(elements: tuple[int, ...], chunk_elements
 @pytest.mark.parametrize(("start", "stop"), [(1, 2048), (2048, 4095), (0, 6000)])
 def test_parts_of_chunks_are_a_bug(start: int, stop: int) -> None:
     with pytest.raises(AssertionError):
-        list(ChunkMap(LAYOUT, (6144,), 2048).parts(0, "hi16", start, stop))
+        list(chunks_of((6144,), 2048).parts(0, "hi16", start, stop))
 
 
 def test_a_table_accepts_only_the_bytes_it_was_made_from() -> None:
     """Not those of another value, block, field, chunk, step or store."""
-    chunks = ChunkMap(LAYOUT, (4096, 4096), 2048)
+    chunks = chunks_of((4096, 4096), 2048)
     table = ChunkTable(chunks, STORE_ID, 7)
     data = memoryview(bytearray(random.Random(0).randbytes(4096)))
     for block in (0, 1):
@@ -95,7 +101,7 @@ def test_a_table_accepts_only_the_bytes_it_was_made_from() -> None:
             for start in (0, 2048):
                 table.set_chunks(block, field, start, start + 2048, data)
                 table.check_chunks(block, field, start, start + 2048, data)
-    fields = [field.name for field in LAYOUT.fields]
+    fields = [field.name for field in RECORD.fields]
     tables = (table, ChunkTable(chunks, STORE_ID, 8), ChunkTable(chunks, bytes(16), 7))
     seeds = [
         each._seed(block, field, start)
@@ -117,10 +123,9 @@ def test_a_table_accepts_only_the_bytes_it_was_made_from() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 2048), (0, 6144), (2048, 6144), (4096, 6144)])
 def test_a_kernel_compares_and_enters_the_checksums_of_the_bytes(start: int, stop: int) -> None:
     """The kernel for all fields at once, without an update, against checksums field by field."""
-    chunks, choice = ChunkMap(LAYOUT, (2048, 6144), 2048), random.Random(start + stop)
+    chunks, choice = chunks_of((2048, 6144), 2048), random.Random(start + stop)
     data = {
-        field.name: memoryview(bytearray(choice.randbytes((stop - start) * field.bytes_per_element)))
-        for field in LAYOUT.fields
+        field.name: memoryview(bytearray(choice.randbytes(field.num_bytes(stop - start)))) for field in RECORD.fields
     }
     taken, computed = (ChunkTable(chunks, STORE_ID, 5) for _ in range(2))
     for name, memory in data.items():
@@ -128,7 +133,7 @@ def test_a_kernel_compares_and_enters_the_checksums_of_the_bytes(start: int, sto
 
     def pass_over(fields: Collection[str], before: ChunkTable) -> list[tuple[int, int]]:
         return _native.update_bfloat16(
-            *(view_field(data[field.name], field.name, stop - start) for field in LAYOUT.fields),
+            *(values_of(data[field.name], field) for field in RECORD.fields),
             torch.zeros(stop - start),
             scalars=_native.AdamWScalars(**scalars(1)),
             segments=[],
@@ -143,9 +148,9 @@ def test_a_kernel_compares_and_enters_the_checksums_of_the_bytes(start: int, sto
     assert pass_over(data.keys(), computed) == []
     for name, memory in data.items():
         taken.check_chunks(1, name, start, stop, memory)
-    for number, field in enumerate(LAYOUT.fields):
+    for number, field in enumerate(RECORD.fields):
         for chunk in range((stop - start) // 2048):
-            place = (chunk * 2048 + choice.randrange(2048)) * field.bytes_per_element
+            place = choice.randrange(field.offset(chunk * 2048), field.num_bytes((chunk + 1) * 2048))
             data[field.name][place] ^= 1
             assert pass_over(data.keys(), computed) == [(number, chunk)]
             assert pass_over(data.keys() - {field.name}, computed) == []
@@ -155,14 +160,8 @@ def test_a_kernel_compares_and_enters_the_checksums_of_the_bytes(start: int, sto
             assert f"block 1, {field.name}: elements {first} to {first + 2048} are not" in str(error)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_kernel_takes_the_fields_in_the_order_of_the_record(dtype: DtypeName) -> None:
-    fields = [field.name for field in record_layout(dtype).fields]
-    assert fields == [name for name in FIELD_DTYPES if name in fields]
-
-
 def test_a_stored_table_is_accepted_only_with_its_root() -> None:
-    chunks = ChunkMap(LAYOUT, (4096,), 2048)
+    chunks = chunks_of((4096,), 2048)
     table = ChunkTable(chunks, STORE_ID, 3)
     table.set_zeros()
     stored = memoryview(bytearray(chunks.table_bytes))
@@ -180,14 +179,14 @@ def test_a_stored_table_is_accepted_only_with_its_root() -> None:
 def test_a_changed_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, seed: int) -> None:
     chance = random.Random(seed)
     with open_store(paths, queue) as store:
-        records = records_of(store)
+        geometry = geometry_of(store)
     block = chance.randrange(len(BLOCK_ELEMENTS))
-    field = chance.choice(LAYOUT.fields)
+    field = chance.choice(RECORD.fields)
     start = chance.randrange(0, BLOCK_ELEMENTS[block], SMALL_CHUNK)
-    inside = chance.randrange(SMALL_CHUNK * field.bytes_per_element)
-    flip(paths[0], records.address(0, block, field.name, start) + inside, 1 << chance.randrange(8))
+    inside = chance.randrange(field.num_bytes(SMALL_CHUNK))
+    flip(paths[0], geometry.slot.records.address(block, field.name, start) + inside, 1 << chance.randrange(8))
     with open_store(paths, queue) as store, BufferPool(None) as pool:
-        memory = pool.lease(BLOCK_ELEMENTS[block] * field.bytes_per_element, "test").memory
+        memory = pool.lease(field.num_bytes(BLOCK_ELEMENTS[block]), "test").memory
         ticket = store.current().read(block, field.name, 0, BLOCK_ELEMENTS[block], memory)
         with pytest.raises(IntegrityFailure, match=f"block {block}, {field.name}: elements {start} to"):
             ticket.wait()
@@ -197,7 +196,7 @@ def test_a_changed_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, s
 
 def test_a_damaged_table_is_found(paths: list[Path], queue: IoQueue) -> None:
     with open_store(paths, queue) as store:
-        table = records_of(store).table_address(0)
+        table = geometry_of(store).slot.records.num_bytes
     flip(paths[0], table + 20)
     with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 2: the checksum table"):
         check_all(store)
@@ -220,8 +219,8 @@ def test_a_stale_slot_is_found(paths: list[Path], queue: IoQueue, tmp_path: Path
 def test_swapped_chunks_are_found(paths: list[Path], queue: IoQueue) -> None:
     """Two chunks of one field change places."""
     with open_store(paths, queue) as store:
-        records = records_of(store)
-    first, second = (HEADER_BYTES + records.address(0, 0, "m32", start) for start in (0, SMALL_CHUNK))
+        geometry = geometry_of(store)
+    first, second = (HEADER_BYTES + geometry.slot.records.address(0, "m32", start) for start in (0, SMALL_CHUNK))
     content = bytearray((paths[0] / DATA_FILE_NAME).read_bytes())
     size = 4 * SMALL_CHUNK
     content[first : first + size], content[second : second + size] = (
@@ -337,8 +336,8 @@ def test_a_chunk_without_a_checksum_stops_the_commit(tmp_path: Path, queue: IoQu
     with import_all(create_store([tmp_path], queue, block_elements=(2048,))) as store:
         store.begin_step()
         shadow = store.shadow()
-        for field in store.layout.fields:
-            memory = pool.lease(2048 * field.bytes_per_element, "test").memory
+        for field in RECORD.fields:
+            memory = pool.lease(field.num_bytes(2048), "test").memory
             if field.name == "m32":
                 shadow.write_hashed(0, 0, 2048, {field.name: memory}).wait()
             else:

@@ -56,7 +56,7 @@ def test_every_byte_is_copied(queue: IoQueue, pool: BufferPool, tmp_path: Path, 
         parts = copy(source, target, pool)
         target.commit_import(source.progress)
         check_generation(target, 1)
-        assert sum(parts) == source.layout.bytes_per_parameter * sum(source.block_elements)
+        assert sum(parts) == sum(block.num_bytes for block in source.blocks)
         run_step(source)
         target.begin_step()
         copy(source, target, pool)

@@ -14,13 +14,16 @@ import pytest
 
 from ratel_cli.errors import IntegrityFailure, RatelError
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.store.checksums import ChunkTable
-from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, RecordMap, record_layout
+from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, Field, Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.fakes import directory_in_memory
 from tests.store.power import RecordingDrive
 from tests.store.stores import (
+    MIXED,
     SMALL_CHUNK,
+    blocks_of,
     check_generation,
     create_store,
     import_all,
@@ -29,7 +32,7 @@ from tests.store.stores import (
 )
 from tests.tiers import sample
 
-LAYOUT = record_layout("bfloat16")
+RECORD = ADAMW.record("bfloat16")
 STORE_ID = bytes(range(16))
 NUM_STEPS = 3
 NUM_FLIPS_IN_FILES = 400
@@ -42,7 +45,7 @@ class Stored:
 
     directory: Path
     content: bytes
-    records: RecordMap
+    geometry: Geometry
     slot: int
     """The slot of step 3. The other slot has step 2."""
 
@@ -50,36 +53,36 @@ class Stored:
     def file(self) -> Path:
         return self.directory / DATA_FILE_NAME
 
-    def chunk(self, slot: int, block: int, field: str, start: int) -> slice:
-        size = self.records.layout.field(field).bytes_per_element
-        first = HEADER_BYTES + self.records.address(slot, block, field, start)
-        return slice(first, first + SMALL_CHUNK * size)
+    def chunk(self, slot: int, block: int, field: Field, start: int) -> slice:
+        region = self.geometry.frozen if self.geometry.blocks[block].is_frozen else self.geometry.slot
+        address = 0 if self.geometry.blocks[block].is_frozen else self.geometry.slot_address(slot)
+        first = HEADER_BYTES + address + region.records.address(block, field.name, start)
+        return slice(first, first + field.num_bytes(SMALL_CHUNK))
 
     def chunks(self, slot: int) -> list[slice]:
         return [
-            self.chunk(slot, block, field.name, start)
-            for block, num_elements in enumerate(self.records.block_elements)
-            for field in self.records.layout.fields
-            for start in range(0, num_elements, SMALL_CHUNK)
+            self.chunk(slot, index, field, start)
+            for index, block in enumerate(self.geometry.blocks)
+            for field in block.record.fields
+            for start in range(0, block.num_elements, SMALL_CHUNK)
         ]
 
     def is_in(self, slot: int, offset: int) -> bool:
-        size = self.records.slot_bytes
-        return HEADER_BYTES + slot * size <= offset < HEADER_BYTES + (slot + 1) * size
+        first = HEADER_BYTES + self.geometry.slot_address(slot)
+        return first <= offset < first + self.geometry.slot.num_bytes
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[Stored]:
     with directory_in_memory(tmp_path) as directory:
         drive = RecordingDrive()
-        with import_all(create_store([directory], drive, barrier=drive)) as store:
+        with import_all(create_store([directory], drive, barrier=drive, blocks=MIXED)) as store:
             for _ in range(NUM_STEPS):
                 run_step(store)
-            chunks = ChunkMap(store.layout, store.block_elements, SMALL_CHUNK)
-            records = RecordMap(store.layout, store.block_elements, table_bytes=chunks.table_bytes)
+            geometry = Geometry(blocks=MIXED, num_slots=2, shares=(1,), chunk_elements=SMALL_CHUNK)
             slot = store.current().slot
         content = (directory / DATA_FILE_NAME).read_bytes()
-        yield Stored(directory=directory, content=content, records=records, slot=slot)
+        yield Stored(directory=directory, content=content, geometry=geometry, slot=slot)
 
 
 def reopened(stored: Stored, content: bytes) -> list[str]:
@@ -96,11 +99,11 @@ def reopened(stored: Stored, content: bytes) -> list[str]:
 
 
 def test_every_flipped_bit_of_a_record_is_noticed() -> None:
-    chunks = ChunkMap(LAYOUT, (SMALL_CHUNK,), SMALL_CHUNK)
+    chunks = ChunkMap(blocks_of([SMALL_CHUNK]), SMALL_CHUNK, is_frozen=False)
     table = ChunkTable(chunks, STORE_ID, 5)
     num_flips = 0
-    for field in LAYOUT.fields:
-        memory = memoryview(bytearray(random.Random(field.name).randbytes(SMALL_CHUNK * field.bytes_per_element)))
+    for field in RECORD.fields:
+        memory = memoryview(bytearray(random.Random(field.name).randbytes(field.num_bytes(SMALL_CHUNK))))
         table.set_chunks(0, field.name, 0, SMALL_CHUNK, memory)
         for place in range(len(memory)):
             for bit in range(8):
@@ -117,7 +120,7 @@ def test_a_flipped_bit_anywhere_in_the_file_is_noticed(stored: Stored) -> None:
     """Unless it is in the slot that is not used."""
     assert reopened(stored, stored.content) == []
     chance = random.Random(0)
-    num_noticed, end = 0, HEADER_BYTES + 2 * stored.records.slot_bytes
+    num_noticed, end = 0, HEADER_BYTES + stored.geometry.slot_address(2)
     for number in range(NUM_FLIPS_IN_FILES):
         # Every tenth flip is in the header: manifests, identification.
         offset = chance.randrange(HEADER_BYTES if number % 10 == 0 else end)
@@ -139,22 +142,24 @@ def test_a_stale_or_misplaced_chunk_is_noticed(stored: Stored, seed: int) -> Non
         place = current[index]
         size = place.stop - place.start
         others = [other for other in current if other != place and other.stop - other.start == size]
-        source = chance.choice([before[index], chance.choice(others)])
+        others = [chance.choice(others)] if others else []
+        source = chance.choice([each for each in (before[index], *others) if each != place] or [current[0]])
         content = bytearray(stored.content)
         content[place] = stored.content[source]
         [notices, *_] = reopened(stored, bytes(content))
-        assert f"step {NUM_STEPS} is damaged (block " in notices
+        is_frozen = place == before[index]  # nothing to fall back on
+        assert ("not what the import wrote" if is_frozen else f"step {NUM_STEPS} is damaged (block ") in notices
 
 
 def test_chunks_of_another_store_are_noticed(stored: Stored, tmp_path: Path) -> None:
     """A whole slot, with its table, of the same step of another store."""
     drive = RecordingDrive()
-    with import_all(create_store([tmp_path / "other"], drive, barrier=drive)) as store:
+    with import_all(create_store([tmp_path / "other"], drive, barrier=drive, blocks=MIXED)) as store:
         for _ in range(NUM_STEPS):
             run_step(store)
         assert store.current().slot == stored.slot
-    start = HEADER_BYTES + stored.slot * stored.records.slot_bytes
-    stop = start + stored.records.slot_bytes
+    start = HEADER_BYTES + stored.geometry.slot_address(stored.slot)
+    stop = start + stored.geometry.slot.num_bytes
     other = (tmp_path / "other" / DATA_FILE_NAME).read_bytes()
     content = stored.content[:start] + other[start:stop] + stored.content[stop:]
     [notices, *_] = reopened(stored, content)

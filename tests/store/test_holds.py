@@ -15,9 +15,9 @@ from tests.store.stores import contents, create_store, import_all, open_store, r
 
 def check_held(generation: Generation, step: int, pool: BufferPool) -> None:
     assert generation.progress.step == step
-    for block, num_elements in enumerate(generation.block_elements):
-        for field in generation.layout.fields:
-            with pool.lease(num_elements * field.bytes_per_element, "test") as lease:
+    for block, num_elements in enumerate(each.num_elements for each in generation.blocks):
+        for field in generation.blocks[block].record.fields:
+            with pool.lease(field.num_bytes(num_elements), "test") as lease:
                 generation.read(block, field.name, 0, num_elements, lease.memory).wait()
                 assert bytes(lease.memory) == contents(step, block, field.name, len(lease.memory))
 

@@ -1,60 +1,127 @@
-"""Records: the fields of each dtype, and addresses that fill a slot without gaps or overlaps."""
+"""Records: the fields of each rule, and addresses that fill a region without gaps or overlaps."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, DtypeName
-from ratel_cli.store.layout import RecordMap, record_layout
+from ratel_cli.store.layout import Field, Geometry, RankSlice, Record, StoredBlock
 
-DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float32", "float16")
+EIGHT_BIT = Record((Field("w", "bfloat16"), Field("m", "uint8"), Field("scales", "float32", 256)))
+"""As rules with moments of 8 bits have: a value for each element, and one for 256 of them."""
+RECORDS = [ADAMW.record("bfloat16"), ADAMW.record("float32"), ADAMW.record("float16"), EIGHT_BIT]
 
 
 @pytest.mark.parametrize(
     ("dtype", "fields", "num_bytes"),
     [
-        ("bfloat16", [("hi16", 2), ("lo16", 2), ("m32", 4), ("v32", 4)], 12),
-        ("float32", [("w32", 4), ("m32", 4), ("v32", 4)], 12),
-        ("float16", [("w16", 2), ("w32", 4), ("m32", 4), ("v32", 4)], 14),
+        ("bfloat16", [("hi16", "bfloat16"), ("lo16", "int16"), ("m32", "float32"), ("v32", "float32")], 12),
+        ("float32", [("w32", "float32"), ("m32", "float32"), ("v32", "float32")], 12),
+        ("float16", [("w16", "float16"), ("w32", "float32"), ("m32", "float32"), ("v32", "float32")], 14),
     ],
 )
-def test_layouts(dtype: DtypeName, fields: list[tuple[str, int]], num_bytes: int) -> None:
-    layout = record_layout(dtype)
-    assert [(field.name, field.bytes_per_element) for field in layout.fields] == fields
-    assert layout.compute_field.name == fields[0][0]
-    assert [field.name for field in layout.state_fields] == [name for name, _ in fields[1:]]
-    assert layout.bytes_per_parameter == num_bytes
-    assert layout.record_bytes(4096) == 4096 * num_bytes
+def test_records_of_adamw(dtype: DtypeName, fields: list[tuple[str, str]], num_bytes: int) -> None:
+    record = ADAMW.record(dtype)
+    assert [(field.name, field.dtype) for field in record.fields] == fields
+    assert record.compute_field.name == fields[0][0]
+    assert [field.name for field in record.state_fields] == [name for name, _ in fields[1:]]
+    assert record.num_bytes(4096) == 4096 * num_bytes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_elements", [(), (0,), (2048,), (2048, 0, 6144, 2048)])
-def test_addresses_tile_the_slots(dtype: DtypeName, block_elements: tuple[int, ...]) -> None:
-    layout = record_layout(dtype)
-    records = RecordMap(layout, block_elements)
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 4), ("float16", 2)])
+def test_a_frozen_block_has_its_weights_alone(dtype: DtypeName, num_bytes: int) -> None:
+    record = FROZEN.record(dtype)
+    assert record.fields == (record.compute_field,) and record.compute_field.dtype == dtype
+    assert record.num_bytes(4096) == 4096 * num_bytes
+
+
+BLOCKS = st.lists(
+    st.builds(
+        StoredBlock,
+        st.integers(0, 9).map(lambda number: number * BLOCK_ALIGNMENT),
+        st.sampled_from(RECORDS),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@given(blocks=BLOCKS, chunk_pages=st.sampled_from([0, 128, 256]))
+def test_regions_tile_the_store(blocks: list[StoredBlock], chunk_pages: int) -> None:
+    """The frozen region, then slot after slot; in each block after block, field after field, then the table."""
+    geometry = Geometry(blocks=tuple(blocks), num_slots=2, shares=(1,), chunk_elements=chunk_pages * BLOCK_ALIGNMENT)
     position = 0
-    for slot in range(3):
-        for block, num_elements in enumerate(block_elements):
-            for field in layout.fields:
-                for start in range(0, num_elements, BLOCK_ALIGNMENT):
-                    address = records.address(slot, block, field.name, start)
-                    assert address == position
-                    assert address % PAGE_BYTES == 0
-                    position += BLOCK_ALIGNMENT * field.bytes_per_element
-        assert position == (slot + 1) * records.slot_bytes
-    assert records.slot_bytes == sum(block_elements) * layout.bytes_per_parameter
+    regions = [(geometry.frozen, 0, True), *((geometry.slot, geometry.slot_address(slot), False) for slot in range(2))]
+    for region, address, is_frozen in regions:
+        assert address == position
+        for index, block in enumerate(blocks):
+            if block.is_frozen is not is_frozen:
+                continue
+            for field in block.record.fields:
+                assert address + region.records.address(index, field.name, 0) == position
+                assert position % PAGE_BYTES == 0
+                values = -(-block.num_elements // field.per) * {"uint8": 1, "float32": 4}.get(field.dtype, 2)
+                position += -(-values // PAGE_BYTES) * PAGE_BYTES
+        if region.chunks is not None:
+            ranges = list(region.chunks.ranges())
+            assert region.chunks.num_entries == 1 + len(ranges)
+            assert all(blocks[index].is_frozen is is_frozen for index, *_ in ranges)
+            position += -(-8 * (1 + len(ranges)) // PAGE_BYTES) * PAGE_BYTES
+        assert position == address + region.num_bytes
+    assert (geometry.frozen.num_bytes == 0) == (not any(block.is_frozen and block.num_elements for block in blocks))
+    assert sum(geometry.file_bytes()) == 3 * PAGE_BYTES + position
 
 
-def test_unaligned_elements_are_a_bug() -> None:
-    records = RecordMap(record_layout("bfloat16"), (4096,))
+@pytest.mark.parametrize("record", RECORDS)
+def test_elements_lie_where_their_values_do(record: Record) -> None:
+    unit = 128 * BLOCK_ALIGNMENT
+    region = Geometry(blocks=(StoredBlock(3 * unit, record),), num_slots=1, shares=(1,)).slot
+    for field in record.fields:
+        begin = region.records.address(0, field.name, 0)
+        for number in range(4):
+            start = region.records.address(0, field.name, number * unit)
+            assert start - begin == region.records.field_bytes(0, field.name, number * unit)
+
+
+def test_what_begins_within_a_page_is_a_bug() -> None:
+    region = Geometry(blocks=(StoredBlock(4096, ADAMW.record("bfloat16")),), num_slots=1, shares=(1,)).slot
     with pytest.raises(AssertionError):
-        records.address(0, 0, "hi16", 1)
+        region.records.address(0, "hi16", 1)
     with pytest.raises(AssertionError):
-        records.address(0, 0, "hi16", 6144)
-    with pytest.raises(AssertionError):
-        record_layout("bfloat16").record_bytes(2047)
+        region.records.address(0, "hi16", 6144)
+
+
+def test_chunks_that_are_no_pages_are_a_bug() -> None:
+    with pytest.raises(AssertionError, match="whole pages"):
+        Geometry(blocks=(StoredBlock(4096, EIGHT_BIT),), num_slots=1, shares=(1,), chunk_elements=2048)
 
 
 def test_unknown_fields_are_a_bug() -> None:
     with pytest.raises(ValueError, match="w32"):
-        record_layout("bfloat16").field("w32")
+        ADAMW.record("bfloat16").field("w32")
+
+
+def test_one_rank_has_all() -> None:
+    assert RankSlice().range_of(6144) == (0, 6144)
+
+
+@given(
+    size=st.integers(1, 9),
+    num_elements=st.integers(0, 40).map(lambda number: number * BLOCK_ALIGNMENT),
+    unit=st.sampled_from([1, 2, 5]).map(lambda number: number * BLOCK_ALIGNMENT),
+)
+def test_ranks_share_a_block_without_cutting_units(size: int, num_elements: int, unit: int) -> None:
+    ranges = [RankSlice(rank, size).range_of(num_elements, unit=unit) for rank in range(size)]
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])] and ranges[-1][1] == num_elements
+    assert all(start % unit == 0 or start == num_elements for start, _ in ranges)
+    sizes = [-(-(stop - start) // unit) for start, stop in ranges]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 1), (1, 1), (0, 0)])
+def test_a_rank_that_is_none_is_a_bug(rank: int, size: int) -> None:
+    with pytest.raises(AssertionError):
+        RankSlice(rank, size)

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import PAGE_BYTES
-from ratel_cli.store.layout import Geometry
+from ratel_cli.store.layout import Geometry, StoredBlock
 from ratel_cli.store.manifest import (
     EMPTY_PAGE,
     FORMAT_VERSION,
@@ -31,6 +32,14 @@ from ratel_cli.store.manifest import (
 )
 
 COUNT = st.integers(0, 2**53)
+
+
+def stored(*elements: int) -> tuple[StoredBlock, ...]:
+    """Blocks of these sizes: in bf16, in fp32 and frozen by turns."""
+    kinds = [(ADAMW.record("bfloat16"), False), (ADAMW.record("float32"), False), (FROZEN.record("bfloat16"), True)]
+    return tuple(StoredBlock(size, *kinds[size // 2048 % 3]) for size in elements)
+
+
 PROGRESS = st.builds(
     Progress, step=COUNT, updates=COUNT, loss_scale=st.floats(0, 2.0**32), good_steps=COUNT, tokens=COUNT
 )
@@ -42,10 +51,9 @@ FIRST = Manifest(
         model_hash="m" * 64, config_hash="c" * 64, data_hash="d" * 64, seed=1, software="\x1b[31m\u00e9"
     ),
     geometry=Geometry(
-        dtype="bfloat16",
-        block_elements=(4096, *[8192] * 200, 0),
+        blocks=stored(4096, *[8192] * 200, 0),
         num_slots=3,
-        weights=(3, 1),
+        shares=(3, 1),
         stripe_bytes=4096,
         chunk_elements=2048,
     ),
@@ -54,6 +62,7 @@ FIRST = Manifest(
     pins=(),
     step_in_place=None,
     root_checksum="",
+    frozen_checksum="",
     before=None,
 )
 ENTRIES = st.builds(
@@ -104,7 +113,7 @@ def test_a_manifest_is_decoded_as_it_was_encoded(
         slot=slot,
         pins=tuple(pins),
         step_in_place=in_place,
-        geometry=replace(FIRST.geometry, block_elements=tuple(elements)),
+        geometry=replace(FIRST.geometry, blocks=stored(*elements)),
         root_checksum="ab" * 16,
         before=before,
     )
@@ -160,16 +169,16 @@ def test_a_missing_manifest_between_two_is_noticed() -> None:
         choose_manifest((encode_manifest(FIRST), encode_manifest(third)))
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, FORMAT_VERSION + 1, 2**32 - 1])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, FORMAT_VERSION + 1, 2**32 - 1])
 def test_another_format_is_rejected_by_name(version: int) -> None:
-    """Formats 1 and 2 were never released."""
+    """Formats 1 to 3 were never released."""
     with pytest.raises(
-        BadInput, match=f"format_version: the store has format {version}, but this program reads format 3"
+        BadInput, match=f"format_version: the store has format {version}, but this program reads format 4"
     ):
         decode_manifest(page_with(payload_of(FIRST), version=version))
 
 
-@pytest.mark.parametrize("key", ["weights", "chunk_elements"])
+@pytest.mark.parametrize("key", ["shares", "chunk_elements"])
 def test_a_missing_key_is_named(key: str) -> None:
     payload = payload_of(FIRST)
     del payload["geometry"][key]

@@ -12,8 +12,9 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.io.striped_files import native_stripes
 from ratel_cli.io.striping import StripeMap
+from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.sizes import PAGE_BYTES, DtypeName
-from ratel_cli.store.layout import HEADER_BYTES
+from ratel_cli.store.layout import HEADER_BYTES, StoredBlock
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import filled
@@ -78,15 +79,16 @@ def test_generations_are_read_as_written(
         slot_bytes = store.slot_bytes
         assert store.nvme_bytes == sum((path / DATA_FILE_NAME).stat().st_size for path in paths)
     with open_store(paths, queue) as store:
-        assert (store.identity, store.block_elements, store.layout.dtype) == (IDENTITY, BLOCK_ELEMENTS, dtype)
+        assert store.identity == IDENTITY
+        assert store.blocks == tuple(StoredBlock(number, ADAMW.record(dtype)) for number in BLOCK_ELEMENTS)
         check_generation(store, 3)
         run_step(store)
     whole = logical_bytes(paths, 2 * slot_bytes)
     for slot, step in ((0, 4), (1, 3)):
         position = slot * slot_bytes
         for block, num_elements in enumerate(BLOCK_ELEMENTS):
-            for field in store.layout.fields:
-                expected = contents(step, block, field.name, num_elements * field.bytes_per_element)
+            for field in store.blocks[block].record.fields:
+                expected = contents(step, block, field.name, field.num_bytes(num_elements))
                 assert whole[position : position + len(expected)] == expected
                 position += len(expected)
 

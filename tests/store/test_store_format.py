@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.layout import StoredBlock
 from ratel_cli.store.lock import OWNER_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import filled
@@ -31,7 +32,9 @@ from tests.store.format_reader import (
 from tests.store.stores import (
     BLOCK_ELEMENTS,
     IDENTITY,
+    MIXED,
     SMALL_CHUNK,
+    blocks_of,
     contents,
     create_store,
     import_all,
@@ -55,9 +58,11 @@ def directories(tmp_path: Path, weights: tuple[int, ...]) -> list[Path]:
     return [tmp_path / f"drive{index}" for index in range(len(weights))]
 
 
-def make_store(paths: list[Path], queue: IoQueue, weights: tuple[int, ...], dtype: DtypeName = "bfloat16") -> None:
+def make_store(
+    paths: list[Path], queue: IoQueue, weights: tuple[int, ...], blocks: Sequence[StoredBlock] = MIXED
+) -> None:
     """Steps 0 to 4, of which 1 and 2 are saved, and step 5, which was not applied."""
-    with import_all(create_store(paths, queue, dtype=dtype, weights=weights, num_slots=4)) as store:
+    with import_all(create_store(paths, queue, blocks=blocks, weights=weights, num_slots=4)) as store:
         for step in (1, 2, 3, 4):
             run_step(store)
             if step in (1, 2):
@@ -67,10 +72,10 @@ def make_store(paths: list[Path], queue: IoQueue, weights: tuple[int, ...], dtyp
 
 def check_contents(reader: StoreReader, generation: StoredGeneration, step: int) -> None:
     found = reader.read(generation)
-    assert set(found) == {(block, name) for block in range(len(BLOCK_ELEMENTS)) for name, _ in reader.fields}
+    assert set(found) == {(index, name) for index, block in enumerate(reader.blocks) for name, *_ in block.fields}
     for (block, name), content in found.items():
-        assert content == contents(step, block, name, len(content)), (step, block, name)
-    assert sum(map(len, found.values())) == sum(BLOCK_ELEMENTS) * sum(size for _, size in reader.fields)
+        writer = 0 if reader.blocks[block].is_frozen else step
+        assert content == contents(writer, block, name, len(content)), (step, block, name)
 
 
 def check_made_store(reader: StoreReader) -> None:
@@ -90,9 +95,10 @@ def test_the_reader_finds_every_byte(
     tmp_path: Path, queue: IoQueue, dtype: DtypeName, weights: tuple[int, ...]
 ) -> None:
     paths = directories(tmp_path, weights)
-    make_store(paths, queue, weights, dtype)
+    make_store(paths, queue, weights, blocks_of(BLOCK_ELEMENTS, dtype))
     reader = StoreReader(paths)
-    assert (reader.geometry["dtype"], reader.block_elements) == (dtype, list(BLOCK_ELEMENTS))
+    assert [block.num_elements for block in reader.blocks] == list(BLOCK_ELEMENTS)
+    assert reader.geometry["records"] == [reader.format.fields(dtype)] and reader.frozen_bytes == 0
     assert reader.manifest["generation"] == 8  # import, four steps, two pins, one step that was not applied
     assert (reader.is_damaged, reader.payload["step_in_place"]) == (False, None)
     assert reader.payload["identity"] == {
@@ -114,10 +120,10 @@ def test_the_reader_and_the_program_read_the_same(tmp_path: Path, queue: IoQueue
     with open_store(paths, queue) as store, BufferPool(None) as pool:
         assert (paths[0] / OWNER_FILE_NAME).name == found.format.table("Files")[1]["file"]
         assert set(json.loads((paths[0] / OWNER_FILE_NAME).read_text())) == {"pid", "started"}
-        assert store.slot_bytes == found.slot_bytes
+        assert (store.slot_bytes, store.frozen_bytes) == (found.slot_bytes, found.frozen_bytes)
         for (block, name), content in found.read(found.current).items():
             with pool.lease(len(content), "test") as lease:
-                store.current().read(block, name, 0, BLOCK_ELEMENTS[block], lease.memory).wait()
+                store.current().read(block, name, 0, MIXED[block].num_elements, lease.memory).wait()
                 assert bytes(lease.memory) == content
 
 
@@ -201,8 +207,8 @@ def test_a_store_without_checksums(tmp_path: Path, queue: IoQueue) -> None:
 def test_the_last_chunk_of_a_field_is_shorter(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with create_store([tmp_path], queue, chunk_elements=2 * SMALL_CHUNK) as store:
         for block, num_elements in enumerate(BLOCK_ELEMENTS):
-            for field in store.layout.fields:
-                memory = filled(pool, contents(0, block, field.name, num_elements * field.bytes_per_element))
+            for field in store.blocks[block].record.fields:
+                memory = filled(pool, contents(0, block, field.name, field.num_bytes(num_elements)))
                 store.shadow().write(block, field.name, 0, num_elements, memory).wait()
         store.commit_import(progress_of(0))
     reader = StoreReader([tmp_path])
@@ -245,7 +251,7 @@ def edit(path: Path, offset: int) -> None:
 @EVERY_SHAPE
 def test_damage_is_found_where_the_document_says(tmp_path: Path, queue: IoQueue, weights: tuple[int, ...]) -> None:
     paths = directories(tmp_path, weights)
-    make_store(paths, queue, weights)
+    make_store(paths, queue, weights, blocks_of(BLOCK_ELEMENTS))
     page = 8 % 2 * 4096
     edit(paths[0], page + 200)
     torn = StoreReader(paths)
@@ -280,7 +286,7 @@ def test_swapped_directories_are_noticed(tmp_path: Path, queue: IoQueue) -> None
         ("| 12 | 16 | bytes | store_id |", "| 13 | 16 | bytes | store_id |"),
         ("`RATELDAT`", "`RATELDAX`"),
         ("`RATELMAN`", "`RATELMAX`"),
-        ("| 8 | 4 | u32 | version | 3 |\n| 12 | 4 |", "| 8 | 4 | u32 | version | 4 |\n| 12 | 4 |"),
+        ("| 8 | 4 | u32 | version | 4 |\n| 12 | 4 |", "| 8 | 4 | u32 | version | 5 |\n| 12 | 4 |"),
         ("| 32 | 8 | u64 | generation |", "| 32 | 4 | u32 | store_id |"),
         ("| 40 | 32 | bytes | previous_sha256 |", "| 41 | 31 | bytes | previous_sha256 |"),
         ("| 72 | payload_bytes | json |", "| 71 | payload_bytes | json |"),
@@ -290,8 +296,8 @@ def test_swapped_directories_are_noticed(tmp_path: Path, queue: IoQueue) -> None
         ("`[slot, step, updates,", "`[step, slot, updates,"),
         ("| `num_slots` | number", "| `slots` | number"),
         ("| `seed` | integer", "| `random_seed` | integer"),
-        ("| `bfloat16` | `hi16` | bf16 |", "| `bfloat16` | `hi16` | f32 |"),
-        ("| `bfloat16` | `m32` | f32 | first moment of AdamW |\n", ""),
+        ("| `int16` | 2 |", "| `int16` | 4 |"),
+        ("| `float32` | 4 |", "| `float32` | 2 |"),
         ("| 16 | 8 | u64 | step |", "| 16 | 8 | u64 | block |"),
         ("| 28 | 4 | u32 | field |\n| 32 | 4 | u32 | chunk |", "| 32 | 4 | u32 | field |\n| 28 | 4 | u32 | chunk |"),
         ("of these 36 bytes", "of these 40 bytes"),

@@ -17,7 +17,7 @@ from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import directory_in_memory
 from tests.store.exploration import (
-    BLOCK_ELEMENTS,
+    BLOCKS,
     Driver,
     check_contents,
     record,
@@ -98,15 +98,13 @@ def cut_creations(directory: Path, *, over_another: bool) -> Iterator[list[Path]
     files = [path / DATA_FILE_NAME for path in paths]
     if over_another:
         old = RecordingDrive()
-        with import_all(create_store(paths, old, block_elements=BLOCK_ELEMENTS, barrier=old)) as store:
+        with import_all(create_store(paths, old, blocks=BLOCKS, barrier=old)) as store:
             driver = Driver(store, old)
             driver.step()
             driver.step()
         before = {file: file.read_bytes() for file in files}
     drive = RecordingDrive()
-    with create_store(
-        paths, drive, block_elements=BLOCK_ELEMENTS, barrier=drive, overwrite=over_another, identity=OTHER
-    ) as store:
+    with create_store(paths, drive, blocks=BLOCKS, barrier=drive, overwrite=over_another, identity=OTHER) as store:
         import_all(store)
     if not over_another:
         before = {file: bytes(file.stat().st_size) for file in files}

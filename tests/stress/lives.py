@@ -246,9 +246,9 @@ def _state(config: Path) -> tuple[str, tuple[int, ...]]:
         Store.open([store_of(config).parent], queue=queue, identity=None) as store,
         BufferPool(None) as pool,
     ):
-        for block, num_elements in enumerate(store.block_elements):
-            for each in store.layout.fields:
-                with pool.lease(num_elements * each.bytes_per_element, "the state") as lease:
+        for block, num_elements in enumerate(each.num_elements for each in store.blocks):
+            for each in store.blocks[block].record.fields:
+                with pool.lease(each.num_bytes(num_elements), "the state") as lease:
                     store.current().read(block, each.name, 0, num_elements, lease.memory).wait()
                     digest.update(lease.memory)
         return digest.hexdigest(), store.pinned_steps

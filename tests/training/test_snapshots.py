@@ -237,7 +237,7 @@ def test_a_bug_in_the_thread_surfaces_in_the_loop(machine: Machine, target: Stor
 
 
 def test_a_copy_is_not_faster_than_its_limit(machine: Machine, target: Store) -> None:
-    num_bytes = machine.source.layout.bytes_per_parameter * sum(machine.source.block_elements)
+    num_bytes = sum(block.num_bytes for block in machine.source.blocks)
     snapshots = machine.begin(target, every=1, bytes_per_second=num_bytes / 0.5)
     began = time.monotonic()
     machine.run(snapshots, 1)

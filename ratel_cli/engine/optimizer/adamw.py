@@ -25,8 +25,7 @@ import torch
 from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
-from ratel_cli.io.views import FIELD_DTYPES
-from ratel_cli.model.spec import BlockSpec
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import PARAMETER_ALIGNMENT, DtypeName
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
@@ -37,6 +36,7 @@ _WITHOUT_CHECKSUMS = 1 << 20
 """Chunk size for the kernel when no checksums are taken: any would do."""
 
 
+# Each takes the fields of `ADAMW.record` for that compute dtype, in their order.
 _KERNELS: dict[DtypeName, _native._Update] = {
     "bfloat16": _native.update_bfloat16,
     "float32": _native.update_float32,
@@ -112,12 +112,12 @@ class GroupChecksums:
 class GroupAdamW(Closing):
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
-    def __init__(self, settings: AdamWSettings, dtype: DtypeName, *, num_threads: int = 1) -> None:
+    def __init__(self, settings: AdamWSettings, *, num_threads: int = 1) -> None:
         assert num_threads > 0
         self._settings = settings
+        self._kernels = _KERNELS
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ratel-adamw") if num_threads > 1 else None
-        self._kernel = _KERNELS[dtype]
         self._square_root = square_root_of_torch()
         self._last: tuple[AdamWUpdate, _native.AdamWScalars] | None = None
 
@@ -138,8 +138,8 @@ class GroupAdamW(Closing):
         `checksums` takes the checksums of their chunks; None takes none. Raises IntegrityFailure if the bytes that were
         read are not those that were written.
         """
-        fields = [memories[name] for name in FIELD_DTYPES if name in memories]
         block, scalars = gradient.block, self._scalars(update)
+        kernel, fields = self._kernels[block.dtype], [memories[field.name] for field in block.record.fields]
         chunk_elements, before, after = _WITHOUT_CHECKSUMS, None, None
         if checksums is not None:
             chunk_elements, before, after = checksums.chunk_elements, checksums.before, checksums.after
@@ -149,7 +149,7 @@ class GroupAdamW(Closing):
             assert checksums is None or (
                 first % chunk_elements == 0 and (last % chunk_elements == 0 or last == block.num_elements)
             ), "a part has whole chunks"
-            mismatches = self._kernel(
+            mismatches = kernel(
                 *[_elements(field, stop - start, first - start, last - start) for field in fields],
                 _elements(values, stop - start, first - start, last - start),
                 scalars=scalars,

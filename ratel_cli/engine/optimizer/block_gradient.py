@@ -19,7 +19,7 @@ from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.views import view
-from ratel_cli.model.spec import BlockSpec
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import DtypeName
 
 _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {

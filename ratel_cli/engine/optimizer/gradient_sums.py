@@ -11,9 +11,9 @@ from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
 from ratel_cli.engine.optimizer.host_tied_sum import HostTiedSum
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.placement import Placement
+from ratel_cli.schedule.blocks import BlockSpec
 
 
 class GradientSums:
@@ -103,4 +103,4 @@ class GradientSums:
         return HostSums(block, self._pool, self._device, self._thread, leaving_bytes=0)
 
     def _leaving_bytes_of(self, block: BlockSpec) -> int:
-        return max(self._leaving_bytes, least_leaving_bytes(block, self._dtype.itemsize))
+        return max(self._leaving_bytes, least_leaving_bytes(block))

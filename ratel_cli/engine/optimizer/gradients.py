@@ -26,7 +26,7 @@ from ratel_cli.engine.optimizer.host_sums import HostSums
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import view
-from ratel_cli.model.spec import BlockSpec
+from ratel_cli.schedule.blocks import BlockSpec
 
 _ELEMENTS_AT_ONCE = 4
 """Elements that a thread of torch's norm kernel loads at once (aten/src/ATen/native/cuda, `kILP`)."""

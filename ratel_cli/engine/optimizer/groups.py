@@ -22,8 +22,8 @@ from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join, settle
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.step_time import Resource
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.store.layout import Field
 from ratel_cli.store.store import Store
 
@@ -96,14 +96,14 @@ class GroupWork:
 
     def read(self, group: Group) -> None:
         """Find memory for the group's fields, and start reading those that are not in memory."""
-        block, layout = group.block, self._store.layout
-        fields = layout.state_fields
+        block, record = group.block, group.block.record
+        fields = record.state_fields
         if block.index in self._resident:
             group.memories |= self._resident_memories(group)
             if block.index in self._valid:
                 fields = ()
         if group.with_weights:
-            fields = (layout.compute_field, *fields)
+            fields = (record.compute_field, *fields)
         self._lease_for(group, fields)
         read = {each.name: group.memories[each.name] for each in fields}
         current = self._store.current()
@@ -128,9 +128,10 @@ class GroupWork:
         update.gradient.fetch(self._pool)
         if update.weights is not None:
             update.weights.wait(self._timeline, "forward")
-            compute = self._store.layout.compute_field
-            size = compute.bytes_per_element
-            group.memories[compute.name] = update.weights.memory[group.start * size : group.stop * size]
+            compute = block.record.compute_field
+            group.memories[compute.name] = update.weights.memory[compute.offset(group.start) :][
+                : compute.num_bytes(group.stop - group.start)
+            ]
         began = perf_counter()
         with update.gradient.elements(group.start, group.stop, self._pool) as values:
             self._adamw.update(
@@ -232,7 +233,7 @@ class GroupWork:
     def _lease_for(self, group: Group, fields: Sequence[Field]) -> None:
         """Find memory for those of the fields that have none: one buffer, in which they lie one after another."""
         number = group.stop - group.start
-        missing = {each.name: number * each.bytes_per_element for each in fields if each.name not in group.memories}
+        missing = {each.name: each.num_bytes(number) for each in fields if each.name not in group.memories}
         if not missing:
             return
         group.lease = self._lease(sum(missing.values()), f"optimizer states of {group.block.name}")
@@ -246,12 +247,11 @@ class GroupWork:
         leases = self._states.get(block.index)
         if leases is None:
             leases = self._states[block.index] = {
-                each.name: self._lease(block.num_elements * each.bytes_per_element, f"{each.name} of {block.name}")
-                for each in self._store.layout.state_fields
+                each.name: self._lease(each.num_bytes(block.num_elements), f"{each.name} of {block.name}")
+                for each in block.record.state_fields
             }
+        number = group.stop - group.start
         return {
-            each.name: leases[each.name].memory[
-                group.start * each.bytes_per_element : group.stop * each.bytes_per_element
-            ]
-            for each in self._store.layout.state_fields
+            each.name: leases[each.name].memory[each.offset(group.start) :][: each.num_bytes(number)]
+            for each in block.record.state_fields
         }

@@ -29,8 +29,8 @@ from ratel_cli.engine.device.device import Device, Download, Upload
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import view
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.gpu_gradients import summed_elements
+from ratel_cli.schedule.blocks import BlockSpec
 
 ADDED_AT_ONCE = 1 << 18
 """Elements that are added at once. Torch makes an fp32 copy of them first: 1 MiB, which stays in the cache. So one core

@@ -29,9 +29,9 @@ from typing import Literal
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.placement import GroupShape
 from ratel_cli.planning.step_time import Resource
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 
 GroupOrder = Literal["optimized", "naive"]

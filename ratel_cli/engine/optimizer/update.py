@@ -46,9 +46,9 @@ from ratel_cli.engine.optimizer.speculation import Speculation
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import Scratch
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.clipping import COUNTED_ALIKE, SpeculationCosts
 from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.store.store import Store
 
 

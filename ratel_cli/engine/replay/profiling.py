@@ -34,9 +34,9 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
 from ratel_cli.model.operators import tensors_in
 from ratel_cli.model.row_lookup import DistinctTokens
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
+from ratel_cli.schedule.blocks import BlockSpec
 
 _NUM_RUNS = 5
 """Runs of each block; fewer if they take longer than `_ENOUGH_SECONDS`. The first warms up (code is loaded, memory

@@ -65,7 +65,6 @@ class RatelEquations:
         placement, traffic = self._at_level(level)
         return overlapped_step(
             problem.spec if self.moves_states else replace(problem.spec, blocks=()),
-            problem.state,
             placement,
             traffic.with_offloaded(offloaded),
             problem.hardware,
@@ -89,9 +88,8 @@ class RatelEquations:
     @cached_property
     def _level_bytes(self) -> list[int]:
         """Bytes that stay at each level: none; the first block's weights; the first two's; ...; then states too."""
-        state, blocks = self.problem.state, self.problem.spec.blocks
-        weights = [block.num_elements * state.compute for block in blocks]
-        states = [block.num_elements * (state.record - state.compute) for block in blocks]
+        blocks = self.problem.spec.blocks
+        weights, states = [block.compute_bytes for block in blocks], [block.state_bytes for block in blocks]
         return list(accumulate((*weights, *states), initial=0))
 
     def _at_level(self, level: int) -> tuple[Placement, Traffic]:
@@ -115,7 +113,6 @@ class RatelEquations:
             return Traffic()
         return step_traffic(
             self.problem.spec,
-            self.problem.state,
             placement,
             NOTHING_OFFLOADED,
             holds_gradients=self.problem.decisions.holds_gradients,

@@ -18,9 +18,10 @@ from ratel_cli.planning.forecast.ratel_equations import RatelEquations
 from ratel_cli.planning.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.placement import Placement, StateBytes
+from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -31,7 +32,6 @@ class RatelForecaster:
 
     spec: ModelSpec
     profile: ModelProfile
-    state: StateBytes
     decisions: Decisions
     """Their `host_limit_bytes` and `wear` are not used: they depend on the setting."""
     process_bytes: int
@@ -97,15 +97,16 @@ class RatelForecaster:
     def deepest(self, setting: Setting) -> Depth | None:
         """The most layers like the last one that fit. Everything that can be lies on NVMe, so NVMe bounds them, and
         memory for what a step notes of each."""
-        state, number = self.state, setting.workload.num_micro_batches
-        per_element = self.decisions.num_slots * state.record
-        if self.decisions.holds_gradients or self.decisions.overlap == "separate":
-            per_element += state.gradient
-        layer = self.spec.blocks[-2]
+
+        def stored_bytes(block: BlockSpec) -> int:
+            holds = self.decisions.holds_gradients or self.decisions.overlap == "separate"
+            return self.decisions.num_slots * block.record_bytes + (block.gradient_bytes if holds else 0)
+
+        number, layer = setting.workload.num_micro_batches, self.spec.blocks[-2]
         unit_bytes = align_up(self._profile(setting).profiles[-1].input_bytes, PAGE_BYTES)
-        outside = self.spec.blocks[0].num_elements + self.spec.blocks[-1].num_elements
-        available_bytes = setting.hardware.nvme.free_bytes - per_element * outside
-        most_layers = available_bytes // (per_element * layer.num_elements + number * unit_bytes)
+        outside_bytes = stored_bytes(self.spec.blocks[0]) + stored_bytes(self.spec.blocks[-1])
+        available_bytes = setting.hardware.nvme.free_bytes - outside_bytes
+        most_layers = available_bytes // (stored_bytes(layer) + number * unit_bytes)
         choices = range(1, most_layers + 1)
         num_layers = bisect_right(choices, 0, key=lambda depth: 0 if self._has_memory(setting, depth) else 1)
         if num_layers < 1:
@@ -117,7 +118,7 @@ class RatelForecaster:
         """Whether the placement that takes the least memory fits with this many layers. Apart from what a step notes of
         each it takes the same for every depth."""
         device_limit_bytes = self._device_limit_bytes(setting)
-        layer_bytes = notes_bytes(self.spec.blocks[-2:-1], self.state, setting.workload)
+        layer_bytes = notes_bytes(self.spec.blocks[-2:-1], setting.workload)
         limit_bytes = host_limit_bytes(setting) - (num_layers - self.spec.num_layers) * layer_bytes
         problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
         problem = problem.in_least_gpu_memory
@@ -136,7 +137,6 @@ class RatelForecaster:
         decisions = self.decisions
         return Problem(
             spec=self.spec,
-            state=self.state,
             workload=setting.workload,
             profile=self._profile(setting),
             hardware=setting.hardware,

@@ -16,7 +16,6 @@ from ratel_cli.planning.problem import Problem
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.forecasters import paper_machine, ratel_forecaster, setting
-from tests.planning.shapes import BFLOAT16
 
 NOTES_BYTES = 64 * MIB
 """More than what a step notes of some hundred layers."""
@@ -27,7 +26,6 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
     memory_bytes = asked.hardware.gpu.memory_bytes
     problem = Problem(
         spec=forecaster.spec,
-        state=forecaster.state,
         workload=asked.workload,
         profile=forecaster.profile,
         hardware=asked.hardware,
@@ -119,7 +117,7 @@ def test_a_larger_micro_batch_is_as_if_estimated_anew() -> None:
     forecaster = ratel_forecaster(rows=4)
     asked = setting(rows=8)
     traits = LayerTraits(num_heads=8, head_dim=128)
-    anew = analytic_profile(forecaster.spec, BFLOAT16, asked.workload, traits=traits)
+    anew = analytic_profile(forecaster.spec, asked.workload, traits=traits)
     assert forecaster.forecast(asked) == replace(forecaster, profile=anew).forecast(asked)
     timed = recorded(forecaster)
     once, twice = (timed.forecast(setting(rows=rows)) for rows in (4, 8))

@@ -1,0 +1,88 @@
+"""Records as tensors: from master weights to the fields that a block keeps, and back.
+
+Invariants: in the compute dtype of a block its weights are those of the record, bit for bit; in any other dtype they
+are the fp32 master weights, rounded once. A trained block's master weights survive encoding and decoding exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+
+import torch
+
+from ratel_cli import _native
+from ratel_cli.closing import Closing
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.views import VALUE_DTYPES, view
+from ratel_cli.schedule.rules import HI16, LO16, M32, V32, W32
+from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import Field, Record
+
+Fields = Mapping[str, torch.Tensor]
+"""By name: values of the same elements, one-dimensional."""
+
+
+class RecordBuffers(Closing):
+    """Host memory for some elements of every field of these records, and for their master weights."""
+
+    def __init__(self, pool: BufferPool, fields: Iterable[Field], num_elements: int, purpose: str) -> None:
+        """`num_elements` at a time. Raises DoesNotFit if the pool has no memory for them."""
+        with ExitStack() as leased:
+            self._memories = {
+                field: leased.enter_context(
+                    pool.lease(field.num_bytes(num_elements), f"{purpose}, {field.name}", crosses_link=False)
+                ).memory
+                for field in dict.fromkeys(fields)
+            }
+            self._resources = leased.pop_all()
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._memories = {}
+        self._resources.close()
+
+    def memory(self, field: Field, num_elements: int) -> memoryview:
+        """The memory of the first elements of a field."""
+        return self._memories[field][: field.num_bytes(num_elements)]
+
+    def tensors(self, num_elements: int) -> dict[str, torch.Tensor]:
+        """The first elements of all fields, by name."""
+        return {
+            field.name: view(memory, VALUE_DTYPES[field.dtype])[:num_elements]
+            for field, memory in self._memories.items()
+        }
+
+
+def fields_for(record: Record, dtype: DtypeName) -> tuple[Field, ...]:
+    """The fields to read for weights in `dtype`: the compute weights if they have it, else the master weights."""
+    if record.compute_field.dtype == dtype:
+        return (record.compute_field,)
+    if HI16 in record.fields:
+        return (HI16, LO16, V32)
+    return (W32,) if W32 in record.fields else (record.compute_field,)
+
+
+def decode_weights(read: tuple[Field, ...], fields: Fields, dtype: DtypeName) -> torch.Tensor:
+    """The weights in `dtype`, `[elements]`, from the fields that `fields_for` names. Two halves are joined in `w32`."""
+    if len(read) == 1:
+        return fields[read[0].name].to(VALUE_DTYPES[dtype])
+    master = fields[W32.name]
+    _native.join_bfloat16(fields[HI16.name], fields[LO16.name], fields[V32.name], master)
+    return master.to(VALUE_DTYPES[dtype])
+
+
+def encode_record(record: Record, fields: Fields) -> None:
+    """Fill the record's fields from the master weights in `w32`. Moments begin at zero."""
+    master = fields[W32.name]
+    for field in record.fields:
+        if field in (M32, V32):
+            fields[field.name].zero_()
+        elif field == HI16:
+            not_numbers = master.isnan()
+            if not_numbers.any():  # as other bits, the rounding of some of them is zero, and nobody would notice
+                master[not_numbers] = torch.nan
+        elif field == record.compute_field != W32:
+            fields[field.name].copy_(master)
+    if HI16 in record.fields:
+        _native.split_bfloat16(master, fields[HI16.name], fields[LO16.name], fields[V32.name])

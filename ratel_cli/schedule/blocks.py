@@ -1,0 +1,200 @@
+"""Blocks, the unit of streaming: flat arrays of parameters, with one dtype and one rule. Pure.
+
+Invariants: a block's parameters lie one after another in one flat array of `num_elements` elements. Every parameter
+starts on a multiple of `PARAMETER_ALIGNMENT` elements. That is 256 bytes in 16 bit, the most that kernels look at when
+they choose a path; so they take the same path as for torch's own tensors, and give the same bits. The length of the
+array is a multiple of `BLOCK_ALIGNMENT` elements, a page of 4 KiB in 16 bit, so that every field of a record in the
+store starts on a page. Elements in gaps are zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, get_args
+
+from ratel_cli.json_fields import JsonFields, checked_integer
+from ratel_cli.schedule.rules import ADAMW, RULES, Rule
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, DtypeName
+from ratel_cli.store.layout import Record, StoredBlock
+from ratel_cli.units import align_up
+
+BlockKind = Literal["embedding", "layer", "head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One trainable tensor: its Hugging Face name and its place in the block's flat array."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """The index of its first element in the flat array."""
+    decay: bool
+    """Whether weight decay applies; see `decays`."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor, without padding."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """The index after its last element in the flat array."""
+        return self.start + self.num_elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """The unit of streaming: the embedding, one decoder layer, or the head."""
+
+    index: int
+    kind: BlockKind
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    num_elements: int
+    """Length of the flat array: all parameters, and the padding between and after them."""
+    dtype: DtypeName
+    """What the device computes with."""
+    gradient_dtype: DtypeName
+    """Of the gradient as it leaves the device and is held (G16)."""
+    rule: Rule = ADAMW
+    """How the parameters change in a step."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    @cached_property
+    def record(self) -> Record:
+        """The fields that the store has of the block."""
+        return self.rule.record(self.dtype)
+
+    @property
+    def stored(self) -> StoredBlock:
+        """The block as the store sees it."""
+        return StoredBlock(self.num_elements, self.record, self.rule.is_frozen)
+
+    @cached_property
+    def dtype_bytes(self) -> int:
+        """Bytes of one compute weight."""
+        return VALUE_BYTES[self.dtype]
+
+    @cached_property
+    def gradient_dtype_bytes(self) -> int:
+        """Bytes of one value of the gradient as it leaves the device."""
+        return VALUE_BYTES[self.gradient_dtype]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled: in fp16."""
+        return self.dtype == "float16"
+
+    @cached_property
+    def compute_bytes(self) -> int:
+        """Size of the weights that the device computes with (P16)."""
+        return self.num_elements * self.dtype_bytes
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Size of all fields in the store: what an update writes."""
+        return self.record.num_bytes(self.num_elements)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Size of the fields that only the update reads."""
+        return sum(field.num_bytes(self.num_elements) for field in self.record.state_fields)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Size of the gradient as it leaves the device and is held."""
+        return self.num_elements * self.gradient_dtype_bytes
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """What the update moves in main memory: it reads and writes the record, and reads the gradient."""
+        return 2 * self.record_bytes + self.gradient_bytes
+
+
+def lay_out_block(
+    *,
+    index: int,
+    kind: BlockKind,
+    name: str,
+    parameters: list[tuple[str, tuple[int, ...], bool]],
+    dtype: DtypeName,
+    gradient_dtype: DtypeName | None = None,
+    rule: Rule = ADAMW,
+) -> BlockSpec:
+    """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
+
+    `gradient_dtype` None: gradients leave the device in `dtype`.
+    """
+    placed: list[ParameterSpec] = []
+    position = 0
+    for parameter_name, shape, decay in parameters:
+        placed.append(ParameterSpec(name=parameter_name, shape=shape, start=position, decay=decay))
+        position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT)
+    return BlockSpec(
+        index=index,
+        kind=kind,
+        name=name,
+        parameters=tuple(placed),
+        num_elements=align_up(position, BLOCK_ALIGNMENT),
+        dtype=dtype,
+        gradient_dtype=gradient_dtype or dtype,
+        rule=rule,
+    )
+
+
+@lru_cache(maxsize=64)
+def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
+    """The block with this many rows of its first parameter, laid out anew. What is left of an embedding that is looked
+    up by rows."""
+    (first, *others), rows = block.parameters, (num_rows, *block.parameters[0].shape[1:])
+    return lay_out_block(
+        index=block.index,
+        kind=block.kind,
+        name=block.name,
+        parameters=[(first.name, rows, first.decay), *((each.name, each.shape, each.decay) for each in others)],
+        dtype=block.dtype,
+        gradient_dtype=block.gradient_dtype,
+        rule=block.rule,
+    )
+
+
+def block_from_json(content: object, index: int) -> BlockSpec:
+    """The block from a part of what `ModelSpec.to_json` made. Raises ValueError.
+
+    It is laid out again from names and shapes. If the layout differs, other code made the content.
+    """
+    fields = JsonFields(content)
+    kinds: dict[str, BlockKind] = {kind: kind for kind in get_args(BlockKind)}
+    dtypes: dict[str, DtypeName] = {dtype: dtype for dtype in get_args(DtypeName)}
+    texts = [fields.text(key) for key in ("kind", "dtype", "gradient_dtype", "rule")]
+    known = (set(kinds), set(dtypes), set(dtypes), set(RULES))
+    if fields.integer("index") != index or any(text not in names for text, names in zip(texts, known, strict=True)):
+        raise ValueError(f"block {index} is not described")
+    parameters = [JsonFields(item) for item in fields.items("parameters")]
+    block = lay_out_block(
+        index=index,
+        kind=kinds[texts[0]],
+        name=fields.text("name"),
+        parameters=[(each.text("name"), _shape(each), each.flag("decay")) for each in parameters],
+        dtype=dtypes[texts[1]],
+        gradient_dtype=dtypes[texts[2]],
+        rule=RULES[texts[3]],
+    )
+    starts = [each.integer("start") for each in parameters]
+    if starts != [each.start for each in block.parameters] or fields.integer("num_elements") != block.num_elements:
+        raise ValueError(f"block {index} has another layout")
+    return block
+
+
+def _shape(fields: JsonFields) -> tuple[int, ...]:
+    shape = tuple(checked_integer(size, "shape") for size in fields.items("shape"))
+    if min(shape, default=0) < 0:
+        raise ValueError("shape is negative")
+    return shape
