@@ -149,10 +149,9 @@ class TrainingData:
 
     @property
     def loss_share(self) -> float | None:
-        """Tokens with loss as a share of all tokens of the datasets, held-out samples included; None if not known."""
-        num_loss_tokens = self.cache.summary.num_loss_tokens
+        """Tokens with loss as a share of all tokens, held-out samples included; None if there are no tokens."""
         num_tokens = int(self.cache.lengths.sum())
-        return None if num_loss_tokens is None or not num_tokens else num_loss_tokens / num_tokens
+        return self.cache.summary.num_loss_tokens / num_tokens if num_tokens else None
 
     @property
     def fingerprint(self) -> str:

@@ -48,7 +48,7 @@ class SourceCounts:
     num_truncated: int
     num_samples: int
     num_dropped: int = 0
-    """Rows whose sample was too long; 0 in caches of earlier versions."""
+    """Rows whose sample was too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class CacheSummary:
     notices: tuple[str, ...]
     tokens_sha256: str
     sources: tuple[SourceCounts, ...] = ()
-    """Of each dataset, in order. Empty in caches of the first version."""
-    num_loss_tokens: int | None = None
-    """Tokens with loss of all samples; None in caches of earlier versions."""
+    """Of each dataset, in order."""
+    num_loss_tokens: int
+    """Tokens with loss of all samples."""
 
 
 class TokenCache:

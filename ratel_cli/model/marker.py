@@ -29,8 +29,6 @@ MARKER_NAME: Final = "ratel.files"
 NEW_MARKER_NAME: Final = f"{MARKER_NAME}.new"
 """A marker that is being written. A process that is killed meanwhile leaves it, perhaps in a directory that it made."""
 _FORMAT_VERSION: Final = 2
-_FIRST_VERSION: Final = 1
-"""Its markers did not list the files in `run/`."""
 STAGING_NAME: Final = ".export-in-progress"
 """The folder in which an export is made, and from which it is published."""
 _PART_BYTES: Final = 8 << 20
@@ -72,9 +70,9 @@ class Marker:
     step: int | None = None
     """The step of the model; None: there is none yet."""
     files: tuple[WrittenFile, ...] = ()
-    """The model's files. In the marker of an earlier version a name occurs twice where an export was being replaced."""
-    run_files: tuple[str, ...] | None = None
-    """Names of the files in `run/` that Ratel wrote. None: an earlier version made the directory, and listed none."""
+    """The model's files."""
+    run_files: tuple[str, ...] = ()
+    """Names of the files in `run/` that Ratel wrote."""
     replaced: tuple[WrittenFile, ...] = ()
     """The files that `files` replace while an export is being published."""
     is_publishing: bool = False
@@ -87,16 +85,14 @@ def read_marker(directory: Path) -> Marker | None:
     """The marker of a directory; None if there is none, or it cannot be read."""
     try:
         fields = JsonFields(json.loads((directory / MARKER_NAME).read_bytes()))
-        version = fields.integer("format_version")
-        if version not in (_FIRST_VERSION, _FORMAT_VERSION):
+        if fields.integer("format_version") != _FORMAT_VERSION:
             return None
-        has_run_files = version != _FIRST_VERSION and fields.value("run_files") is not None
         return Marker(
             run=fields.text("run"),
             is_run=fields.flag("is_run"),
             step=None if fields.value("step") is None else fields.integer("step"),
             files=tuple(_file(JsonFields(row)) for row in fields.items("files")),
-            run_files=tuple(fields.texts("run_files")) if has_run_files else None,
+            run_files=tuple(fields.texts("run_files")),
             replaced=tuple(_file(JsonFields(row)) for row in _items(fields, "replaced")),
             is_publishing=fields.optional("is_publishing") is True,
             deleted_store=_deleted_store(fields),

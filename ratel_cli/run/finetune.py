@@ -80,7 +80,7 @@ def run_finetune(
         inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)  # phase 1
         resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
         context = resources.enter_context(open_context(config, log, device=inputs.device))
-        identity = identity_of(config, inputs, starts_over=resume == "no")
+        identity = identity_of(config, inputs)
         store = find_store(context, identity, resume=resume, overwrite_store=overwrite_store)
         branch = _branch(context, inputs, store, origin)
         first_step = branch.progress.step if branch else _first_step(context, inputs, store, resume=resume)
@@ -94,7 +94,7 @@ def run_finetune(
         if config.is_split_planned or config.is_chunk_planned:
             context, inputs = shaped_by_plan(context, inputs, hardware)
             config = context.config
-            identity = identity_of(config, inputs, starts_over=resume == "no")
+            identity = identity_of(config, inputs)
         planner = make_planner(context, inputs.model.spec, hardware)
         cache = CachedProfile(config, planner.spec, hardware)
         make_plan = partial(plan_split, planner, is_new=store is None) if is_split_planned else planner.plan

@@ -52,8 +52,6 @@ from ratel_cli.run.run_directory import TOKENS_NAME, as_recorded_by_run, run_dir
 from ratel_cli.run.run_files import names_of_rejects, note_rejects
 from ratel_cli.run.settings import (
     DECIDES_THE_BITS,
-    DECIDES_THE_LENGTH,
-    recorded_hash,
     settings_hash,
     warn_of_host_limit,
 )
@@ -302,14 +300,11 @@ def _remove_unclaimed(config: RunConfig, earlier: Collection[Path]) -> None:
             folder.rmdir()
 
 
-def identity_of(config: RunConfig, inputs: Inputs, *, starts_over: bool) -> StoreIdentity:
-    """The identity of the run's store. A run resumes only from a store with the same identity.
-
-    `starts_over`: the store will be a new one, whatever is there.
-    """
+def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
+    """The identity of the run's store. A run resumes only from a store with the same identity."""
     return StoreIdentity(
         model_hash=model_hash(config, inputs.model.spec),
-        config_hash=settings_hash(config) if starts_over else recorded_hash(config),
+        config_hash=settings_hash(config),
         data_hash=inputs.data.fingerprint,
         seed=config.seed,
         software=(
@@ -350,9 +345,8 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
             del keys[key]
         keys["tokens_per_step"] = None
         old["tokens_per_step"] = before.sequences_per_step * before.sequence_len
-    # A store of an earlier version belongs to a run of one length.
-    found = [key for key in keys if old[key] != new[key]] or [key for key in DECIDES_THE_LENGTH if old[key] != new[key]]
-    return [f"{key} was {changed_value(old[key])}, is now {changed_value(new[key])}" for key in found]
+    changed = [key for key in keys if old[key] != new[key]]
+    return [f"{key} was {changed_value(old[key])}, is now {changed_value(new[key])}" for key in changed]
 
 
 def read_fitting_tokenizer(config: RunConfig, base: Base, log: RunLog) -> Tokenizer:

@@ -27,7 +27,7 @@ from ratel_cli.run.run_directory import (
     run_directory,
     with_own_store,
 )
-from ratel_cli.run.run_files import is_of_older_version, own_run_files, reject_run_files_of_others
+from ratel_cli.run.run_files import own_run_files, reject_run_files_of_others
 from ratel_cli.run.settings import place_of, store_hint
 from ratel_cli.store.headers import stored_id
 from ratel_cli.store.lock import DATA_FILE_NAME
@@ -66,7 +66,7 @@ def is_of_other_run(config: RunConfig, directory: Path, record: RunRecord) -> bo
 def other_owner(config: RunConfig) -> RunRecord | None:
     """The record of the store in `storage.paths` if it is another run's; None if it is this one's, or there is none.
 
-    A store without a record, of an earlier version, counts as this run's.
+    A store without a record counts as this run's.
     """
     path = config.storage.paths[0]
     record = read_record(path)
@@ -153,8 +153,6 @@ def check_run_output(config: RunConfig, run_files: Iterable[str], *, overwrite: 
 
 def _check_directory(directory: Path, *, overwrite: bool) -> None:
     marker = read_marker(directory)
-    if marker is None and is_of_older_version(directory):
-        return
     check_output(directory, overwrite=overwrite, option="output_dir")
     if marker is None or marker.is_run or overwrite:
         return
@@ -173,7 +171,7 @@ def may_claim_at_once(config: RunConfig) -> bool:
     directory = config.output_dir
     marker = read_marker(directory)
     if marker is None:
-        return holds_nothing(directory) or is_of_older_version(directory)
+        return holds_nothing(directory)
     return marker.is_run or (marker.step is None and not run_directory(directory).exists())
 
 

@@ -38,8 +38,6 @@ from ratel_cli.json_fields import JsonFields, hash_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.run.recorded_paths import as_written, located
-from ratel_cli.store.lock import DATA_FILE_NAME
-from ratel_cli.store.run_record import read_record
 
 CONFIG_NAME = "config.yaml"
 HARDWARE_NAME = "hardware.json"
@@ -140,8 +138,7 @@ def with_own_store(config: RunConfig) -> RunConfig:
     """The config with the directory of the run's own store in each of `storage.paths`.
 
     It is named after `output_dir`, with a hash of its place, so that the same command finds it again and no other run
-    does. The default path next to `output_dir` is the run's own already, and so is what a run has recorded. A store
-    that an earlier version made directly in `storage.paths` for this run stays where it is.
+    does. The default path next to `output_dir` is the run's own already, and so is what a run has recorded.
     """
     place = Path(os.path.realpath(config.output_dir))
     own = f"{place.name[:_MAX_NAME_CHARS]}-{hash_of(str(place))[:8]}.store"
@@ -149,8 +146,6 @@ def with_own_store(config: RunConfig) -> RunConfig:
     if os.path.realpath(given[0]) == os.path.realpath(default_store(config)) or all(path.name == own for path in given):
         return config
     paths = tuple(path / own for path in given)
-    if not os.path.lexists(paths[0] / DATA_FILE_NAME) and _has_store_of_older_version(config):
-        return config
     return config.model_copy(update={"storage": config.storage.model_copy(update={"paths": paths})})
 
 
@@ -177,15 +172,6 @@ def _load(path: Path, log: RunLog, overrides: Sequence[str]) -> RunConfig:
     for notice in loaded.notices:
         log.notice(notice)
     return loaded.config
-
-
-def _has_store_of_older_version(config: RunConfig) -> bool:
-    """Whether there is a store directly in `storage.paths` that this run, by its own record, has there."""
-    first = config.storage.paths[0]
-    if not os.path.isfile(first / DATA_FILE_NAME) or read_record(first) is not None:
-        return False
-    recorded = recorded_config(config.output_dir)
-    return recorded is not None and same_places(recorded.storage.paths, config.storage.paths)
 
 
 class CachedProfile:

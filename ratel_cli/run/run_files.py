@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.file_names import REJECTS_NAME, TEST_REJECTS_NAME
 from ratel_cli.errors import BadInput, printable
-from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.marker import read_marker, write_marker
 from ratel_cli.run.run_directory import (
     CONFIG_NAME,
@@ -32,12 +31,9 @@ from ratel_cli.run.run_directory import (
     MODEL_NAME,
     ORIGIN_NAME,
     PLAN_NAME,
-    REPORT_NAME,
     TOKENS_NAME,
     TRACE_NAME,
     as_recorded_by_run,
-    is_output_of_run,
-    recorded_config,
     run_directory,
 )
 from ratel_cli.run.trackers import EVENTS_NAME, log_name, record_name
@@ -51,20 +47,13 @@ _HEAD_BYTES: Final = 400
 def is_run_output(directory: Path) -> bool:
     """Whether the directory is the output directory of a run, so that Ratel has files in `run/`."""
     marker = read_marker(directory)
-    return is_of_older_version(directory) if marker is None else marker.is_run
-
-
-def is_of_older_version(directory: Path) -> bool:
-    """Whether a version of Ratel that wrote no marker has left a run here. Its export counts as the user's."""
-    return is_output_of_run(directory) and (run_directory(directory) / PLAN_NAME).is_file()
+    return marker is not None and marker.is_run
 
 
 def own_run_files(output_dir: Path) -> frozenset[str]:
     """The names in `run/` that are Ratel's. Others are the user's."""
     marker = read_marker(output_dir)
-    if marker is not None and marker.is_run and marker.run_files is not None:
-        return frozenset(marker.run_files)
-    return frozenset(_of_earlier_version(output_dir) if is_run_output(output_dir) else ())
+    return frozenset(marker.run_files if marker is not None and marker.is_run else ())
 
 
 def is_users(output_dir: Path, name: str) -> bool:
@@ -128,7 +117,7 @@ def forget_missing(output_dir: Path, names: Iterable[str]) -> None:
     """List those of these names no longer that have no file: the user may use them. Never raises."""
     marker, run = read_marker(output_dir), run_directory(output_dir)
     missing = {name for name in names if not os.path.lexists(run / name)}
-    if marker is not None and marker.run_files is not None and not missing.isdisjoint(marker.run_files):
+    if marker is not None and not missing.isdisjoint(marker.run_files):
         left = tuple(name for name in marker.run_files if name not in missing)
         with suppress(OSError):
             write_marker(output_dir, replace(marker, run_files=left))
@@ -186,38 +175,6 @@ def is_report(path: Path) -> bool:
         with open(path, "rb") as file:
             return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(_HEAD_BYTES)
     except OSError:
-        return False
-
-
-def _of_earlier_version(output_dir: Path) -> Iterator[str]:
-    """What an earlier version wrote, which listed nothing in `run/`: of the files that are there, those that
-
-    * every run of that version has written
-    * the recorded config asks for: the trace, and what the trackers leave
-    * are recognised by their content: the origin, rejects and the report. A run has them or not, and nothing else says
-      whether.
-    """
-    run, recorded = run_directory(output_dir), recorded_config(output_dir)
-    names = [*_OF_EVERY_RUN, *(files_of_training(recorded) if recorded is not None else ())]
-    yield from (name for name in dict.fromkeys(names) if os.path.lexists(run / name))
-    for name, keys in (
-        (ORIGIN_NAME, ("run", "step", "fresh_optimizer")),
-        (REJECTS_NAME, ("file", "line", "reason")),
-        (TEST_REJECTS_NAME, ("file", "line", "reason")),
-    ):
-        if _has_keys(run / name, keys):
-            yield name
-    if is_report(run / REPORT_NAME):
-        yield REPORT_NAME
-
-
-def _has_keys(path: Path, keys: Iterable[str]) -> bool:
-    """Whether the file, or its first line, is a JSON object with exactly these keys."""
-    try:
-        text = path.read_text(encoding="utf-8") if stat.S_ISREG(path.lstat().st_mode) else ""
-        line = text.split("\n", 1)[0] if path.suffix == ".jsonl" else text
-        return set(JsonFields(json.loads(line)).names()) == set(keys)
-    except (OSError, ValueError, RecursionError):
         return False
 
 

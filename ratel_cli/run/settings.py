@@ -5,7 +5,6 @@ Invariant: this file imports nothing heavy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from ratel_cli.config.schema import RunConfig
@@ -32,43 +31,11 @@ DECIDES_THE_BITS: Final = (
 """Keys that must be the same when a run resumes. All other keys may change."""
 DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
-_ADDED_LATER: Final = ("lr_scheduler_kwargs",)
-"""Keys of these that are part of the hash only if they are set: stores that are older than the key stay valid."""
 
 
 def settings_hash(config: RunConfig) -> str:
-    """The part of a new store's identity that says which settings its run has.
-
-    Chunks of the head of 64 MiB are left out, as in stores that were made when there were no others.
-    """
-    return _hash_of(config, DECIDES_THE_BITS)
-
-
-def earlier_hash(config: RunConfig) -> str:
-    """The settings' hash in stores of the versions in which a run could not change its length."""
-    return _hash_of(config, (*DECIDES_THE_BITS, *DECIDES_THE_LENGTH))
-
-
-def recorded_hash(config: RunConfig) -> str:
-    """The settings' hash as the config's store has it, if the store is that of a run with these settings.
-
-    The hash for a new store otherwise.
-    """
-    identity, earlier = stored_identity(config.storage.paths), earlier_hash(config)
-    return earlier if identity is not None and identity.config_hash == earlier else settings_hash(config)
-
-
-def _hash_of(config: RunConfig, keys: Sequence[str]) -> str:
-    settings = config.model_dump(mode="json", include=set(keys))
-    for key in _ADDED_LATER:
-        value = settings.pop(key)
-        if value is not None:
-            settings[key] = {name: each for name, each in value.items() if each is not None}
-    if config.excess_length_strategy == "truncate":  # as it was when there was no other
-        del settings["excess_length_strategy"]
-    if config.head_chunk == LOGITS_CHUNK_BYTES:
-        del settings["head_chunk"]
-    return hash_of(settings)
+    """The part of a store's identity that says which settings its run has."""
+    return hash_of(config.model_dump(mode="json", include=set(DECIDES_THE_BITS)))
 
 
 def as_recorded(config: RunConfig) -> RunConfig:
@@ -83,7 +50,7 @@ def as_recorded(config: RunConfig) -> RunConfig:
     splits = map(config.split_by, divisors(config.sequences_per_step)) if config.is_split_planned else (config,)
     for split in splits:
         for each in map(split.chunked_by, CHUNK_BYTES) if config.is_chunk_planned else (split,):
-            if identity.config_hash in (settings_hash(each), earlier_hash(each)):
+            if identity.config_hash == settings_hash(each):
                 return each
     return config
 

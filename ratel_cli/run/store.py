@@ -32,9 +32,7 @@ from ratel_cli.run.output import (
 )
 from ratel_cli.run.run_directory import CONFIG_NAME, decay_of, default_store, recorded_decay, run_directory, same_places
 from ratel_cli.run.settings import (
-    DECIDES_THE_LENGTH,
     as_recorded,
-    earlier_hash,
     new_geometry,
     num_slots,
     place_of,
@@ -142,8 +140,10 @@ def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreId
         return
     there = config.storage.model_copy(update={"paths": tuple(paths)})
     recorded = as_recorded(config.model_copy(update={"storage": there}))
-    is_same = stored.config_hash in (settings_hash(recorded), earlier_hash(recorded)) and (
-        (stored.model_hash, stored.seed) == (identity.model_hash, identity.seed)
+    is_same = (stored.config_hash, stored.model_hash, stored.seed) == (
+        settings_hash(recorded),
+        identity.model_hash,
+        identity.seed,
     )
     if not is_same or not (config.is_split_planned or stored.data_hash == identity.data_hash):
         raise _explained(config, paths, ("data_hash",) if is_same else ()) or BadInput(
@@ -155,8 +155,7 @@ def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreId
 def _reject_replacing_result(config: RunConfig) -> None:
     """Raise BadInput if the output directory has the model of a run with other settings, wherever its store is."""
     marker = read_marker(config.output_dir)
-    found = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
-    changed = [each for each in found if not each.startswith(DECIDES_THE_LENGTH)]
+    changed = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
     if marker is not None and marker.step is not None and changed:
         raise BadInput(
             f"{config.output_dir} holds step {marker.step} of a run with other settings: {'; '.join(changed)}",

@@ -1,7 +1,7 @@
 """Which run a store belongs to: a small file next to each data file, for people and for the checks of `run`.
 
 The store itself knows hashes of its settings (`StoreIdentity`). Two runs can have the same settings; the record tells
-them apart, and gives messages a name and a date. A store of an earlier version has no record.
+them apart, and gives messages a name and a date.
 
 Invariant: a run never fails for its record. A record that is missing or damaged says nothing.
 """

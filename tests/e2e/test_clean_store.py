@@ -205,18 +205,6 @@ def test_the_store_of_another_run_stays(work: Path) -> None:
     assert "store deleted" not in ratel("status", work).stdout
 
 
-def test_of_an_earlier_version(work: Path) -> None:
-    """It wrote no marker, and no record next to its store."""
-    config = work / "run.yaml"
-    for path in (output_of(config) / "ratel.files", *work.glob("[ab]/*/ratel.run")):
-        path.unlink()
-    kept = {path: size for path, size in sizes(output_of(config)).items() if "tokens" not in path.parts}
-    clean_store(config)
-    assert not list(work.glob("[ab]/*/ratel.store"))
-    assert kept.items() <= sizes(output_of(config)).items()
-    assert_rejected(ratel("verify", config), 2, DELETED)
-
-
 def test_what_cannot_be_recorded_is_not_done(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_directory: Path, _marker: Marker) -> None:
         raise OSError(30, "Read-only file system")

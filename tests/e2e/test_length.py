@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, get_scheduler
 
 from ratel_cli.config.load import load_config
-from ratel_cli.run.settings import earlier_hash
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -184,16 +183,3 @@ def test_a_run_may_end_where_it_is(make_config: MakeConfig, plain_run: Path) -> 
     stderr = succeed(config, "max_steps=4")
     assert "max_steps was 9, is now 4: the run now ends with step 4, which is done" in stderr
     assert_same_result(config, plain_run)
-
-
-@pytest.mark.full
-def test_a_store_of_an_earlier_version(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its identity has the length in it: it resumes with the same length only, and starts over as a new store."""
-    config = make_config()
-    with monkeypatch.context() as earlier:
-        earlier.setattr("ratel_cli.run.inputs.recorded_hash", earlier_hash)
-        succeed(config, "max_steps=3")
-    assert "all 3 steps are done" in succeed(config, "max_steps=3")
-    assert_rejected(finetune(config), 2, "which has other settings: max_steps was 3, is now 4")
-    succeed(config, "max_steps=3", "--resume", "no")
-    assert "max_steps was 3, is now 4" in succeed(config)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ratel_cli.model.marker import read_marker, write_marker
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -187,10 +189,15 @@ def test_a_result_of_other_settings_is_not_begun_over(make_config: MakeConfig, t
 
 
 def test_records_without_a_store_are_not_begun_again(make_config: MakeConfig) -> None:
+    """Those of a run that has exported nothing yet."""
     config = make_config(max_steps=1)
-    (output_of(config) / "run").mkdir(parents=True)
-    for name, text in (("config.yaml", "{}"), ("plan.json", "{}"), ("metrics.jsonl", '{"step": 1}\n')):
-        (output_of(config) / "run" / name).write_text(text)
+    succeed(config)
+    shutil.rmtree(store_of(config).parent)
+    marker = read_marker(output_of(config))
+    assert marker is not None
+    for file in marker.files:
+        (output_of(config) / file.name).unlink()
+    write_marker(output_of(config), replace(marker, step=None, files=()))
     assert_rejected(finetune(config), 2, "holds the records of a run", "its store is gone")
     (output_of(config) / "run" / "metrics.jsonl").unlink()
     succeed(config)
@@ -219,17 +226,3 @@ def test_two_runs_with_one_storage_path(make_config: MakeConfig, tmp_path: Path)
     succeed(second, "--resume", "no")
     assert {name: content for name, content in tree(tmp_path / "drive").items() if name in before} == before
     assert ratel("verify", output_of(first)).code == ratel("verify", second).code == 0
-
-
-def test_a_store_of_an_older_version_is_found(make_config: MakeConfig, tmp_path: Path) -> None:
-    """It lies directly in storage.paths, and nothing says whose it is but the records of its run."""
-    config = make_config(max_steps=2, storage={"engine": "threads", "paths": [str(tmp_path / "drive")]})
-    succeed(config)
-    (made,) = (tmp_path / "drive").iterdir()
-    (made / "ratel.store").rename(tmp_path / "drive" / "ratel.store")
-    shutil.rmtree(made)
-    record = output_of(config) / "run" / "config.yaml"
-    record.write_text(record.read_text().replace(str(made), str(tmp_path / "drive")))
-    assert "all 2 steps are done" in succeed(config)
-    assert {path.name for path in (tmp_path / "drive").iterdir()} == {"ratel.store"}
-    assert ratel("verify", config).code == 0

@@ -299,7 +299,6 @@ def test_a_snapshot_never_replaces_the_store_of_another_run(make_config: MakeCon
 def test_a_snapshot_without_a_record_belongs_to_the_run_with_its_settings(
     copied: Path, make_config: MakeConfig
 ) -> None:
-    """As stores of earlier versions do."""
     (snapshot_of(copied) / RECORD_FILE_NAME).unlink()
     storage = {"engine": "threads", "snapshot": {"path": str(snapshot_of(copied)), "every": 1}}
     other = make_config("other", **{**CHANGES, "max_steps": 1, "seed": 7, "storage": storage})

@@ -143,25 +143,6 @@ def test_rejects_are_the_runs(make_config: MakeConfig, tmp_path: Path) -> None:
     assert not rejects.exists()
 
 
-@pytest.mark.parametrize("has_marker", [True, False])
-def test_a_run_of_an_earlier_version_goes_on_and_is_cleaned(make_config: MakeConfig, has_marker: bool) -> None:
-    config = make_config(max_steps=1, trace=True)
-    succeed(config)
-    marker = output_of(config) / "ratel.files"
-    content = json.loads(marker.read_text())
-    if has_marker:
-        del content["run_files"]
-        marker.write_text(json.dumps({**content, "format_version": 1}))
-    else:
-        for file in content["files"]:  # the export of a version without a marker counts as the user's
-            (output_of(config) / file["name"]).unlink()
-        marker.unlink()
-    succeed(config, "max_steps=2")
-    assert len(metrics(config)) == 2
-    assert ratel("clean", config, "--yes").code == 0
-    assert not (output_of(config) / "run").exists()
-
-
 def test_the_names_that_decay_are_listed_and_stay(make_config: MakeConfig, base: Path) -> None:
     """Another version may have had another rule; without decay no rule matters."""
     config = make_config(max_steps=1)

@@ -14,7 +14,6 @@ from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
 from ratel_cli.run.named_model import find_model
 from ratel_cli.run.run_directory import find_run, is_output_of_run, with_own_store
-from ratel_cli.store.run_record import write_records
 
 TEXT = "base_model: m\ndatasets: d.jsonl\noutput_dir: out\nstorage: {paths: [s]}\n"
 
@@ -62,20 +61,6 @@ def test_the_store_has_a_directory_of_its_own(here: Path) -> None:
     assert not {path.name for path in other.storage.paths} & {path.name for path in named.storage.paths}
     file.write_text(to_yaml(named))
     assert find_run(file, RunLog()) == named
-
-
-@pytest.mark.parametrize(("recorded", "is_found"), [("s", True), ("t", False), (None, False)])
-def test_a_store_that_an_older_version_made_in_storage_paths(here: Path, recorded: str | None, is_found: bool) -> None:
-    (here / "s").mkdir()
-    (here / "s" / "ratel.store").write_bytes(b"x")
-    (here / "a.yaml").write_text(TEXT)
-    if recorded is not None:
-        (here / "out" / "run").mkdir(parents=True)
-        (here / "out" / "run" / "config.yaml").write_text(TEXT.replace("[s]", f"[{recorded}]"))
-    paths = find_run(here / "a.yaml", RunLog()).storage.paths
-    assert (paths == (Path("s"),)) == is_found
-    write_records([here / "s"], "/another/out")
-    assert find_run(here / "a.yaml", RunLog()).storage.paths != (Path("s"),)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
-"""Which files in `run/` are Ratel's: those that the marker lists; of an earlier version, what it must have written."""
+"""Which files in `run/` are Ratel's: those that the marker lists."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.load import load_config, to_yaml
+from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.model.marker import Marker, read_marker, write_marker
@@ -90,28 +89,6 @@ def test_a_link_that_appears_later_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic link"):
         write_run_file(tmp_path / "plan.json", "{}")
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-@pytest.mark.parametrize("version", [0, 1])
-def test_a_run_of_an_earlier_version(config: RunConfig, version: int) -> None:
-    """Version 0 wrote no marker, version 1 one that lists nothing in `run/`."""
-    for name in (*OF_EVERY_RUN, "trace.json", "notes.txt", "origin.json", "rejects.jsonl", "report.html", "wandb.json"):
-        plant(name)
-    recorded = plant("config.yaml", to_yaml(config))
-    if version:
-        marker = {"format_version": 1, "run": os.path.realpath("out"), "is_run": True, "step": None, "files": []}
-        Path("out/ratel.files").write_text(json.dumps(marker))
-    assert own_run_files(config.output_dir) == OF_EVERY_RUN
-    reject_run_files_of_others(config, OF_EVERY_RUN, overwrite=False)
-    recorded.write_text(to_yaml(config.model_copy(update={"trace": True, "report_to": ("wandb",)})))
-    plant("origin.json", '{"run": "/a", "step": 3, "fresh_optimizer": false}')
-    plant("rejects.jsonl", '{"file": "d", "line": 3, "reason": "empty"}\n{"file"')
-    plant("report.html", '<meta name="generator" content="Ratel">')
-    wanted = {*OF_EVERY_RUN, "trace.json", "origin.json", "rejects.jsonl", "report.html", "wandb.json"}
-    assert own_run_files(config.output_dir) == wanted
-    claim_output(config, ["wandb.log"])  # from now on all of them are listed
-    marker_now = read_marker(config.output_dir)
-    assert marker_now is not None and {*(marker_now.run_files or ())} == {*wanted, "wandb.log"}
 
 
 def test_a_claim_waits_where_the_user_has_files(config: RunConfig) -> None:

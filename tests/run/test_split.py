@@ -16,7 +16,7 @@ from ratel_cli.planning.placement import LEAST_UNITS, Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.run.engine import engine_settings
 from ratel_cli.run.planner import Planner
-from ratel_cli.run.settings import as_recorded, earlier_hash, settings_hash
+from ratel_cli.run.settings import as_recorded, settings_hash
 from ratel_cli.run.split import plan_split, report_better_split
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
@@ -89,16 +89,10 @@ def test_nothing_is_reported_where_no_split_is_faster(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
-BEFORE_CHUNKS = "b4828b91644d41f394a64d44c8f7aebee7ebc9bec03bace96577562ee22d1ca5"
-"""Of the config below, when all chunks of the head were of 64 MiB and no key named them."""
-
-
-def test_stores_that_were_made_when_all_chunks_were_of_64_mib_are_runs_with_such_chunks() -> None:
+def test_each_size_of_chunks_has_a_hash_of_its_own() -> None:
     config = RunConfig(base_model="org/name", datasets=(DatasetConfig(path="a"),))
-    assert earlier_hash(config.chunked_by(64 * MIB)) == BEFORE_CHUNKS
-    for hash_now in (settings_hash, earlier_hash):
-        hashes = {hash_now(config.chunked_by(size)) for size in CHUNK_BYTES}
-        assert len({hash_now(config), *hashes}) == 1 + len(CHUNK_BYTES)
+    hashes = {settings_hash(config.chunked_by(size)) for size in CHUNK_BYTES}
+    assert len({settings_hash(config), *hashes}) == 1 + len(CHUNK_BYTES)
 
 
 def test_the_engine_follows_the_plan_s_chunks() -> None:
