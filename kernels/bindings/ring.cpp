@@ -1,7 +1,8 @@
 // A ring of io_uring by system calls: requests in, completions out.
 //
-// Ratel needs five calls of it. The Python package that offers them comes compiled for AVX-512 alone (2026.3), so that
-// most desktop processors stop at its first call, and it holds the GIL while the kernel works.
+// The Python package liburing (2026.3.30) offers the same calls. Its wheel is compiled for AVX-512 (the first call runs
+// `vmovups %zmm0`), so it ends the process on AMD before Zen 4 and on Intel's desktop processors from the 12th generation
+// on; and it holds the GIL while the kernel works.
 //
 // Invariants: one thread at a time prepares, submits and reaps, which is the caller's duty, so the kernel is the only
 // one that entries are ordered against; an entry is handed over after it is whole, and a completion is read before its
