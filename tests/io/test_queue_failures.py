@@ -61,10 +61,12 @@ def test_a_failing_thread_breaks_its_direction_and_ends_every_ticket(queue: IoQu
     queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
     with pytest.raises(IntegrityFailure, match="transfers have stopped") as raised:
         queue.write([Extent(fd=1 << 40, offset=0, memory=memory)]).wait()
-    assert isinstance(raised.value.__cause__, OverflowError | TypeError)  # no descriptor has such a number
+    kind = TypeError if queue.engine == "io_uring" else OverflowError
+    assert isinstance(raised.value.__cause__, kind)  # no descriptor has such a number
     with pytest.raises(IntegrityFailure, match="transfers have stopped") as raised:
         queue.write([Extent(fd=fd, offset=0, memory=memory)])
-    assert isinstance(raised.value.__cause__, OverflowError | TypeError)
+    kind = TypeError if queue.engine == "io_uring" else OverflowError
+    assert isinstance(raised.value.__cause__, kind)
     queue.read([Extent(fd=fd, offset=0, memory=memory)]).wait()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.io.queue import IoQueue
 from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.layout import HEADER_BYTES, Field, Record, StoredBlock
@@ -30,12 +29,6 @@ from tests.store.stores import (
 
 FROZEN_BYTES = 4096 * 2 + 2048 * 4
 """Of the records of the frozen blocks in `MIXED`."""
-
-
-@pytest.fixture
-def queue() -> Iterator[IoQueue]:
-    with open_queue("threads", notice=pytest.fail, depth=4) as opened:
-        yield opened
 
 
 def test_steps_leave_them_as_they_were_imported(tmp_path: Path, queue: IoQueue) -> None:
