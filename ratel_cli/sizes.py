@@ -6,13 +6,15 @@ records the stripes and chunks that it was made with; the alignments are part of
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 DtypeName = Literal["bfloat16", "float32", "float16"]
 """Names of compute dtypes, as torch and the config spell them."""
+DTYPE_NAMES: Final[dict[str, DtypeName]] = {name: name for name in get_args(DtypeName)}
 
 ValueType = Literal["bfloat16", "float16", "float32", "int16", "uint8"]
 """Types of the values that a store holds."""
+VALUE_TYPES: Final[dict[str, ValueType]] = {name: name for name in get_args(ValueType)}
 VALUE_BYTES: Final[dict[ValueType, int]] = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2, "uint8": 1}
 
 PAGE_BYTES: Final = 4096

@@ -66,7 +66,7 @@ class EmbeddingRows:
         """Where the elements behind the matrix begin in the block's flat array."""
         return _start_behind_matrix(self.block)
 
-    def bytes_ahead(self, window_bytes: int) -> tuple[int, int]:
+    def parts_ahead(self, window_bytes: int) -> tuple[int, int]:
         """Bytes of the rows, and of what is behind the matrix, that go up while the block before computes.
 
         They do not depend on the number of distinct tokens, for which the plan takes the most there can be.

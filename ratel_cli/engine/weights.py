@@ -209,7 +209,7 @@ class WeightReader:
         if use.rows is None:
             sizes: tuple[int, ...] = (bytes_ahead(use.block, self._gpu_window_bytes),)
         else:
-            sizes = use.rows.bytes_ahead(self._gpu_window_bytes)
+            sizes = use.rows.parts_ahead(self._gpu_window_bytes)
         return [size for size in sizes if size]
 
     def _parts(self, use: _Use) -> list[memoryview]:

@@ -33,7 +33,7 @@ from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.separation import samples_stay_apart
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec, lay_out_block
 from ratel_cli.sizes import DtypeName
@@ -221,7 +221,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
         ("head", "head", after),
     ]
-    dtype = next(name for name, each in DTYPES.items() if each == skeleton.dtype)
+    dtype = NAMES_OF_DTYPES[skeleton.dtype]
     spec = ModelSpec(
         name=name,
         architecture=type(skeleton).__name__,

@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from ratel_cli.errors import BadInput
 from ratel_cli.model.blocks import find_stack
 from ratel_cli.model.kind import whole_class
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, build_whole
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, build_whole
 
 _NUM_TOKENS = 6
 _CANNOT_RUN = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError)
@@ -78,7 +78,7 @@ def find_outer(config: PretrainedConfig) -> OuterModel | None:
 
 def language_part(outer: OuterModel, whole: PreTrainedModel, *, attention: str) -> PreTrainedModel:
     """The language model by itself, as its own class, with the parameters of a loaded `whole` model."""
-    dtype = next(name for name, each in DTYPES.items() if each == whole.dtype)
+    dtype = NAMES_OF_DTYPES[whole.dtype]
     model = build_skeleton(outer.language_config, dtype=dtype, attn_implementation=attention)
     state = whole.state_dict()
     model.load_state_dict({own: state[name] for name, own in outer.names.items()}, strict=False, assign=True)

@@ -29,6 +29,7 @@ from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NAMES_OF_DTYPES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
 _FACTORIES: frozenset[Callable[..., object]] = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
 )

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Self, get_args
+from typing import Self
 
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.schedule.blocks import BlockSpec, block_from_json
-from ratel_cli.sizes import VALUE_BYTES, DtypeName
+from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
 FORMAT_VERSION = 2
@@ -108,15 +108,14 @@ class ModelSpec:
         Blocks are laid out again from names and shapes. If the layout differs, other code made the content.
         """
         fields = JsonFields(content)
-        dtypes: dict[str, DtypeName] = {dtype: dtype for dtype in get_args(DtypeName)}
-        if fields.integer("format_version") != FORMAT_VERSION or fields.text("dtype") not in dtypes:
+        if fields.integer("format_version") != FORMAT_VERSION or fields.text("dtype") not in DTYPE_NAMES:
             raise ValueError("made by another version")
         return cls(
             name=fields.text("name"),
             architecture=fields.text("architecture"),
             blocks=tuple(block_from_json(item, index) for index, item in enumerate(fields.items("blocks"))),
             tied=fields.flag("tied"),
-            dtype=dtypes[fields.text("dtype")],
+            dtype=DTYPE_NAMES[fields.text("dtype")],
             hidden_size=fields.integer("hidden_size"),
             vocab_size=fields.integer("vocab_size"),
             looks_up_rows=fields.flag("looks_up_rows"),

@@ -63,7 +63,6 @@ from ratel_cli.planning.placement import (
 )
 from ratel_cli.planning.step_time import StageTime, StepTime, weighted_sum
 from ratel_cli.planning.traffic import Traffic
-from ratel_cli.schedule.blocks import BlockSpec
 
 _ADDING_SPEED, _MOST_ADDING = 2.0, 8
 """Adding a gradient moves 10 bytes of main memory, where AdamW moves 26. Torch uses this many threads at most."""
@@ -354,10 +353,8 @@ class _Stages:
         Where the CPU computes, the compute thread packs what is written into buffers.
         """
         host, link, edges = self._hardware.host, self._hardware.link, work.edges
-        compute, optimizer = (
-            work.compute,
-            work.updated.elements / (host.adam_parameters_per_second * self._adamw_threads),
-        )
+        compute = work.compute
+        optimizer = work.updated.elements / (host.adam_parameters_per_second * self._adamw_threads)
         memory_rate = host.memory_bytes_per_second or math.inf
         if link is None:
             up = down = linked = exposed = 0.0
@@ -434,17 +431,13 @@ def _update_edges(
         rest_seconds=sum(
             nvme_seconds(
                 nvme,
-                read * _per_element(first, first.state_bytes),
-                (beyond if stays else first.num_elements) * _per_element(first, first.record_bytes),
+                first.record.state_bytes(read),
+                first.record.num_bytes(beyond if stays else first.num_elements),
             )
         ),
-        drained_bytes=min(pending, ahead * _per_element(first, first.record_bytes)) if stays else 0,
+        drained_bytes=min(pending, first.record.num_bytes(ahead)) if stays else 0,
         drained_seconds=idle_seconds,
     )
-
-
-def _per_element(block: BlockSpec, num_bytes: int) -> int:
-    return num_bytes // max(1, block.num_elements)
 
 
 def _idle_nvme_seconds(forward: StageTime, offloaded: OffloadedActivations) -> float:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from ratel_cli.json_fields import JsonFields, checked_integer
 from ratel_cli.schedule.rules import ADAMW, RULES, Rule
-from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, DtypeName
+from ratel_cli.sizes import BLOCK_ALIGNMENT, DTYPE_NAMES, PARAMETER_ALIGNMENT, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Record, StoredBlock
 from ratel_cli.units import align_up
 
@@ -25,7 +25,7 @@ BlockKind = Literal["embedding", "layer", "head"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One trainable tensor: its Hugging Face name and its place in the block's flat array."""
+    """One tensor: its Hugging Face name and its place in the block's flat array."""
 
     name: str
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class BlockSpec:
     @cached_property
     def state_bytes(self) -> int:
         """Size of the fields that only the update reads."""
-        return sum(field.num_bytes(self.num_elements) for field in self.record.state_fields)
+        return self.record.state_bytes(self.num_elements)
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -172,9 +172,8 @@ def block_from_json(content: object, index: int) -> BlockSpec:
     """
     fields = JsonFields(content)
     kinds: dict[str, BlockKind] = {kind: kind for kind in get_args(BlockKind)}
-    dtypes: dict[str, DtypeName] = {dtype: dtype for dtype in get_args(DtypeName)}
     texts = [fields.text(key) for key in ("kind", "dtype", "gradient_dtype", "rule")]
-    known = (set(kinds), set(dtypes), set(dtypes), set(RULES))
+    known = (set(kinds), set(DTYPE_NAMES), set(DTYPE_NAMES), set(RULES))
     if fields.integer("index") != index or any(text not in names for text, names in zip(texts, known, strict=True)):
         raise ValueError(f"block {index} is not described")
     parameters = [JsonFields(item) for item in fields.items("parameters")]
@@ -183,8 +182,8 @@ def block_from_json(content: object, index: int) -> BlockSpec:
         kind=kinds[texts[0]],
         name=fields.text("name"),
         parameters=[(each.text("name"), _shape(each), each.flag("decay")) for each in parameters],
-        dtype=dtypes[texts[1]],
-        gradient_dtype=dtypes[texts[2]],
+        dtype=DTYPE_NAMES[texts[1]],
+        gradient_dtype=DTYPE_NAMES[texts[2]],
         rule=RULES[texts[3]],
     )
     starts = [each.integer("start") for each in parameters]

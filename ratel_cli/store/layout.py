@@ -4,7 +4,7 @@ All of it is arithmetic on the `Geometry`, which is fixed when the store is made
 docs/store-format.md describes the same to the byte.
 
 The store knows nothing of update rules: a block comes with its record, a list of fields, and the manifest repeats it.
-What a rule keeps for a parameter is told in `ratel_cli/schedule/rules.py`.
+`ratel_cli/schedule/rules.py` says what a rule keeps for a parameter.
 
 Two kinds of regions have the same shape, records and then their checksum table: a slot holds one generation of the
 blocks that are trained, and the frozen region, which lies before all slots, holds the blocks that never change. It is
@@ -85,6 +85,10 @@ class Record:
     def num_bytes(self, num_elements: int) -> int:
         """Size of the record of a block with `num_elements` elements."""
         return sum(field.num_bytes(num_elements) for field in self.fields)
+
+    def state_bytes(self, num_elements: int) -> int:
+        """Size of the state fields of `num_elements` elements."""
+        return sum(field.num_bytes(num_elements) for field in self.state_fields)
 
     def addresses(self, num_elements: int) -> Iterator[tuple[Field, int]]:
         """Each field, and where it begins in the record of a block with `num_elements` elements."""

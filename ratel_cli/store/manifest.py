@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.json_fields import JsonFields, checked_integer, checked_list, checked_text
-from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, VALUE_BYTES
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, VALUE_TYPES
 from ratel_cli.store.layout import Field, Geometry, RankSlice, Record, StoredBlock
 
 FORMAT_VERSION: Final = 4
@@ -312,10 +312,9 @@ def _record(row: object) -> Record:
     fields: list[Field] = []
     for each in checked_list(row, "records"):
         name, dtype, per = checked_list(each, "a field of records")
-        known = {known: known for known in VALUE_BYTES}
         field = Field(
             checked_text(name, "a name in records"),
-            known[checked_text(dtype, "a type in records")],  # type: ignore[index]
+            VALUE_TYPES[checked_text(dtype, "a type in records")],
             checked_integer(per, "a size in records"),
         )
         if field.per < 1:

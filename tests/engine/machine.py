@@ -22,7 +22,7 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, supported_attention
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
@@ -250,7 +250,7 @@ def machine(
     """
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
-        gradients = next(name for name, each in DTYPES.items() if each == (recipe.gradient_dtype or recipe.dtype))
+        gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
         model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients)
     groups = GroupShape(elements=group_elements, in_flight=groups_in_flight)
     paths = [directory / f"drive{index}" for index in range(num_directories)]

@@ -88,7 +88,7 @@ def test_what_goes_ahead_is_whole_parameters(window_elements: int) -> None:
     """The window has space for as many rows as there are tokens, or none go ahead."""
     rows = rows_of(block_of([(WIDTH,)]), [1, 1, 2, 2, 2])
     size = rows.block.dtype_bytes
-    found = rows.bytes_ahead(size * window_elements)
+    found = rows.parts_ahead(size * window_elements)
     behind = rows.block.num_elements - rows.others_start
     assert found == (
         (0, 0)
