@@ -256,8 +256,10 @@ def _train_plain(base: Path, recipe: Recipe) -> Trained:
     # Copies: a mapped file gives tensors at addresses at which some kernels round otherwise.
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     loaded = _loaded(base, recipe.dtype)
-    buffers = {name: loaded.state_dict()[name] for name, _ in loaded.named_buffers() if name in loaded.state_dict()}
-    return train_in_memory(model.config, weights, steps, recipe, buffers)
+    state = loaded.state_dict()
+    buffers = {name: state[name] for name, _ in loaded.named_buffers() if name in state}
+    kept = frozenset(name for name, each in state.items() if each.dtype == torch.float32 != recipe.dtype)
+    return train_in_memory(model.config, weights, steps, replace(recipe, kept=kept), buffers)
 
 
 def _finetune(base: Path, directory: Path, recipe: Recipe, rows: Sequence[Sequence[int]], **changes: object) -> str:
@@ -307,7 +309,7 @@ def _compare(base: Path, directory: Path, dtype: str, trained: Trained) -> None:
     out = directory / "out"
     losses = [json.loads(line)["loss"] for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     loaded = _reload(out, _DTYPES[dtype])
-    wanted = {name: weight.to(_DTYPES[dtype]) for name, weight in trained.weights.items()}
+    wanted = {name: weight.to(loaded[name].dtype) for name, weight in trained.weights.items()}
     num_other = sum(int((loaded[name] != weight).sum()) for name, weight in wanted.items())
     num_all = sum(weight.numel() for weight in wanted.values())
     if num_other:

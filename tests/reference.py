@@ -15,6 +15,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -50,6 +51,8 @@ class Recipe:
     loss_scale: float = 1.0
     fresh: bool = False
     """Whether each micro-batch goes through a copy of the model that has not run yet."""
+    kept: frozenset[str] = frozenset()
+    """Parameters and buffers that stay in fp32 in a 16-bit model: see `kept_in_fp32`."""
     device: str = "cpu"
     """Where the model computes; masters and AdamW are on the CPU."""
 
@@ -61,7 +64,7 @@ class Trained:
     parameter_norms: tuple[dict[str, float], ...]
     """Of each step: the norm of each parameter's gradient, before it is clipped."""
     weights: dict[str, torch.Tensor]
-    """fp32 masters by name."""
+    """By name: fp32 masters; what is frozen as the model has it."""
 
 
 def train_in_memory(
@@ -73,15 +76,22 @@ def train_in_memory(
 ) -> Trained:
     """`buffers`: those of a checkpoint, where they are not what the configuration gives."""
     model = AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in recipe.kept:
+            tensor.data = tensor.data.float()
     model.load_state_dict(buffers or {}, strict=False)
     model.to(recipe.device).train()
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
-    masters = {name: nn.Parameter(weights[name].clone().float()) for name, _ in model.named_parameters()}
+    masters = {
+        name: nn.Parameter(weights[name].clone().float(), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
     _copy_down(model, masters)
     # The method does not look at its Trainer, which would need a whole training setup.
     names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    decayed = [p for n, p in masters.items() if n in names]
-    others = [p for n, p in masters.items() if n not in names]
+    trained = {name: master for name, master in masters.items() if master.requires_grad}
+    decayed = [p for n, p in trained.items() if n in names]
+    others = [p for n, p in trained.items() if n not in names]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=recipe.learning_rate,
@@ -90,8 +100,12 @@ def train_in_memory(
     losses, norms, parameter_norms = [], [], []
     for step, batches in enumerate(steps):
         loss, sums = _gradients(model, [_placed(batch, recipe.device) for batch in batches], step, recipe)
-        dtype = recipe.gradient_dtype or recipe.dtype
-        gradients = {name: sums[name].to(dtype).float() * (1.0 / recipe.loss_scale) for name in masters if name in sums}
+        dtypes = dict.fromkeys(masters, recipe.gradient_dtype or recipe.dtype) | dict.fromkeys(
+            recipe.kept, torch.float32
+        )
+        gradients = {
+            name: sums[name].to(dtypes[name]).float() * (1.0 / recipe.loss_scale) for name in masters if name in sums
+        }
         parameter_norms.append({name: float(gradient.norm()) for name, gradient in gradients.items()})
         norm = _clip(list(gradients.values()), recipe.max_grad_norm)
         if recipe.learning_rates is not None:
@@ -107,8 +121,19 @@ def train_in_memory(
         losses=tuple(losses),
         norms=tuple(norms),
         parameter_norms=tuple(parameter_norms),
-        weights={n: p.detach().clone() for n, p in masters.items()},
+        weights={
+            name: (masters[name] if parameter.requires_grad else parameter).detach().float().cpu().clone()
+            for name, parameter in model.named_parameters()
+        },
     )
+
+
+def kept_in_fp32(config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> frozenset[str]:
+    """The parameters and buffers that transformers has in fp32 when it loads a model in `dtype`. Writes to
+    `directory`."""
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    return frozenset(name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32 != dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +237,7 @@ class _Seeding:
     def __init__(self, model: nn.Module, seed: int, step: int, micro_batch: int) -> None:
         self._seed, self._step, self._micro_batch = seed, step, micro_batch
         self._layers = max(
-            (m for m in model.modules() if isinstance(m, nn.ModuleList)),
+            (m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and "image" not in name),
             key=lambda m: sum(p.numel() for p in m.parameters()),
         )
         self._handles: list[torch.utils.hooks.RemovableHandle] = []

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.commands import commands_that_take_a_run
 from tests.test_layers import HEAVY
 
@@ -99,6 +101,7 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     assert [(arguments, *result) for (arguments, _), result in zip(COMMANDS, found, strict=True)] == expected
 
 
+@pytest.mark.full
 def test_a_wrong_config_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     """By every command that reads one. `check` looks at the rest, too, and only for that it imports anything heavy."""
     config = tmp_path / "wrong.yaml"

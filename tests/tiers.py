@@ -1,9 +1,10 @@
 """Three tiers of tests: what runs in `make test`, what waits for `make check`, and what waits for `make nightly`.
 
-A case that is marked `full` runs in the full tier only, one that is marked `nightly` in the nightly tier only; every
-other case runs in the short tier. The functions here make the cases of a test and mark those that the short tier leaves
-out, so that one list serves all tiers. A test of Hypothesis runs in the short and the full tier: the short one draws at
-most 12 examples, the full one as many as the test asks for.
+The short tier has what takes little more than a second, and of each promise that takes longer one test. A case marked
+`full` runs in the full tier only, one marked `nightly` in the nightly tier only; every other case runs in the short
+tier. The functions here make the cases of a test and mark those that the short tier leaves out, so that one list
+serves all tiers. A test of Hypothesis runs in the short and the full tier: the short one draws at most 12 examples,
+the full one as many as the test asks for.
 
 Products of many axes wait for the night. The full tier has a part of them in which any two values of any two axes meet.
 

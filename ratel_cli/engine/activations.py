@@ -48,7 +48,7 @@ from ratel_cli.io.tickets import Ticket
 from ratel_cli.model.spec import name_in_layer
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage, tensors_ahead
 from ratel_cli.planning.step_time import Resource
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -286,18 +286,18 @@ class ActivationOffloader:
         del self._packed[key]
 
     @contextlib.contextmanager
-    def preparing_more(self, block: BlockSpec, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    def preparing_more(self, layer: Segment, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """While the backward of a layer runs inside: prepare more of the next unit at the moments that the plan names.
 
-        `parameters`: the block's, in the order of its spec.
+        `parameters`: the trained ones of the layer, in the order of its blocks.
         """
-        moments = () if self._units is None else self._units.moments.get(block.index, ())
+        moments = () if self._units is None else self._units.moments.get(layer.index, ())
         most_bytes = {moment.parameter: moment.num_bytes for moment in moments}
 
         def prepare_more(name: str, _: torch.Tensor) -> None:
             self.prepare_more(most_bytes[name])
 
-        names = [name_in_layer(each.name) for each in block.parameters]
+        names = [name_in_layer(each.name) for block in layer.trained for each in block.parameters]
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(prepare_more, name))
             for name, parameter in zip(names, parameters, strict=True)

@@ -1,16 +1,16 @@
-"""Reads a model's weights one block at a time, for computing without training.
+"""Reads a model's weights one segment at a time, for computing without training.
 
-For each use of a block:
+For each use of a segment:
 
-    1. read     its flat array into a buffer, from a generation in the store or from the model's own files
+    1. read     its blocks' flat arrays into a buffer, from a generation in the store or from the model's own files
     2. bind     its parameters to the modules, after an upload where a GPU computes
     3. release  the modules, and the buffer
 
-A forward pass uses the blocks in one order. With `reads_ahead` a thread reads the next block of the pass while one
-computes. Resident blocks are read once and stay in host memory.
+A forward pass uses the segments in one order. With `reads_ahead` a thread reads the next segment of the pass while one
+computes. Resident segments are read once and stay in host memory.
 
-Invariant: memory is that of the blocks that are bound, read ahead or resident (`weights_bytes`), whatever the number of
-layers.
+Invariant: memory is that of the segments that are bound, read ahead or resident (`weights_bytes`), whatever the number
+of layers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.store.generation import Generation
 
 
 class BlockSource(Protocol):
     """Where the weights of blocks come from."""
-
-    dtype: torch.dtype
-    """The data type that the model computes in."""
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:
         """Fill `memory` with the block's flat array. What is in the gaps between parameters is not defined."""
@@ -48,7 +46,6 @@ class GenerationBlocks:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self.dtype = VALUE_DTYPES[generation.blocks[0].record.compute_field.dtype]
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:
         """See BlockSource. Raises IntegrityFailure if the generation is damaged."""
@@ -57,22 +54,21 @@ class GenerationBlocks:
 
 
 class FileBlocks:
-    """The weights in a model's safetensors files, rounded once to the data type that the model computes in."""
+    """The weights in a model's safetensors files, rounded once to the data type that their block computes in."""
 
-    def __init__(self, source: CheckpointSource, dtype: torch.dtype) -> None:
+    def __init__(self, source: CheckpointSource) -> None:
         self._source = source
-        self.dtype = dtype
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:
         """See BlockSource. Raises IntegrityFailure on an I/O error, BadInput if a file has become shorter."""
-        weights = view(memory, self.dtype)
+        weights = view(memory, VALUE_DTYPES[block.dtype])
         for parameter in block.parameters:
             self._source.read_whole_into(parameter.name, weights[parameter.start : parameter.stop])
         self._source.forget_converted()
 
 
 class BlockReader(Closing):
-    """Binds the blocks of one model, in the order of forward passes. Use as a context manager."""
+    """Binds the segments of one model, in the order of forward passes. Use as a context manager."""
 
     def __init__(
         self,
@@ -85,8 +81,8 @@ class BlockReader(Closing):
         reads_ahead: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`resident`: indices of the blocks that stay in host memory. `check_stop` is called before each block; what it
-        raises ends the pass."""
+        """`resident`: indices of the segments that stay in host memory. `check_stop` is called before each segment;
+        what it raises ends the pass."""
         self.device = device
         self.bytes_read = 0
         """Bytes of weights that were read so far."""
@@ -103,24 +99,25 @@ class BlockReader(Closing):
         self._thread = ThreadPoolExecutor(1, "ratel-read-ahead") if reads_ahead else None
 
     @contextmanager
-    def bound(self, block: BlockSpec, rows: EmbeddingRows | None = None) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-        """A context in which the block can run. `rows`: what a GPU gets of the embedding's matrix; None: all of it.
+    def bound(self, segment: Segment, rows: EmbeddingRows | None = None) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+        """A context in which the segment can run. `rows`: what a GPU gets of the embedding's matrix; None: all of it.
 
-        Raises what reading raises, and DoesNotFit if the pool has no memory for the block.
+        Raises what reading raises, and DoesNotFit if the pool has no memory for the segment.
         """
         self._check_stop()
-        lease = self._take(block)
+        lease = self._take(segment)
+        parameters: list[torch.nn.Parameter] = []
         try:
-            weights = view(lease.memory, self._source.dtype)
-            parts, tokens = [weights], None
-            if rows is not None:
-                parts, tokens = [weights.new_empty(rows.num_elements), weights[rows.others_start :]], rows.tokens
-                rows.gather(weights, parts[0])
-            try:
-                yield self._model.bind(block, *(part.to(self.device) for part in parts), tokens=tokens)
-            finally:
-                self._model.release(block)
+            for block, memory in _arrays(segment, lease.memory):
+                weights = view(memory, VALUE_DTYPES[block.dtype])
+                parts, tokens = [weights], None
+                if rows is not None and rows.block is block:
+                    parts, tokens = [weights.new_empty(rows.num_elements), weights[rows.others_start :]], rows.tokens
+                    rows.gather(weights, parts[0])
+                parameters += self._model.bind(block, *(part.to(self.device) for part in parts), tokens=tokens)
+            yield tuple(parameters)
         finally:
+            self._model.release(segment)
             lease.release()
 
     def end_pass(self) -> None:
@@ -138,13 +135,13 @@ class BlockReader(Closing):
             lease.release()
         self._resident.clear()
 
-    def _take(self, block: BlockSpec) -> Lease:
-        """The block's buffer, filled; its user releases it. Starts to read the block after it."""
-        position = self._position if self._order[self._position] is block else self._order.index(block)
-        lease = self._filled(block)
+    def _take(self, segment: Segment) -> Lease:
+        """The segment's buffer, filled; its user releases it. Starts to read the segment after it."""
+        position = self._position if self._order[self._position] is segment else self._order.index(segment)
+        lease = self._filled(segment)
         try:
-            if block.index in self._resident_indices and block.index not in self._resident:
-                self._resident[block.index] = lease.share()
+            if segment.index in self._resident_indices and segment.index not in self._resident:
+                self._resident[segment.index] = lease.share()
             following = self._order[position + 1 :]
             self._position = position + 1 if following else 0
             if following:
@@ -154,44 +151,45 @@ class BlockReader(Closing):
             raise
         return lease
 
-    def _filled(self, block: BlockSpec) -> Lease:
-        if block.index in self._resident:
-            return self._resident[block.index].share()
-        if self._ahead is not None and self._ahead.block is block:
+    def _filled(self, segment: Segment) -> Lease:
+        if segment.index in self._resident:
+            return self._resident[segment.index].share()
+        if self._ahead is not None and self._ahead.segment is segment:
             ahead, self._ahead = self._ahead, None
             return ahead.wait()
         self._drop_ahead()
-        lease = self._lease(block)
+        lease = self._lease(segment)
         try:
-            self._read(block, lease.memory)
+            self._read(segment, lease.memory)
         except BaseException:
             lease.release()
             raise
         return lease
 
-    def _read_ahead(self, block: BlockSpec) -> None:
-        if self._thread is None or block.index in self._resident or self._ahead is not None:
+    def _read_ahead(self, segment: Segment) -> None:
+        if self._thread is None or segment.index in self._resident or self._ahead is not None:
             return
-        lease = self._lease(block)
-        self._ahead = _Ahead(block, lease, self._thread.submit(self._read, block, lease.memory))
+        lease = self._lease(segment)
+        self._ahead = _Ahead(segment, lease, self._thread.submit(self._read, segment, lease.memory))
 
     def _drop_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.drop()
 
-    def _lease(self, block: BlockSpec) -> Lease:
-        return self._pool.lease(block.num_elements * self._source.dtype.itemsize, f"weights of {block.name}")
+    def _lease(self, segment: Segment) -> Lease:
+        return self._pool.lease(segment.compute_bytes, f"weights of {segment.name}")
 
-    def _read(self, block: BlockSpec, memory: memoryview) -> None:
-        self._source.read(block, memory)
+    def _read(self, segment: Segment, memory: memoryview) -> None:
+        for block, array in _arrays(segment, memory):
+            self._source.read(block, array)
         self.bytes_read += len(memory)
 
 
 class _Ahead(NamedTuple):
-    """A block that is being read ahead."""
+    """A segment that is being read ahead."""
 
-    block: BlockSpec
+    segment: Segment
     lease: Lease
     reading: Future[None]
 
@@ -210,22 +208,27 @@ class _Ahead(NamedTuple):
         self.lease.release()
 
 
-def reading_order(spec: ModelSpec) -> tuple[BlockSpec, ...]:
-    """The blocks in the order in which a forward pass uses them. A tied embedding comes again, with the head."""
-    embedding, *layers, head = spec.blocks
-    return (embedding, *layers, *((embedding,) if spec.tied else ()), head)
+def _arrays(segment: Segment, memory: memoryview) -> Iterator[tuple[BlockSpec, memoryview]]:
+    """The segment's blocks, with their flat arrays in its buffer."""
+    start = 0
+    for block in segment.blocks:
+        yield block, memory[start : start + block.compute_bytes]
+        start += block.compute_bytes
 
 
-def weights_bytes(
-    spec: ModelSpec, bytes_per_element: int, *, resident: frozenset[int] = frozenset(), reads_ahead: bool = False
-) -> int:
-    """The most bytes of host memory that the blocks take at any time of a forward pass."""
+def reading_order(spec: ModelSpec) -> tuple[Segment, ...]:
+    """The segments in the order in which a forward pass uses them. A tied embedding comes again, with the head."""
+    *below, head = spec.segments
+    return (*below, *((spec.embedding,) if spec.tied else ()), head)
+
+
+def weights_bytes(spec: ModelSpec, *, resident: frozenset[int] = frozenset(), reads_ahead: bool = False) -> int:
+    """The most bytes of host memory that the segments take at any time of a forward pass."""
     order = reading_order(spec)
-    most_elements = 0
+    most_bytes = 0
     for position in range(len(order)):
         at_once = set(order[position : position + 1 + reads_ahead])
         if spec.tied and position == len(order) - 1:
             at_once.add(order[0])
-        most_elements = max(most_elements, sum(block.num_elements for block in at_once if block.index not in resident))
-    kept_elements = sum(spec.blocks[index].num_elements for index in resident)
-    return bytes_per_element * (most_elements + kept_elements)
+        most_bytes = max(most_bytes, sum(each.compute_bytes for each in at_once if each.index not in resident))
+    return most_bytes + sum(spec.segments[index].compute_bytes for index in resident)

@@ -111,7 +111,7 @@ class EngineParts(Closing):
         AdamW's settings and threads are those of the first one. Raises EnvironmentFailure if there is no space for
         scratch files.
         """
-        model, placement, gradient_dtype = self._model, settings.placement, settings.updates.gradient_dtype
+        model, placement = self._model, settings.placement
         if self._activations is not None:
             self._activations.close()
         self._activations = self._scratch(settings.activation_scratch_bytes)
@@ -146,7 +146,7 @@ class EngineParts(Closing):
                 timeline=timeline,
                 micro_batch_tokens=settings.micro_batch_tokens,
             ),
-            GradientSums(self._pool, device, self._sums, placement, gradient_dtype=gradient_dtype),
+            GradientSums(self._pool, device, self._sums, placement),
             self._sums,
             swapped=placement.swapped,
             most_rows=placement.gpu_embedding_rows,
@@ -165,13 +165,13 @@ class EngineParts(Closing):
     def _open_updates(self, settings: EngineSettings) -> Updates:
         updates, placement, store = settings.updates, settings.placement, self._store
         adamw = self._resources.enter_context(GroupAdamW(settings.adamw, num_threads=placement.adamw_threads))
-        work = GroupWork(adamw, store, self._pool, timeline=self._timeline, resident_states=placement.resident_states)
+        work = GroupWork(adamw, store, self._pool, timeline=self._timeline)
         order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
         pipeline = self._resources.enter_context(UpdatePipeline(work, order=order, groups=placement.groups))
         return Updates(
             updates,
             placement,
-            self._model.spec.blocks,
+            self._model.spec.segments,
             store,
             pipeline,
             self._resident,

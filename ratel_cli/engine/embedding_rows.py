@@ -26,6 +26,7 @@ from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec, with_rows
+from ratel_cli.schedule.segments import Segment
 
 
 class EmbeddingRows:
@@ -54,7 +55,7 @@ class EmbeddingRows:
         if device.is_host or most_rows is None or num_tokens > most_rows or not rows_suffice(spec, num_tokens):
             return None
         tokens = DistinctTokens.of(input_ids, device.torch_device)
-        return cls(spec.blocks[0], tokens, num_tokens=num_tokens, most_rows=most_rows)
+        return cls(spec.embedding.blocks[0], tokens, num_tokens=num_tokens, most_rows=most_rows)
 
     @property
     def num_elements(self) -> int:
@@ -71,7 +72,7 @@ class EmbeddingRows:
 
         They do not depend on the number of distinct tokens, for which the plan takes the most there can be.
         """
-        size, ahead = self.block.dtype_bytes, bytes_ahead(self.packed, window_bytes)
+        size, ahead = self.block.dtype_bytes, bytes_ahead(Segment((self.packed,)), window_bytes)
         if ahead == self.packed.compute_bytes:
             return size * self.num_elements, size * (self.block.num_elements - self.others_start)
         return (size * self.num_elements, ahead - size * _start_behind_matrix(self.packed)) if ahead else (0, 0)
@@ -121,7 +122,7 @@ class EmbeddingRows:
 
 def rows_suffice(spec: ModelSpec, num_tokens: int) -> bool:
     """Whether rows are all that is used of the embedding's matrix, and fewer than all of them."""
-    return spec.looks_up_rows and num_tokens < spec.blocks[0].parameters[0].shape[0]
+    return spec.looks_up_rows and num_tokens < spec.embedding.parameters[0].shape[0]
 
 
 def _start_behind_matrix(block: BlockSpec) -> int:

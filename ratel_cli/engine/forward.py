@@ -1,6 +1,6 @@
-"""A model's forward pass without training, with one block bound at a time: logits, or the loss of many micro-batches.
+"""A model's forward pass without training, with one segment bound at a time: logits, or the loss of many micro-batches.
 
-A block is read once for all micro-batches of a pass, whose hidden states wait in memory. Nothing is updated; training
+A segment is read once for all micro-batches of a pass, whose hidden states wait in memory. Nothing is updated; training
 and the evaluations in it are in `engine.step`.
 
 Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
@@ -68,7 +68,7 @@ class BlockwiseForward:
         """
         layer_runner = self._model.layer_runner
         with self._computing():
-            with self._reader.bound(self._model.spec.blocks[0], self._rows_of(input_ids)):
+            with self._reader.bound(self._model.spec.embedding, self._rows_of(input_ids)):
                 item = self._embedded(input_ids, position_ids)
             self._run_layers([item], lambda count: None)
             with self._bound_head():
@@ -136,7 +136,7 @@ class BlockwiseForward:
         batch = next(waiting, None)
         if batch is None:
             return batches, passing
-        with self._reader.bound(self._model.spec.blocks[0]):
+        with self._reader.bound(self._model.spec.embedding):
             while batch is not None:
                 (placed,) = place([batch], self._reader.device)
                 item = self._embedded(placed.input_ids, placed.position_ids)
@@ -155,8 +155,8 @@ class BlockwiseForward:
 
     def _run_layers(self, passing: Sequence[_Passing], progress: Callable[[int], None]) -> None:
         """Run every layer on all micro-batches."""
-        for index, block in enumerate(self._model.spec.blocks[1:-1]):
-            with self._reader.bound(block):
+        for index, layer in enumerate(self._model.spec.layers):
+            with self._reader.bound(layer):
                 for item in passing:
                     item.hidden = self._model.layer_runner.run_layer(index, item.hidden, item.calls[index])
             progress(len(passing))
@@ -164,7 +164,7 @@ class BlockwiseForward:
     @contextmanager
     def _bound_head(self) -> Iterator[None]:
         """The head, and next to it the embedding if it is tied."""
-        embedding, head = self._model.spec.blocks[0], self._model.spec.blocks[-1]
+        embedding, head = self._model.spec.embedding, self._model.spec.head
         with ExitStack() as bound:
             if self._model.spec.tied:
                 self._model.tie(bound.enter_context(self._reader.bound(embedding)))
@@ -177,7 +177,7 @@ class BlockwiseForward:
         if device.type == "cpu" or not rows_suffice(spec, num_tokens):
             return None
         tokens = DistinctTokens.of([input_ids.cpu()], device)
-        return EmbeddingRows(spec.blocks[0], tokens, num_tokens=num_tokens, most_rows=num_tokens)
+        return EmbeddingRows(spec.embedding.blocks[0], tokens, num_tokens=num_tokens, most_rows=num_tokens)
 
 
 def _does_not_fit(num_bytes: int, held_bytes: int, device: torch.device) -> DoesNotFit:

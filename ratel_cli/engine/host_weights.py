@@ -90,6 +90,10 @@ class ResidentWeights:
         weights = self._weights.get(block.index)
         return None if weights is None else weights.share()
 
+    def __contains__(self, block: BlockSpec) -> bool:
+        """Whether the block's weights are in memory."""
+        return block.index in self._weights
+
     def add(self, weights: HostWeights) -> None:
         """Let the weights stay, if their block is one of those that do."""
         if weights.block.index in self._blocks:

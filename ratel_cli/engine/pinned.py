@@ -14,8 +14,9 @@ ends at its limit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from ratel_cli.engine.activations import WINDOW_PURPOSE, purpose_of_units
@@ -55,9 +56,9 @@ def block_buffers(
     num_micro_batches: int,
     holds_gradients: bool,
     overlap: Overlap,
-    spilled_blocks: int,
+    spilled_segments: int,
 ) -> Iterator[PinnedBuffers]:
-    """Buffers for weights, gradients and their sums. The gradients of the first `spilled_blocks` go to NVMe."""
+    """Buffers for weights, gradients and their sums. The gradients of the first `spilled_segments` go to NVMe."""
 
     def weights_of(block: BlockSpec) -> _Buffer:
         return _Buffer("weights", block.num_elements, block.compute_bytes)
@@ -65,30 +66,38 @@ def block_buffers(
     def gradient_of(block: BlockSpec) -> _Buffer:
         return _Buffer("gradients", block.num_elements, block.gradient_bytes)
 
-    def passing(buffers: Iterable[_Buffer], most: int) -> Counter[_Buffer]:
-        """How many of each kind are there while no more than `most` blocks are."""
-        return Counter({buffer: min(number, most) for buffer, number in Counter(buffers).items()})
+    def passing(blocks: Iterable[BlockSpec], of: Callable[[BlockSpec], _Buffer], most: int) -> Counter[_Buffer]:
+        """How many of each kind are there while those of no more than `most` segments are."""
+        numbers, per_segment = Counter[_Buffer](), Counter[_Buffer]()
+        for _, group in groupby(sorted(blocks, key=attrgetter("segment")), key=attrgetter("segment")):
+            own = Counter(map(of, group))
+            numbers.update(own)
+            per_segment |= own
+        return Counter({buffer: min(number, most * per_segment[buffer]) for buffer, number in numbers.items()})
 
     resident = placement.resident_weights
     weights = passing(
-        [weights_of(block) for block in spec.blocks if block.index not in resident],
+        [block for block in spec.blocks if block.segment not in resident],
+        weights_of,
         1 + placement.prefetch_blocks + placement.pending_updates,
     )
+    trained = [block for block in spec.blocks if block.is_trained]
     # The gradient of an embedding of which the GPU gets rows alone has another size in each step.
-    whole = spec.blocks if placement.gpu_embedding_rows is None or spec.tied else spec.blocks[1:]
+    whole = trained if placement.gpu_embedding_rows is None or spec.tied else trained[1:]
     stages = {
-        block.index: placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
-        for block in whole
+        segment.index: placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
+        for segment in spec.segments
     }
-    held = [block for block in whole if stages[block.index] != "backward" and block.index >= spilled_blocks]
-    gradients = passing([gradient_of(block) for block in whole if block not in held], 1 + placement.pending_updates)
-    weights.update(weights_of(block) for block in spec.blocks if block.index in resident)
+    held = [block for block in whole if stages[block.segment] != "backward" and block.segment >= spilled_segments]
+    gradients = passing([block for block in whole if block not in held], gradient_of, 1 + placement.pending_updates)
+    weights.update(weights_of(block) for block in spec.blocks if block.segment in resident)
     gradients.update(map(gradient_of, held))
     has_sums = num_micro_batches > 1 and not placement.gpu_holds_sums
     sums = {
         _Buffer("sums of gradients", block.num_elements, 4 * block.num_elements + block.compute_bytes)
-        for block in spec.blocks
-        if has_sums and block.kind == "layer"
+        for layer in spec.layers
+        for block in layer.trained
+        if has_sums
     }
     for buffer, number in chain(weights.items(), gradients.items(), ((each, 1) for each in sums)):
         yield PinnedBuffers(f"{buffer.what} of {buffer.elements} parameters", buffer.num_bytes, number)
@@ -97,5 +106,5 @@ def block_buffers(
 def other_bytes(spec: ModelSpec, placement: Placement) -> int:
     """What the pool will have besides: buffers of groups, and optimizer states that stay. They never cross the link; if
     no memory were left for them, they would take some that was pinned ahead."""
-    states = sum(spec.blocks[index].state_bytes for index in placement.resident_states)
+    states = sum(spec.segments[index].state_bytes for index in placement.resident_states)
     return placement.groups.buffer_bytes(spec.blocks) + states

@@ -37,22 +37,23 @@ from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.loss import loss_and_gradients, loss_only
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
-from ratel_cli.engine.optimizer.gradients import GradientSum, adding_to, taken_gradient
+from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.host_tied_sum import HostTiedSum
+from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.engine.state import StepOutcome, StepState, place
 from ratel_cli.engine.telemetry import SpanLabel
-from ratel_cli.engine.weights import BlockWeights, WeightReader
+from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.planning.activations import tokens_per_chunk
-from ratel_cli.planning.placement import Stage, block_schedule
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.planning.placement import Stage, step_schedule
+from ratel_cli.schedule.segments import Segment
 
 
 class StepEngine(Closing):
@@ -166,14 +167,14 @@ class StepEngine(Closing):
     def _run(self, state: StepState, adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
         """The phases of the module's docstring, in their order."""
         forward_start = self._device.mark()
-        for use in block_schedule(self._model.spec):
-            self._reader.expect([use.block], use.stage, rows=state.rows if use.looks_up else None)
-        layers = self._model.spec.blocks[1:-1]
+        for use in step_schedule(self._model.spec):
+            self._reader.expect([use.segment], use.stage, rows=state.rows if use.looks_up else None)
+        layers = self._model.spec.layers
         hidden = self._embed(state)
-        for block in layers:
+        for layer in layers:
             self._check_stop()
             self._finish_previous(commit_previous, only_if_written=True)
-            self._forward(state, block, hidden)
+            self._forward(state, layer, hidden)
         forward_end, swapped_bytes = self._device.mark(), self._activations.put_bytes
 
         def begin_updates() -> None:
@@ -181,9 +182,9 @@ class StepEngine(Closing):
             self._updates.begin(adamw)
 
         loss, gradients, tied = self._head(state, hidden, begin_updates)
-        for block in reversed(layers):
+        for layer in reversed(layers):
             self._check_stop()
-            self._backward(state, block, gradients)
+            self._backward(state, layer, gradients)
         self._embedding_backward(state, gradients, tied)
         loss_total = float(loss)
         norm, not_finite = self._decide(loss_total)
@@ -207,52 +208,53 @@ class StepEngine(Closing):
     def _embed(self, state: StepState) -> list[torch.Tensor]:
         """Phase 1. Returns the hidden states `[batch, tokens, hidden]` of each micro-batch."""
         hidden = []
-        block = self._model.spec.blocks[0]
-        with self._reader.open(block), self._computing(block, "forward"):
+        segment = self._model.spec.embedding
+        with self._reader.open(segment), self._computing(segment, "forward"):
             for number, batch in enumerate(state.batches):
-                state.seed_draws(block.index, number)
+                state.seed_draws(segment.index, number)
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
                 state.calls.append(embedded.calls)
                 hidden.append(embedded.hidden.detach())
         self._trim()
         return hidden
 
-    def _forward(self, state: StepState, block: BlockSpec, hidden: list[torch.Tensor]) -> None:
+    def _forward(self, state: StepState, layer: Segment, hidden: list[torch.Tensor]) -> None:
         """Phase 2 for one layer: replace `hidden`, `[batch, tokens, hidden]` for each micro-batch, by its output.
 
         The last micro-batch runs first: backward begins with the first, and fetches in the opposite order of `put`.
         """
-        with self._reader.open(block) as weights:
+        with self._reader.open(layer) as weights:
             for number in reversed(range(len(state.batches))):
-                with self._computing(block, "forward"):
-                    state.seed_draws(block.index, number)
+                with self._computing(layer, "forward"):
+                    state.seed_draws(layer.index, number)
                     leaf = hidden[number].requires_grad_()
                     recorder = self._recorder(state, weights, number)
                     with recorder.recording():
-                        output = self._run_layer(state, block, number, leaf)
+                        output = self._run_layer(state, layer, number, leaf)
                     hidden[number] = output.detach()
                     tape, offloaded = recorder.finish()
-                    state.tapes.put(block.index, number, tape)
-                self._activations.put(block.index, number, Unit(leaf=leaf, offloaded=offloaded))
+                    state.tapes.put(layer.index, number, tape)
+                self._activations.put(layer.index, number, Unit(leaf=leaf, offloaded=offloaded))
                 del leaf, output, offloaded
 
-    def _recorder(self, state: StepState, weights: BlockWeights, number: int) -> Recorder:
-        block, swapped = weights.block.index, self._swapped.get(weights.block.index, frozenset())
+    def _recorder(self, state: StepState, weights: SegmentWeights, number: int) -> Recorder:
+        index = weights.segment.index
+        swapped = self._swapped.get(index, frozenset())
         if state.recording is None:
             return Recorder(weights.parameters, swapped, self._activations.limit_downloads)
         return state.recording.recorder(
             weights.parameters,
             swapped,
-            block=block,
+            block=index,
             micro_batch=number,
-            module=self._layer_runner.layers[block - 1],
+            module=self._layer_runner.layers[index - 1],
             on_output=self._activations.limit_downloads,
         )
 
-    def _run_layer(self, state: StepState, block: BlockSpec, number: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _run_layer(self, state: StepState, layer: Segment, number: int, hidden: torch.Tensor) -> torch.Tensor:
         """One layer on one micro-batch: `[batch, tokens, hidden]` to the same shape."""
-        layer = block.index - 1
-        return self._layer_runner.run_layer(layer, hidden, state.calls[number][layer])
+        index = layer.index - 1
+        return self._layer_runner.run_layer(index, hidden, state.calls[number][index])
 
     def _head(
         self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
@@ -264,29 +266,29 @@ class StepEngine(Closing):
         gradient. Calls `begin_updates` at once if the update of the step before is written, otherwise after the head is
         computed.
         """
-        block = self._model.spec.blocks[-1]
+        head, embedding = self._model.spec.head, self._model.spec.embedding
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
         is_tied, scale = self._model.spec.tied, state.gradient_scale
         tied: TiedSum | HostTiedSum | None = None
         if is_tied:
-            tied = self._gradient_sums.of_tied(self._model.spec.blocks[0], state.distinct_tokens, scale=scale)
+            tied = self._gradient_sums.of_tied(embedding, state.distinct_tokens, scale=scale)
             state.resources.enter_context(tied)
-        head_sums = self._gradient_sums.of_head(block, is_tied=is_tied, scale=scale)
-        with self._reader.open(block) as weights, head_sums as head_sum:
+        head_sums = self._gradient_sums.of_head(head, is_tied=is_tied, scale=scale)
+        with self._reader.open(head) as weights, head_sums as head_sum:
             begins_early = self._updates.is_written
             if begins_early:
                 begin_updates()
 
             def take(contribution: Sequence[torch.Tensor | None]) -> None:
-                head_sum.add(contribution[: len(block.parameters)])
+                head_sum.add(contribution[: len(weights.trained)])
                 if tied is not None and contribution[-1] is not None:
                     tied.add_head(contribution[-1])
 
             with self._tied_embedding() as tied_weight:
-                parameters = (*weights.parameters, *tied_weight)
+                parameters = (*weights.trained, *tied_weight)
                 for number, batch in enumerate(state.batches):
-                    with self._computing(block, "backward"):
-                        state.seed_draws(block.index, number)
+                    with self._computing(head, "backward"):
+                        state.seed_draws(head.index, number)
                         leaf = hidden.pop(0).requires_grad_()
                         finished = self._layer_runner.finish(leaf, batch.input_ids, batch.position_ids)
                         loss, gradient = loss_and_gradients(
@@ -317,32 +319,32 @@ class StepEngine(Closing):
         self._trim()
         return total, gradients, tied
 
-    def _backward(self, state: StepState, block: BlockSpec, gradients: list[torch.Tensor]) -> None:
+    def _backward(self, state: StepState, layer: Segment, gradients: list[torch.Tensor]) -> None:
         """Phase 4 for one layer: replace the `gradients` of its output, `[batch, tokens, hidden]` for each micro-batch,
         by those of its input."""
         single = len(state.batches) == 1
         self._activations.catch_up()
-        of_layer = self._gradient_sums.of_layer(block, single=single, scale=state.gradient_scale)
-        with self._reader.open(block) as weights, of_layer as total:
+        of_layer = self._gradient_sums.of_layer(layer, single=single, scale=state.gradient_scale)
+        with self._reader.open(layer) as weights, of_layer as total:
             for number in range(len(state.batches)):
                 is_last = number == len(state.batches) - 1
                 if is_last:
                     total.expect_last()
-                with self._activations.fetch(block.index, number) as unit, self._computing(block, "backward"):
-                    output = self._replay(state, block, number, unit)
+                with self._activations.fetch(layer.index, number) as unit, self._computing(layer, "backward"):
+                    output = self._replay(state, layer, number, unit)
                     with (
-                        adding_to(weights.parameters, total, is_last=is_last),
-                        self._activations.preparing_more(block, weights.parameters),
+                        adding_to(weights.trained, total, is_last=is_last),
+                        self._activations.preparing_more(layer, weights.trained),
                     ):
-                        output.backward(gradients[number], inputs=[unit.leaf, *weights.parameters])
+                        output.backward(gradients[number], inputs=[unit.leaf, *weights.trained])
                     gradients[number] = taken_gradient(unit.leaf)
                     del unit, output
             self._hand_over(total, weights)
 
-    def _replay(self, state: StepState, block: BlockSpec, number: int, unit: Unit) -> torch.Tensor:
+    def _replay(self, state: StepState, layer: Segment, number: int, unit: Unit) -> torch.Tensor:
         """A layer's output `[batch, tokens, hidden]`, with the autograd graph that forward dropped."""
-        with Replayer(state.tapes.take(block.index, number), unit.offloaded) as replayer:
-            output = self._run_layer(state, block, number, unit.leaf)
+        with Replayer(state.tapes.take(layer.index, number), unit.offloaded) as replayer:
+            output = self._run_layer(state, layer, number, unit.leaf)
         replayer.check_complete()
         return output
 
@@ -352,22 +354,22 @@ class StepEngine(Closing):
         """Phase 5. `gradients`: those of the first hidden states, `[batch, tokens, hidden]` for each micro-batch."""
         self._trim()
         self._sums.wait_released()
-        block = self._model.spec.blocks[0]
+        embedding = self._model.spec.embedding
         single, rows = len(state.batches) == 1, state.rows
+        scale = state.gradient_scale
         if tied:
-            total = tied.total
+            total = self._gradient_sums.with_tied(embedding, tied, single=single, scale=scale)
             tied.fetch()
         else:
-            scale = state.gradient_scale
-            of_embedding = self._gradient_sums.of_embedding(block, single=single, scale=scale, rows=rows)
-            total = state.resources.enter_context(of_embedding)
-        with self._reader.open(block) as weights:
-            with self._computing(block, "backward"):
+            total = self._gradient_sums.of_embedding(embedding, single=single, scale=scale, rows=rows)
+        state.resources.enter_context(total)
+        with self._reader.open(embedding) as weights:
+            with self._computing(embedding, "backward"):
                 for number, batch in enumerate(state.batches):
-                    state.seed_draws(block.index, number)
+                    state.seed_draws(embedding.index, number)
                     embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
                     first, *others = torch.autograd.grad(
-                        embedded.hidden, weights.parameters, gradients[number], allow_unused=True
+                        embedded.hidden, weights.trained, gradients[number], allow_unused=True
                     )
                     if tied:
                         tied.add_embedding(first[state.distinct_tokens] if rows is None else first)
@@ -386,22 +388,23 @@ class StepEngine(Closing):
         is_finite = math.isfinite(norm)
         return norm, None if is_finite else self._updates.first_not_finite(self._model.parameter_names)
 
-    def _hand_over(self, total: GradientSum, weights: BlockWeights) -> None:
-        """Hand a block's gradient over to the update, and give up the block; wait if too many updates are pending."""
+    def _hand_over(self, total: SegmentSum, weights: SegmentWeights) -> None:
+        """Hand a segment's gradients over to the update, and give it up; wait if too many updates are pending."""
         weights.unbind()
-        self._updates.hand_over(total, weights.host)
+        for block_sum, host in zip(total.blocks, weights.hosts, strict=True):
+            self._updates.hand_over(block_sum, host)
         weights.close()
         self._updates.wait_pending()
 
     def _evaluate(self, batches: Sequence[MicroBatch], rows: EmbeddingRows | None) -> float:
-        embedding, *layers, head = self._model.spec.blocks
+        embedding, *layers, head = self._model.spec.segments
         self._reader.expect([embedding], "forward", rows=rows)
         self._reader.expect([*layers, *([embedding] if self._model.spec.tied else []), head], "forward")
         with self._reader.open(embedding), self._computing(embedding, "forward"):
             embedded = [self._layer_runner.embed(batch.input_ids, batch.position_ids) for batch in batches]
         hidden = [item.hidden for item in embedded]
-        for index, block in enumerate(layers):
-            with self._reader.open(block), self._computing(block, "forward"):
+        for index, layer in enumerate(layers):
+            with self._reader.open(layer), self._computing(layer, "forward"):
                 for number, item in enumerate(embedded):
                     hidden[number] = self._layer_runner.run_layer(index, hidden[number], item.calls[index])
         total = 0.0
@@ -417,15 +420,15 @@ class StepEngine(Closing):
         if not self._model.spec.tied:
             yield ()
             return
-        with self._reader.open(self._model.spec.blocks[0]) as embedding:
+        with self._reader.open(self._model.spec.embedding) as embedding:
             yield (self._model.tie(embedding.parameters),)
 
     def _rows_of(self, batches: Sequence[MicroBatch]) -> EmbeddingRows | None:
         input_ids = [batch.input_ids for batch in batches]
         return EmbeddingRows.of(self._model.spec, input_ids, self._device, most_rows=self._most_rows)
 
-    def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
-        return self._device.computing(SpanLabel.of(stage, block, stage))
+    def _computing(self, segment: Segment, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        return self._device.computing(SpanLabel.of(stage, segment, stage))
 
     def _trim(self) -> None:
         """Give free buffers back that no other phase can use.

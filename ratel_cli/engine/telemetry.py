@@ -20,6 +20,7 @@ from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 
 
 class SpanLabel(NamedTuple):
@@ -39,9 +40,9 @@ class SpanLabel(NamedTuple):
     """Number of the optimizer's group within the block, from 0; 0 for work that is not done in groups."""
 
     @classmethod
-    def of(cls, what: str, block: BlockSpec, stage: Stage, group: int = 0) -> Self:
-        """The label of `what` of a block."""
-        return cls(f"{what} of {block.name}", block.index, stage, group)
+    def of(cls, what: str, owner: BlockSpec | Segment, stage: Stage, group: int = 0) -> Self:
+        """The label of `what` of a block or a segment."""
+        return cls(f"{what} of {owner.name}", owner.index, stage, group)
 
 
 class Span(NamedTuple):

@@ -1,16 +1,16 @@
-"""Brings compute weights (P16) from NVMe to where a block's modules can use them, ahead of time.
+"""Brings compute weights (P16) from NVMe to where a segment's modules can use them, ahead of time.
 
-The step announces in which order it will use blocks, and opens them in that order. For each use:
+The step announces in which order it will use segments, and opens them in that order. For each use, and each block:
 
     1. issue   when the use comes within `prefetch_blocks`: lease a buffer and start the read, or share the buffer that
                already holds the block; if the block's update was deferred until this use, start the update too
-    2. open    wait for the read or for the update; upload the weights; bind them to the block's modules
+    2. open    wait for the read or for the update; upload the weights; bind them to the segment's modules
     3. close   unbind; the last user gives the buffer back to the pool
 
-A GPU has memory for the block that computes, and a window for the first parameters of the next one: from none to all
-of them, as the placement says. The window's upload is overlapped with computing: it starts when the block before is
-opened, or at the block's own opening if the weights are still being read or updated then. The other parameters go up
-when the block before has given its memory back.
+A GPU has memory for the segment that computes, and a window for the first parameters of the next one: from none to all
+of them, as the placement says. The window's upload is overlapped with computing: it starts when the segment before is
+opened, or at the segment's own opening if weights are still being read or updated then. The other parameters go up
+when the segment before has given its memory back.
 If the GPU has more memory, the last layers (`gpu_weights`) stay there from forward to backward and are uploaded once.
 Where tokens are looked up, the rows of the step's tokens go up instead of the embedding's matrix
 (engine/embedding_rows.py); the block's other parameters follow them.
@@ -28,8 +28,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ratel_cli.closing import Closing
@@ -40,29 +40,38 @@ from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.blocks import DecoderModel, trained_of
 from ratel_cli.planning.placement import Stage, bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.store.store import Store
 
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    block: BlockSpec
+    segment: Segment
     stage: Stage
     rows: EmbeddingRows | None = None
-    """Rows of the matrix that are used; None: the whole block is."""
-    weights: HostWeights | None = None
+    """Rows of the matrix that are used; None: the whole segment is."""
+    weights: list[HostWeights] = field(default_factory=list)
+    """Of each block, once it is issued."""
     gathered: Lease | None = None
     """Those rows in host memory."""
     buffers: list[DeviceBuffer] = field(default_factory=list)
     """Reserved on the device for the first parts, which are in the window."""
-    uploads: list[Upload] = field(default_factory=list)
+    uploads: list[_Part] = field(default_factory=list)
     """The parts that are being uploaded: what is in the window, then the others."""
 
 
+class _Part(NamedTuple):
+    """What goes up of a block at once."""
+
+    block: BlockSpec
+    upload: Upload
+
+
 class WeightReader:
-    """Opens blocks for compute, in the order in which their uses were announced."""
+    """Opens segments for compute, in the order in which their uses were announced."""
 
     def __init__(
         self,
@@ -78,65 +87,63 @@ class WeightReader:
         device: Device,
         timeline: Timeline,
     ) -> None:
-        """`prefetch_blocks`: number of blocks read ahead of the one that computes. `gpu_weights`: indices of the
+        """`prefetch_blocks`: number of segments read ahead of the one that computes. `gpu_weights`: indices of the
         layers whose weights stay in GPU memory from forward to backward. `gpu_window_bytes`: GPU memory for the next
-        block while one computes."""
+        segment while one computes."""
         self._model = model
         self._store = store
         self._pool = pool
         self._updates = updates
         self._resident = resident
         self._prefetch_blocks = prefetch_blocks
-        layers = frozenset(block.index for block in model.spec.blocks if block.kind == "layer")
+        layers = frozenset(layer.index for layer in model.spec.layers)
         self._gpu_weights = frozenset() if device.is_host else gpu_weights & layers
         self._gpu_window_bytes = gpu_window_bytes
         self._device = device
         self._timeline = timeline
-        self._element_bytes = model.spec.dtype_bytes
-        self._dtype = VALUE_DTYPES[model.spec.dtype]
         self._uses: deque[_Use] = deque()
         self._shared: dict[int, HostWeights] = {}
         """Weights that are issued or open, by block."""
-        self._on_gpu: dict[int, list[Upload]] = {}
-        """Uploads that stay on the GPU for a later use, by block."""
+        self._on_gpu: dict[int, list[_Part]] = {}
+        """Uploads that stay on the GPU for a later use, by segment."""
 
-    def expect(self, blocks: Sequence[BlockSpec], stage: Stage, *, rows: EmbeddingRows | None = None) -> None:
-        """Announce the next uses, in order. The first of them are issued as soon as a block is opened.
+    def expect(self, segments: Sequence[Segment], stage: Stage, *, rows: EmbeddingRows | None = None) -> None:
+        """Announce the next uses, in order. The first of them are issued as soon as a segment is opened.
 
-        `rows`: what is used of the blocks' matrix, if that is not all of it.
+        `rows`: what is used of the segments' matrix, if that is not all of it.
         """
-        self._uses.extend(_Use(block, stage, rows) for block in blocks)
+        self._uses.extend(_Use(segment, stage, rows) for segment in segments)
 
-    def open(self, block: BlockSpec) -> BlockWeights:
-        """Bind the block of the next announced use. Raises RatelError if its read or its update failed."""
+    def open(self, segment: Segment) -> SegmentWeights:
+        """Bind the segment of the next announced use. Raises RatelError if a read or an update failed."""
         use = self._uses.popleft()
-        assert use.block is block, f"{use.block.name} comes before {block.name}"
+        assert use.segment is segment, f"{use.segment.name} comes before {segment.name}"
         try:
             if not self._issue(use):
                 with self._timeline.stalled_on("nvme write"):
-                    self._updates.wait_written(block)
+                    for block in segment.blocks:
+                        self._updates.wait_written(block)
                 assert self._issue(use)
             for coming, _ in zip(self._uses, range(self._prefetch_blocks), strict=False):
                 if not self._issue(coming):
                     break
-            weights = use.weights
-            assert weights is not None
             with self._timeline.stalled_on("optimizer"):
-                self._updates.wait_updated(block)
+                for block in segment.blocks:
+                    self._updates.wait_updated(block)
             with self._timeline.stalled_on("nvme read"):
-                weights.wait(self._timeline, use.stage)
-            if block.index in self._on_gpu:
-                use.uploads = self._on_gpu.pop(block.index)
+                for weights in use.weights:
+                    weights.wait(self._timeline, use.stage)
+            if segment.index in self._on_gpu:
+                use.uploads = self._on_gpu.pop(segment.index)
             else:
                 self._upload(use)
-            if block.index in self._gpu_weights and any(coming.block is block for coming in self._uses):
-                self._on_gpu[block.index] = use.uploads
+            if segment.index in self._gpu_weights and any(coming.segment is segment for coming in self._uses):
+                self._on_gpu[segment.index] = use.uploads
             self._prepare()
         except BaseException:
             self._close(use)
             raise
-        close = partial(self._close, use)
-        return BlockWeights(self._model, weights, use.uploads, self._dtype, rows=use.rows, close=close)
+        return SegmentWeights(self._model, use, close=partial(self._close, use))
 
     def reset(self) -> None:
         """Forget the announced uses, which will not come, and release what was issued for them."""
@@ -147,91 +154,109 @@ class WeightReader:
 
     def _close(self, use: _Use) -> None:
         """End a use, or one that does not come: wait for its uploads, and release what was issued for it."""
-        weights, use.weights = use.weights, None
-        if weights is None:
+        issued, use.weights = use.weights, []
+        if not issued:
             return
-        for upload in use.uploads:
-            upload.wait()  # no stall of its own: what computes has waited for it where it was opened
+        for part in use.uploads:
+            part.upload.wait()  # no stall of its own: what computes has waited for it where it was opened
         use.uploads, use.buffers = [], []
         if use.gathered is not None:
             use.gathered.release()
             use.gathered = None
-        weights.num_uses -= 1
-        if not weights.num_uses:
-            del self._shared[weights.block.index]
-        weights.release()
+        for weights in issued:
+            weights.num_uses -= 1
+            if not weights.num_uses:
+                del self._shared[weights.block.index]
+            weights.release()
 
     def _issue(self, use: _Use) -> bool:
-        """Phase 1. False if the block can neither be shared nor be read now."""
-        if use.weights is not None:
+        """Phase 1. False if a block can neither be shared nor be read now."""
+        if use.weights:
             return True
-        block = use.block
-        shared = self._shared.get(block.index)
-        weights = self._resident.get(block) if shared is None else shared.share()
-        if weights is None:
-            if self._updates.is_updating(block):
-                return False
-            weights = self._read(block)
-            self._resident.add(weights)
-        self._shared[block.index] = weights
-        weights.num_uses += 1
-        use.weights = weights
-        self._updates.start_deferred(weights)
+        blocks = use.segment.blocks
+        if any(self._updates.is_updating(block) and not self._is_in_memory(block) for block in blocks):
+            return False
+        for block in blocks:
+            weights = self._shared[block.index].share() if block.index in self._shared else self._resident.get(block)
+            if weights is None:
+                weights = self._read(block)
+                self._resident.add(weights)
+            self._shared[block.index] = weights
+            weights.num_uses += 1
+            use.weights.append(weights)
+            self._updates.start_deferred(weights)
         return True
+
+    def _is_in_memory(self, block: BlockSpec) -> bool:
+        return block.index in self._shared or block in self._resident
 
     def _upload(self, use: _Use) -> None:
         """Start what has not started yet of a use's uploads."""
-        for number, memory in enumerate(self._parts(use)):
+        for number, (block, memory) in enumerate(self._parts(use)):
             if number == len(use.uploads):
                 buffer = use.buffers[number] if number < len(use.buffers) else self._device.reserve(len(memory))
-                self._upload_part(use, memory, buffer)
+                self._upload_part(use, block, memory, buffer)
 
-    def _upload_part(self, use: _Use, memory: memoryview, buffer: DeviceBuffer) -> None:
-        label = SpanLabel.of("weights", use.block, use.stage)
-        use.uploads.append(self._device.upload(memory, buffer, label))
+    def _upload_part(self, use: _Use, block: BlockSpec, memory: memoryview, buffer: DeviceBuffer) -> None:
+        label = SpanLabel.of("weights", block, use.stage)
+        use.uploads.append(_Part(block, self._device.upload(memory, buffer, label)))
 
     def _prepare(self) -> None:
         """On a GPU: reserve the window's buffers for the next use, and start its upload if its weights are ready."""
         if self._device.is_host or not self._uses:
             return
         coming = self._uses[0]
-        if coming.block.index in self._on_gpu:
+        if coming.segment.index in self._on_gpu:
             return
-        coming.buffers = [self._device.reserve(num_bytes) for num_bytes in self._ahead_bytes(coming)]
-        if coming.weights is None or not coming.weights.is_read or not self._updates.is_updated(coming.block):
+        coming.buffers = [self._device.reserve(num_bytes) for num_bytes in self._ahead_bytes(coming) if num_bytes]
+        is_read = bool(coming.weights) and all(weights.is_read for weights in coming.weights)
+        if not is_read or not all(map(self._updates.is_updated, coming.segment.blocks)):
             return
-        for memory, buffer in zip(self._parts(coming), coming.buffers, strict=False):
-            self._upload_part(coming, memory, buffer)
+        for (block, memory), buffer in zip(self._parts(coming), coming.buffers, strict=False):
+            self._upload_part(coming, block, memory, buffer)
 
     def _ahead_bytes(self, use: _Use) -> list[int]:
-        """Bytes of the parts that go up while the block before computes: the first parameters, as many as fit into the
-        window."""
-        if use.rows is None:
-            sizes: tuple[int, ...] = (bytes_ahead(use.block, self._gpu_window_bytes),)
-        else:
-            sizes = use.rows.parts_ahead(self._gpu_window_bytes)
-        return [size for size in sizes if size]
+        """Bytes of each piece (`_pieces`) that go up while the segment before computes: those of the first parameters,
+        as many as fit into the window."""
+        if use.rows is not None:
+            return [*use.rows.parts_ahead(self._gpu_window_bytes)]
+        left_bytes, sizes = bytes_ahead(use.segment, self._gpu_window_bytes), list[int]()
+        for block in use.segment.blocks:
+            sizes.append(min(left_bytes, block.compute_bytes))
+            left_bytes -= sizes[-1]
+        return sizes
 
-    def _parts(self, use: _Use) -> list[memoryview]:
-        """What goes up, in order: what is in the window and the others. Of an embedding that is looked up, first the
-        rows, then what is behind the matrix.
+    def _parts(self, use: _Use) -> list[tuple[BlockSpec, memoryview]]:
+        """What goes up, in order: the pieces, cut where the window ends."""
+        parts = list[tuple[BlockSpec, memoryview]]()
+        ahead_bytes = iter(self._ahead_bytes(use) if use.buffers else ())
+        for block, memory in self._pieces(use):
+            start = next(ahead_bytes, 0)
+            parts += [(block, part) for part in (memory[:start], memory[start:]) if part]
+        return parts
 
-        The weights must have been read and updated.
+    def _pieces(self, use: _Use) -> list[tuple[BlockSpec, memoryview]]:
+        """The weights of each block. Of an embedding that is looked up, first the rows, then what is behind the matrix.
+
+        They must have been read and updated.
         """
-        assert use.weights is not None
-        memory, size, rows = use.weights.memory, self._element_bytes, use.rows
-        ahead_bytes = self._ahead_bytes(use) if use.buffers else []
-        if rows is None:
-            start = sum(ahead_bytes)
-            return [part for part in (memory[:start], memory[start:]) if part]
-        rows_bytes = size * rows.num_elements
-        others, start = memory[size * rows.others_start :], sum(ahead_bytes[1:])
+        pieces = [(weights.block, weights.memory) for weights in use.weights]
+        if use.rows is not None:
+            block, memory = pieces[0]
+            others = memory[block.dtype_bytes * use.rows.others_start :]
+            pieces[:1] = [(block, self._rows(use, use.rows, memory)), (block, others)]
+        return pieces
+
+    def _rows(self, use: _Use, rows: EmbeddingRows, memory: memoryview) -> memoryview:
+        """The rows of an embedding whose weights are in `memory`, gathered when they are first asked for."""
+        block, dtype = rows.block, VALUE_DTYPES[rows.block.dtype]
+        num_bytes = block.dtype_bytes * rows.num_elements
         if use.gathered is None:
-            packed_bytes = size * rows.packed.parameters[0].num_elements
-            largest_bytes = size * rows.largest.parameters[0].num_elements
-            use.gathered = self._pool.lease(packed_bytes, f"rows of {use.block.name}", at_most_bytes=largest_bytes)
-            rows.gather(view(memory, self._dtype), view(use.gathered.memory[:rows_bytes], self._dtype))
-        return [part for part in (use.gathered.memory[:rows_bytes], others[:start], others[start:]) if part]
+            packed_bytes = block.dtype_bytes * rows.packed.parameters[0].num_elements
+            largest_bytes = block.dtype_bytes * rows.largest.parameters[0].num_elements
+            use.gathered = self._pool.lease(packed_bytes, f"rows of {block.name}", at_most_bytes=largest_bytes)
+            rows.gather(view(memory, dtype), view(use.gathered.memory[:num_bytes], dtype))
+        return use.gathered.memory[:num_bytes]
 
     def _read(self, block: BlockSpec) -> HostWeights:
         field = block.record.compute_field
@@ -245,42 +270,36 @@ class WeightReader:
             raise
 
 
-class BlockWeights(Closing):
-    """One block's weights, bound to its modules until `unbind`."""
+class SegmentWeights(Closing):
+    """One segment's weights, bound to its modules until `unbind`."""
 
-    def __init__(
-        self,
-        model: DecoderModel,
-        host: HostWeights,
-        uploads: Sequence[Upload],
-        dtype: torch.dtype,
-        *,
-        rows: EmbeddingRows | None,
-        close: Callable[[], None],
-    ) -> None:
-        """`uploads`: the block's parts, in their order. `rows`: what they have of the embedding's matrix, if that is
-        not all of it. `close` ends the use of the memory."""
-        self.block = host.block
-        self.host = host
-        """The compute field in host memory, which the update changes in place."""
+    def __init__(self, model: DecoderModel, use: _Use, *, close: Callable[[], None]) -> None:
+        """`close` ends the use of the memory."""
+        self.segment = use.segment
+        self.hosts = tuple(weights for weights in use.weights if weights.block.is_trained)
+        """The compute field of each trained block in host memory, which the update changes in place."""
         self._model = model
         self._close = close
         self._is_bound = True
-        self.parameters: tuple[nn.Parameter, ...] = model.bind(
-            host.block,
-            *(upload.open().view(dtype) for upload in uploads),
-            tokens=None if rows is None else rows.tokens,
-        )
-        """The block's parameters on the compute device, each in its own shape, in the order of the block's spec."""
+        parameters: list[nn.Parameter] = []
+        for block in use.segment.blocks:
+            dtype = VALUE_DTYPES[block.dtype]
+            parts = [part.upload.open().view(dtype) for part in use.uploads if part.block is block]
+            tokens = use.rows.tokens if use.rows is not None and use.rows.block is block else None
+            parameters += model.bind(block, *parts, tokens=tokens)
+        self.parameters = tuple(parameters)
+        """The segment's parameters on the compute device, each in its own shape, in the order of its blocks."""
+        self.trained = trained_of(parameters)
+        """Those that have gradients."""
 
     def unbind(self) -> None:
         """Remove the weights from the modules. An autograd graph may use them until `close`. Idempotent."""
         if self._is_bound:
             self._is_bound = False
-            self._model.release(self.block)
+            self._model.release(self.segment)
 
     def close(self) -> None:
         """Unbind, and end this use of the memory. Idempotent."""
         self.unbind()
-        self.parameters = ()
+        self.parameters = self.trained = ()
         self._close()

@@ -54,19 +54,19 @@ class _OpenBlocks:
     def begin(self, _: nn.Module, _arguments: object) -> None:
         """Torch's hook before the model's forward."""
         self.close()
-        self._outside.enter_context(self._reader.bound(self._model.spec.blocks[0]))
+        self._outside.enter_context(self._reader.bound(self._model.spec.embedding))
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """A context in which a layer runs."""
         self.close()
         spec = self._model.spec
-        with self._reader.bound(spec.blocks[index + 1]):
+        with self._reader.bound(spec.layers[index]):
             yield
         if index == spec.num_layers - 1:
             if spec.tied:
-                self._model.tie(self._outside.enter_context(self._reader.bound(spec.blocks[0])))
-            self._outside.enter_context(self._reader.bound(spec.blocks[-1]))
+                self._model.tie(self._outside.enter_context(self._reader.bound(spec.embedding)))
+            self._outside.enter_context(self._reader.bound(spec.head))
 
     def end(self, _: nn.Module, _arguments: object, _output: object) -> None:
         """Torch's hook after the model's forward."""

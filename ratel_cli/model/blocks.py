@@ -15,10 +15,11 @@ from __future__ import annotations
 import inspect
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,7 +27,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.kept_precision import reject_kept_parameters
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.passed_on import reject_what_is_passed_on
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
@@ -36,6 +36,8 @@ from ratel_cli.model.separation import samples_stay_apart
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec, lay_out_block
+from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import DtypeName
 
 
@@ -53,26 +55,36 @@ class _ModuleAttribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedParameter:
-    """One parameter and its places in the module tree. A tied embedding has two: the embedding first, then the head."""
+    """One parameter and its places in the module tree: all of them are of one segment."""
 
     name: str
     places: tuple[_ModuleAttribute, ...]
     unbound: nn.Parameter
-    """What stands in these places while no weights are bound."""
+    """What stands in its places while no weights are bound."""
     decay: bool
     """Whether weight decay applies."""
+    is_trained: bool
+    """False if the model's own code has frozen it."""
+    tied_places: tuple[_ModuleAttribute, ...] = ()
+    """Of an embedding's matrix: places in the head."""
+
+    @property
+    def dtype(self) -> DtypeName:
+        """What it computes in."""
+        return NAMES_OF_DTYPES[self.unbound.dtype]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.unbound.shape)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Put a parameter into the first place."""
-        self.places[0].put(parameter)
+        """Put a parameter into its places."""
+        for place in self.places:
+            place.put(parameter)
 
     def unbind(self) -> None:
-        """Put the unbound parameter into every place."""
-        for place in self.places:
+        """Put the unbound parameter into every place, tied ones too."""
+        for place in (*self.places, *self.tied_places):
             place.put(self.unbound)
 
 
@@ -111,7 +123,7 @@ class DecoderModel:
         if not self._masks_separate:
             return False
         assert self._device.type == "cpu"
-        before, *layers, after = self._parameters
+        before, *layers, after = self._parameters_by_segment()
         return samples_stay_apart(
             self.layer_runner,
             (*before, *after),
@@ -124,8 +136,14 @@ class DecoderModel:
     def row_multiple(self) -> int:
         """The number that must divide the tokens of a row; 1 for nearly all models. As `packs`, found when asked."""
         assert self._device.type == "cpu"
-        before, *layers, after = self._parameters
+        before, *layers, after = self._parameters_by_segment()
         return row_multiple(self.layer_runner, (*before, *after), layers, num_positions=self._num_positions)
+
+    def _parameters_by_segment(self) -> list[list[_PlacedParameter]]:
+        return [
+            [each for block in segment.blocks for each in self._parameters[block.index]]
+            for segment in self.spec.segments
+        ]
 
     @property
     def _num_positions(self) -> int | None:
@@ -142,14 +160,14 @@ class DecoderModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-        before, *layers, after = self._parameters
-        outside = [
-            tuple(replace(each, unbound=_placeholder(each.unbound, device)) for each in parameters)
-            for parameters in (before, after)
-        ]
-        self._parameters = (outside[0], *layers, outside[1])
-        for parameter in (*outside[0], *outside[1]):
-            parameter.unbind()
+        placed = list(self._parameters)
+        for block in (*self.spec.embedding.blocks, *self.spec.head.blocks):
+            placed[block.index] = tuple(
+                replace(each, unbound=_placeholder(each.unbound, device)) for each in placed[block.index]
+            )
+            for parameter in placed[block.index]:
+                parameter.unbind()
+        self._parameters = tuple(placed)
 
     def bind(
         self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None
@@ -176,7 +194,10 @@ class DecoderModel:
         if tokens is not None:
             shapes[0] = (len(tokens), *shapes[0][1:])
             self._lookup.bind(tokens)
-        parameters = tuple(map(nn.Parameter, map(view, block.parameters, shapes)))
+        parameters = tuple(
+            nn.Parameter(view(parameter, shape), requires_grad=block.is_trained)
+            for parameter, shape in zip(block.parameters, shapes, strict=True)
+        )
         for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
             placed.put(parameter)
         return parameters
@@ -186,16 +207,22 @@ class DecoderModel:
 
         `embedding` is what `bind` returned for the embedding block.
         """
-        for place in self._parameters[0][0].places[1:]:
+        for place in self._parameters[0][0].tied_places:
             place.put(embedding[0])
         return embedding[0]
 
-    def release(self, block: BlockSpec) -> None:
+    def release(self, segment: Segment) -> None:
         """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
-        for parameter in self._parameters[block.index]:
-            parameter.unbind()
-        if block.kind == "embedding":
+        for block in segment.blocks:
+            for parameter in self._parameters[block.index]:
+                parameter.unbind()
+        if segment.index == 0:
             self._lookup.unbind()
+
+
+def trained_of(parameters: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """Those of bound parameters that have gradients, in their order."""
+    return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
 
 def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeName | None = None) -> DecoderModel:
@@ -207,7 +234,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     embedding, head = _input_and_output(skeleton)
     owner, layers = find_stack(skeleton)
     tied = head.weight is embedding.weight
-    outside, inside = _placed_parameters(skeleton, layers)
+    outside, inside = _placed_parameters(skeleton, layers, embedding)
     for parameter in outside:
         parameter.unbind()
     layer_runner = LayerRunner(skeleton, owner, layers)
@@ -221,20 +248,23 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
         ("head", "head", after),
     ]
-    dtype = NAMES_OF_DTYPES[skeleton.dtype]
+    dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
+    cut = _cut_into_blocks(found, dtype)
     spec = ModelSpec(
         name=name,
         architecture=type(skeleton).__name__,
         blocks=tuple(
             lay_out_block(
                 index=index,
-                kind=kind,
-                name=block_name,
-                parameters=[(each.name, each.shape, each.decay) for each in parameters],
-                dtype=dtype,
-                gradient_dtype=gradient_dtype,
+                segment=each.segment,
+                kind=each.kind,
+                name=each.name,
+                parameters=[(placed.name, placed.shape, placed.decay) for placed in each.parameters],
+                dtype=each.dtype,
+                gradient_dtype=gradient_dtype if each.dtype == dtype else None,
+                rule=each.rule,
             )
-            for index, (kind, block_name, parameters) in enumerate(found)
+            for index, each in enumerate(cut)
         ),
         tied=tied,
         dtype=dtype,
@@ -242,16 +272,46 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         vocab_size=first.shape[0],
         looks_up_rows=usage.looks_up_rows,
     )
-    reject_kept_parameters(skeleton)
     return DecoderModel(
         skeleton=skeleton,
         layer_runner=layer_runner,
         spec=spec,
         traits=_layer_traits(skeleton.config, layers),
         masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
-        parameters=[tuple(parameters) for _, _, parameters in found],
+        parameters=[each.parameters for each in cut],
         lookup=lookup,
     )
+
+
+class _CutBlock(NamedTuple):
+    segment: int
+    kind: BlockKind
+    name: str
+    dtype: DtypeName
+    rule: Rule
+    parameters: tuple[_PlacedParameter, ...]
+
+
+def _cut_into_blocks(
+    segments: Sequence[tuple[BlockKind, str, Sequence[_PlacedParameter]]], dtype: DtypeName
+) -> list[_CutBlock]:
+    """The blocks of segments, given as (kind, name, parameters): of each segment first what is trained in the model's
+    dtype; behind all of these what is in another one, or frozen.
+
+    Blocks that are alike lie one after another then, and the store's manifest describes them together.
+    """
+    firsts, others = list[_CutBlock](), list[_CutBlock]()
+    for index, (kind, name, parameters) in enumerate(segments):
+        kinds = [(each.dtype, ADAMW if each.is_trained else FROZEN) for each in parameters]
+        own = (kinds[0][0] if kind == "embedding" else dtype, ADAMW)  # an embedding's begins with the matrix
+        for of_block in dict.fromkeys((own, *kinds)):
+            chosen = tuple(each for each, found in zip(parameters, kinds, strict=True) if found == of_block)
+            if of_block == own:
+                firsts.append(_CutBlock(index, kind, name, *own, chosen))
+            else:
+                what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
+                others.append(_CutBlock(index, kind, what, *of_block, chosen))
+    return [*firsts, *others]
 
 
 def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
@@ -268,23 +328,29 @@ def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 
 def find_stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     """The owner and the layers of the language model: of the lists of layers that are nearest to the root of its
-    decoder, the one with most parameters.
+    decoder, the one with most parameters. The owner takes tokens; what calls the layers may be a part of it.
 
     A vision tower may have more parameters. It is next to the decoder, or deeper within it. What a model calls its
     decoder may be its head; then the model itself is the root.
     """
     lists = _nearest_lists(skeleton.get_decoder()) or _nearest_lists(skeleton)
-    if not lists:
+    found = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
+    owner = None if found is None else _embedding_owner(skeleton, found[0])
+    if found is None or owner is None:
         raise BadInput(
-            f"{type(skeleton).__name__} has no list of layers; its layers must be in one torch.nn.ModuleList"
+            f"{type(skeleton).__name__} has no list of layers; its layers must be in one torch.nn.ModuleList, within a"
+            " module that takes tokens and is not the whole model"
         )
-    owner, layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
-    if "input_ids" not in inspect.signature(owner.forward).parameters:
-        raise BadInput(
-            f"{type(skeleton).__name__}: its layers are called by {type(owner).__name__}, which receives hidden states;"
-            " only models can be streamed whose layers are called by the module that embeds the tokens",
-        )
-    return owner, tuple(layers)
+    return owner, tuple(found[1])
+
+
+def _embedding_owner(skeleton: nn.Module, caller: nn.Module) -> nn.Module | None:
+    """The innermost module around the layers that takes tokens, `caller` or one around it; None if only the whole model
+    does."""
+    names = {module: name for name, module in skeleton.named_modules()}
+    path = names[caller].split(".") if names[caller] else []
+    around = [skeleton.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
+    return next((each for each in around if "input_ids" in inspect.signature(each.forward).parameters), None)
 
 
 def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
@@ -298,7 +364,7 @@ def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
 
 
 def _placed_parameters(
-    skeleton: nn.Module, layers: Sequence[nn.Module]
+    skeleton: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module
 ) -> tuple[list[_PlacedParameter], list[list[_PlacedParameter]]]:
     """The parameters outside the layers, and those of each layer, in the order of the module tree."""
     layer_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
@@ -309,11 +375,6 @@ def _placed_parameters(
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if not parameter.requires_grad:
-                raise BadInput(
-                    f"{module_name}.{attribute} is frozen by the model's own code; only models that"
-                    " train every parameter are supported"
-                )
             name, home = f"{module_name}.{attribute}".lstrip("."), layer_of.get(id(module))
             if homes.setdefault(parameter, home) != home:
                 raise BadInput(
@@ -329,7 +390,16 @@ def _placed_parameters(
         home = homes[parameter]
         unbound = _placeholder(parameter) if home is None else parameter
         decay = decays(name, is_in_layer_norm=id(parameter) in in_norms)
-        placed = _PlacedParameter(name=name, places=tuple(places[parameter]), unbound=unbound, decay=decay)
+        all_places = places[parameter]
+        own = [each for each in all_places if parameter is not embedding.weight or each.module is embedding]
+        placed = _PlacedParameter(
+            name=name,
+            places=tuple(own),
+            tied_places=tuple(each for each in all_places if each not in own),
+            unbound=unbound,
+            decay=decay,
+            is_trained=parameter.requires_grad,
+        )
         (outside if home is None else inside[home]).append(placed)
     return outside, inside
 

@@ -80,6 +80,7 @@ class CheckpointSource(Closing):
             self._check_names(renaming)
             self._check_direct()
             conversions = self._check_conversions(renaming.conversions)
+            self._spec = spec
             self._sources = self._choose_sources(spec)
             of_spec = own_names(skeleton, spec)
             self._origins = Origins(
@@ -87,6 +88,7 @@ class CheckpointSource(Closing):
                 own_names={name: of_spec[own] for name, own in self._own_names.items() if own in of_spec},
                 direct=renaming.direct,
                 conversions=conversions,
+                frozen=spec.frozen_names,
             )
             self._resources = opened.pop_all()
 
@@ -118,7 +120,7 @@ class CheckpointSource(Closing):
 
     def layout(self, dtype: DtypeName) -> ExportLayout:
         """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source."""
-        return layout_of_files(self._shards, self._origins, dtype)
+        return layout_of_files(self._shards, self._origins, self._spec.exported_dtypes(dtype))
 
     def read_names(self) -> list[str]:
         """The names in the files of the tensors that parameters and buffers of the skeleton are read from."""

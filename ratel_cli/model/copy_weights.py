@@ -38,7 +38,7 @@ def copy_weights(
             read = fields_for(block.record, "float32")
             for start in range(0, block.num_elements, group_elements):
                 stop = min(start + group_elements, block.num_elements)
-                tensors = buffers.tensors(stop - start)
+                tensors = buffers.tensors((W32, *block.record.fields), stop - start)
                 parts = {field: buffers.memory(field, stop - start) for field in block.record.fields}
                 join([source.read(index, field.name, start, stop, parts[field]) for field in read]).wait()
                 tensors[W32.name].copy_(decode_weights(read, tensors, "float32"))

@@ -50,7 +50,7 @@ class ContentReader:
                 if self._converted[0] is not convert:
                     self._converted = (None, {})  # before the next results are made
                     self._converted = (convert, convert(self._weights.whole))
-                yield self._converted[1][tensor.name].contiguous()
+                yield self._converted[1][tensor.name].to(tensor.dtype).contiguous()
             case BaseContent(reader=reader):
                 yield from self._base(reader, tensor)
             case BufferContent(values=values):

@@ -42,6 +42,8 @@ class ConvertedContent:
 
     convert: Callable[[Callable[[str], torch.Tensor]], Mapping[str, torch.Tensor]]
     """Computes tensors by their names in the files, given what reads a parameter."""
+    parameters: tuple[str, ...]
+    """What it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,16 +121,18 @@ class Origins:
     """Name in the model -> name in the files, for tensors that need no conversion."""
     conversions: Sequence[tuple[Conversion, Sequence[str]]]
     """Each with the names of its results in the model."""
+    frozen: frozenset[str] = frozenset()
+    """The spec's names of parameters that the files have already as they are."""
 
-    def contents(self, tensors: Mapping[str, TensorSpec]) -> dict[str, Content]:
+    def contents(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TrainedContent | ConvertedContent]:
         """The content of each of the files' `tensors` that is trained, by its name.
 
         A conversion that has no way back is left out: see `irreversible`.
         """
-        contents: dict[str, Content] = {
+        contents: dict[str, TrainedContent | ConvertedContent] = {
             name: whole_parameter(self.own_names[target], tensors[name].shape)
             for target, name in self.direct.items()
-            if target in self.own_names
+            if self._is_trained(target)
         }
         for conversion, targets in self._trained():
             reversal = self._reverse(conversion, targets, tensors)
@@ -141,7 +145,14 @@ class Origins:
         return [each for each in self._trained() if self._reverse(*each, tensors) is None]
 
     def _trained(self) -> list[tuple[Conversion, Sequence[str]]]:
-        return [each for each in self.conversions if all(target in self.own_names for target in each[1])]
+        return [
+            each
+            for each in self.conversions
+            if all(target in self.own_names for target in each[1]) and any(map(self._is_trained, each[1]))
+        ]
+
+    def _is_trained(self, target: str) -> bool:
+        return target in self.own_names and self.own_names[target] not in self.frozen
 
     def _reverse(
         self, conversion: Conversion, targets: Sequence[str], tensors: Mapping[str, TensorSpec]
@@ -149,7 +160,7 @@ class Origins:
         shapes = {name: tensors[name].shape for name in conversion.source_names}
         return reverse(conversion, self.model, targets, shapes)
 
-    def _reversed(self, reversal: Reversal, targets: Iterable[str]) -> dict[str, Content]:
+    def _reversed(self, reversal: Reversal, targets: Iterable[str]) -> dict[str, TrainedContent | ConvertedContent]:
         state = self.model.state_dict()
         parameters = {name: torch.empty(state[name].shape, device="meta") for name in targets}
         storages = {each.untyped_storage()._cdata: self.own_names[name] for name, each in parameters.items()}
@@ -157,29 +168,32 @@ class Origins:
         def convert(read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
             return reversal.run(self.model, lambda name: read(self.own_names[name]))
 
-        contents: dict[str, Content] = {}
+        contents: dict[str, TrainedContent | ConvertedContent] = {}
         for name, view in reversal.views(self.model, parameters).items():
             parameter = storages.get(view.untyped_storage()._cdata)
             contents[name] = (
-                ConvertedContent(convert=convert)
+                ConvertedContent(convert=convert, parameters=tuple(self.own_names[each] for each in targets))
                 if parameter is None
                 else TrainedContent(parameter=parameter, offset=int(view.storage_offset()), strides=view.stride())
             )
         return contents
 
 
-def layout_of_files(readers: Mapping[str, ShardReader], origins: Origins, dtype: DtypeName) -> ExportLayout:
-    """The layout of the base model's files, by their names: trained tensors in `dtype`, all others as they are."""
+def layout_of_files(
+    readers: Mapping[str, ShardReader], origins: Origins, dtypes: Mapping[str, DtypeName]
+) -> ExportLayout:
+    """The layout of the base model's files, by their names: what is trained in `dtypes`, by parameter; all others as
+    they are."""
     tensors = {name: entry for reader in readers.values() for name, entry in reader.tensors.items()}
     contents = origins.contents(tensors)
-    instead = _results_instead(origins, tensors, dtype)
+    instead = _results_instead(origins, tensors, dtypes)
     shards = []
     for file_name, reader in readers.items():
         placed: list[LaidOutTensor] = []
         for entry in sorted(reader.tensors.values(), key=lambda entry: entry.offset):
             content = contents.get(entry.name)
             if content is not None:
-                placed.append(_trained(entry.name, entry.shape, content, dtype))
+                placed.append(_trained(entry.name, entry.shape, content, dtypes))
             elif entry.name in instead:
                 placed += instead[entry.name]
             else:
@@ -194,6 +208,7 @@ def layout_of_model(
 ) -> ExportLayout:
     """The layout of a model that no files were read for: what `save_pretrained` would write, in files of this size."""
     shapes, buffers = saved_names(model), dict(model.named_buffers())
+    dtypes = spec.exported_dtypes(dtype)
     tensors = {name: TensorSpec(name=name, dtype=DTYPES[dtype], shape=shape) for name, shape in shapes.items()}
     renaming = plan_renaming(model, tensors)
     conversions = [(each, list(targets_of(each, model, shapes))) for each in renaming.conversions]
@@ -205,7 +220,7 @@ def layout_of_model(
         if target in buffers
     }
     placed = [
-        *(_trained(name, shapes[name], contents[name], dtype) for name in shapes if name in contents),
+        *(_trained(name, shapes[name], contents[name], dtypes) for name in shapes if name in contents),
         *(
             LaidOutTensor(name=name, dtype=each.values.dtype, shape=shapes[name], content=each)
             for name, each in held.items()
@@ -248,7 +263,7 @@ def split_into_shards(tensors: Sequence[LaidOutTensor], max_shard_bytes: int) ->
 
 
 def _results_instead(
-    origins: Origins, tensors: Mapping[str, TensorSpec], dtype: DtypeName
+    origins: Origins, tensors: Mapping[str, TensorSpec], dtypes: Mapping[str, DtypeName]
 ) -> dict[str, list[LaidOutTensor]]:
     """What takes the place of each source of a conversion that cannot be undone: its results, and then nothing."""
     state = origins.model.state_dict()
@@ -256,12 +271,18 @@ def _results_instead(
     for conversion, targets in origins.irreversible(tensors):
         first, *others = conversion.source_names
         instead[first] = [
-            _trained(name, shape, whole_parameter(origins.own_names[name], shape), dtype)
+            _trained(name, shape, whole_parameter(origins.own_names[name], shape), dtypes)
             for name, shape in ((target, tuple(state[target].shape)) for target in targets)
         ]
         instead |= {name: [] for name in others}
     return instead
 
 
-def _trained(name: str, shape: tuple[int, ...], content: Content, dtype: DtypeName) -> LaidOutTensor:
+def _trained(
+    name: str, shape: tuple[int, ...], content: TrainedContent | ConvertedContent, dtypes: Mapping[str, DtypeName]
+) -> LaidOutTensor:
+    """A tensor in the dtype of the parameters that it is made of; in fp32 if they have different ones."""
+    made_of = content.parameters if isinstance(content, ConvertedContent) else (content.parameter,)
+    found = {dtypes[each] for each in made_of}
+    dtype = next(iter(found)) if len(found) == 1 else "float32"
     return LaidOutTensor(name=name, dtype=DTYPES[dtype], shape=shape, content=content)

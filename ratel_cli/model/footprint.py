@@ -21,15 +21,17 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.blocks import DecoderModel, trained_of
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state, loss_sum
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
+from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import (
     LayerActivations,
     LayerTraits,
@@ -38,7 +40,7 @@ from ratel_cli.model.spec import (
     RestOfBackward,
     name_in_layer,
 )
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 
 _TOKENS = 61
 _FIRST_SAMPLE = 30
@@ -93,17 +95,17 @@ def _silent_fake_tensors() -> Iterator[None]:
 
 def _measured_traits(model: DecoderModel) -> LayerTraits:
     positions = torch.cat([torch.arange(_FIRST_SAMPLE), torch.arange(_TOKENS - _FIRST_SAMPLE)]).unsqueeze(0)
-    kinds: dict[object, tuple[BlockSpec, LayerCall]] = {}
+    kinds: dict[object, tuple[Segment, LayerCall]] = {}
     numbers: Counter[object] = Counter()
     try:
         with torch.no_grad():
             calls = model.layer_runner.embed(torch.zeros_like(positions), positions).calls
-        for block, call in zip(model.spec.blocks[1:-1], calls, strict=True):
-            shapes = tuple(parameter.shape for parameter in block.parameters)
+        for layer, call in zip(model.spec.layers, calls, strict=True):
+            shapes = tuple(parameter.shape for parameter in layer.parameters)
             arguments = tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
-            kinds.setdefault((shapes, arguments), (block, call))
+            kinds.setdefault((shapes, arguments), (layer, call))
             numbers[shapes, arguments] += 1
-        measured = [_layer(model, block, call, model.skeleton.dtype) for block, call in kinds.values()]
+        measured = [_layer(model, layer, call) for layer, call in kinds.values()]
         traits = replace(model.traits, activations=_most([activations for activations, _ in measured]))
     except _CANNOT_RUN:
         return model.traits
@@ -152,83 +154,94 @@ def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
 
 def _norm(model: DecoderModel, positions: torch.Tensor) -> tuple[NormActivations, _Moved]:
     """What is between the last layer and the head, on `positions` `[1, tokens]`, and what norm and loss move."""
-    block, dtype = model.spec.blocks[-1], model.skeleton.dtype
+    head, dtype = model.spec.head, DTYPES[model.spec.dtype]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        weights = torch.empty(block.num_elements, dtype=dtype)
-        parameters = model.bind(block, weights)
+        weights = _weights(head)
+        parameters = _bound(model, head, weights)
         try:
             leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
             with _ActivationWatch(weights) as watch:
                 finished = last_hidden_state(model.layer_runner.finish(leaf, torch.zeros_like(positions), positions))
                 gradient = torch.empty_like(finished)
                 held = watch.live[_TOKENS]
-                torch.autograd.grad(finished, (leaf, *parameters), gradient, allow_unused=True)
+                torch.autograd.grad(finished, (leaf, *trained_of(parameters)), gradient, allow_unused=True)
             moved = _moved_by_head(model, leaf, parameters, positions)
         finally:
-            model.release(block)
+            model.release(head)
     return NormActivations(held_per_token=held // _TOKENS, most_per_token=watch.peak[_TOKENS] // _TOKENS), moved
 
 
 def _moved_by_head(
-    model: DecoderModel, leaf: torch.Tensor, parameters: Sequence[torch.Tensor], positions: torch.Tensor
+    model: DecoderModel, leaf: torch.Tensor, parameters: Sequence[nn.Parameter], positions: torch.Tensor
 ) -> _Moved:
     """What the final norm and the loss move for `leaf` `[1, tokens, hidden]`, fake, with the head's `parameters`."""
-    embedding, tokens = model.spec.blocks[0], torch.zeros_like(positions)
+    embedding, tokens = model.spec.embedding, torch.zeros_like(positions)
     try:
         if model.spec.tied:
-            matrix = torch.empty(embedding.num_elements, dtype=leaf.dtype)
-            parameters = (*parameters, model.tie(model.bind(embedding, matrix)))
+            parameters = (*parameters, model.tie(_bound(model, embedding, _weights(embedding))))
         moved = _Moved()
         with moved:
             finished = model.layer_runner.finish(leaf, tokens, positions)
             loss = loss_sum(model.layer_runner.logits(finished, last_hidden_state(finished)), tokens[0])
             moved.stage = "backward"
-            torch.autograd.grad(loss, (leaf, *parameters), allow_unused=True)
+            torch.autograd.grad(loss, (leaf, *trained_of(parameters)), allow_unused=True)
     finally:
         model.release(embedding)
     return moved
 
 
-def _layer(
-    model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.dtype
-) -> tuple[LayerActivations, _Moved]:
+def _weights(segment: Segment) -> list[torch.Tensor]:
+    """Flat arrays for the segment's blocks, with any values."""
+    return [torch.empty(block.num_elements, dtype=DTYPES[block.dtype]) for block in segment.blocks]
+
+
+def _bound(model: DecoderModel, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[nn.Parameter, ...]:
+    """The segment's parameters as views of these arrays, bound to its modules."""
+    bound = map(model.bind, segment.blocks, weights)
+    return tuple(parameter for of_block in bound for parameter in of_block)
+
+
+def _layer(model: DecoderModel, layer: Segment, call: LayerCall) -> tuple[LayerActivations, _Moved]:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
         def faked(leaf: object) -> object:
             return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
         call = LayerCall(arguments=tree_map(faked, call.arguments), keywords=tree_map(faked, call.keywords))
-        weights = torch.empty(block.num_elements, dtype=dtype)
-        parameters = model.bind(block, weights)
+        weights = _weights(layer)
+        parameters = _bound(model, layer, weights)
         try:
+            dtype = DTYPES[model.spec.dtype]
             leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
             gradient = torch.empty_like(leaf).detach()
             with _NoDropoutInAttention(), torch.no_grad():
                 with _ActivationWatch(weights) as forward:
-                    model.layer_runner.run_layer(block.index - 1, leaf, call)
+                    model.layer_runner.run_layer(layer.index - 1, leaf, call)
                 with _ActivationWatch(weights, holds_products=True) as holding:
-                    model.layer_runner.run_layer(block.index - 1, leaf, call)
-            least_bytes = max(parameter.num_elements for parameter in block.parameters) * dtype.itemsize // 2
+                    model.layer_runner.run_layer(layer.index - 1, leaf, call)
+            least_bytes = max(parameter.nbytes for parameter in parameters) // 2
             with (
                 _NoDropoutInAttention(),
                 _Moved() as moved,
                 _ActivationWatch(weights, weight_bytes=least_bytes) as watch,
             ):
-                for each, parameter in zip(block.parameters, parameters, strict=True):
+                for each, parameter in zip(layer.parameters, parameters, strict=True):
+                    if not parameter.requires_grad:
+                        continue
                     parameter.register_post_accumulate_grad_hook(
                         partial(_forget, then=partial(watch.begin_part, name_in_layer(each.name)))
                     )
-                output = model.layer_runner.run_layer(block.index - 1, leaf, call)
+                output = model.layer_runner.run_layer(layer.index - 1, leaf, call)
                 moved.stage = "backward"
                 saved, used = dict(watch.live), set(watch.made_with.values())
                 replay, passing = dict(watch.peak), watch.most_that_has_ended()
-                output.backward(gradient, inputs=[leaf, *parameters])
+                output.backward(gradient, inputs=[leaf, *trained_of(parameters)])
         finally:
-            model.release(block)
+            model.release(layer)
     row, square = _TOKENS, _TOKENS**2
     saved[row] -= output.untyped_storage().nbytes()
     passing[row] += output.untyped_storage().nbytes()
-    matrices = {name_in_layer(each.name) for each in block.parameters if len(each.shape) > 1}
+    matrices = {name_in_layer(each.name) for each in layer.parameters if len(each.shape) > 1}
     return LayerActivations(
         saved_per_token=saved[row] // row,
         saved_per_pair=saved[square] // square,
@@ -255,7 +268,10 @@ def _layer(
             for rest in watch.rests(_LEAST_FREED)
         ),
         saved_products=tuple(
-            name_in_layer(each.name) for each in block.parameters if len(each.shape) > 1 and each.start in used
+            name_in_layer(each.name)
+            for number, block in enumerate(layer.blocks)
+            for each in block.parameters
+            if len(each.shape) > 1 and (number, each.start) in used
         ),
     ), moved
 
@@ -327,13 +343,13 @@ class _Part:
 class _ActivationWatch(OperatorMode):
     """Counts the bytes of storages that operators allocate and that are alive, by what they grow with."""
 
-    def __init__(self, weights: torch.Tensor, *, weight_bytes: int = 0, holds_products: bool = False) -> None:
-        """`weights` are those of the layer. A storage of at least `weight_bytes` that does not grow with the tokens is
+    def __init__(self, weights: Sequence[torch.Tensor], *, weight_bytes: int = 0, holds_products: bool = False) -> None:
+        """`weights` are flat arrays. A storage of at least `weight_bytes` that does not grow with the tokens is
         the gradient of a weight. `holds_products`: results of products never end."""
         super().__init__()
         self._held: list[torch.Tensor] | None = [] if holds_products else None
         self._parts: list[_Part] = []
-        self._weights = weights.untyped_storage()._cdata
+        self._weights = {each.untyped_storage()._cdata: number for number, each in enumerate(weights)}
         self._weight_bytes = weight_bytes
         self._num_made = 0
         """Gradients of weights that are alive."""
@@ -342,8 +358,9 @@ class _ActivationWatch(OperatorMode):
         self.peak = dict(self.live)
         self.making = dict(self.live)
         """The peak while the gradient of a weight is alive."""
-        self.made_with: dict[int, int] = {}
-        """Where the weight begins that each storage that is alive was made with, in elements."""
+        self.made_with: dict[int, tuple[int, int]] = {}
+        """Where the weight begins that each storage that is alive was made with: the number of its array, and its first
+        element there."""
         self._events: list[tuple[int, int, int]] = []
         """What began and what ended: a number for each storage, what its bytes grow with, and its bytes, negative at
         its end."""
@@ -390,8 +407,9 @@ class _ActivationWatch(OperatorMode):
             if storage._cdata not in passed and storage._cdata not in self._known:
                 self._add(storage)
                 for each in tensors_in((args, kwargs)):
-                    if each.untyped_storage()._cdata == self._weights and storage._cdata in self._known:
-                        self.made_with[storage._cdata] = int(each.storage_offset())
+                    number = self._weights.get(each.untyped_storage()._cdata)
+                    if number is not None and storage._cdata in self._known:
+                        self.made_with[storage._cdata] = number, int(each.storage_offset())
         if self._parts and _ATTENTION_NAME in str(func):
             self._parts[-1].has_attention = True
             self._note_peak(_attention_workspace_bytes(tensors_in(args)))

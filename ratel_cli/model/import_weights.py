@@ -54,7 +54,7 @@ def import_weights(
             record = stored[block.index].record
             for start in range(0, block.num_elements, group_elements):
                 stop = min(start + group_elements, block.num_elements)
-                tensors = buffers.tensors(stop - start)
+                tensors = buffers.tensors((W32, *record.fields), stop - start)
                 num_parameters = _read_group(block, source, start, stop, tensors[W32.name])
                 encode_record(record, tensors)
                 written = {field.name: buffers.memory(field, stop - start) for field in record.fields}

@@ -1,7 +1,6 @@
 """What transformers keeps in fp32 although a model is loaded in 16 bit: routers, convolutions, biases of experts.
 
-A block has one dtype, so a model with such parameters can be trained in fp32 only. Buffers are no part of a block.
-Invariant: names come from transformers' own lists and its own matching, so that a parameter is in fp32 here exactly if
+Invariant: names come from transformers' own lists and its own matching, so that a tensor is in fp32 here exactly if
 `from_pretrained(..., dtype=...)` has it in fp32.
 """
 
@@ -12,35 +11,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
-from ratel_cli.errors import BadInput
 
-_MAX_NAMES = 3
-"""A message lists at most this many parameters."""
-
-
-def reject_kept_parameters(model: PreTrainedModel) -> None:
-    """Raise BadInput if transformers keeps parameters of `model` in fp32. It is built in the dtype of its config."""
-    kept = set(_kept_in_fp32(model))
-    names = [name for name, _ in model.named_parameters() if name in kept]
-    if names:
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        error = BadInput(
-            f"{type(model).__name__}: transformers keeps {', '.join(names[:_MAX_NAMES])}{more} in fp32;"
-            f" dtype: {str(model.config.dtype).removeprefix('torch.')} would round them",
-            "set dtype: float32",
-        )
-        error.key = ("dtype",)
-        raise error
-
-
-def keep_buffers(model: PreTrainedModel) -> None:
-    """Put the buffers into fp32 that transformers keeps in fp32. `model` is built in the dtype of its config."""
+def keep_in_fp32(model: PreTrainedModel) -> None:
+    """Put the parameters and buffers into fp32 that transformers keeps there. `model` is built in the dtype of its
+    config, with parameters on meta."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for name in _kept_in_fp32(model):
         place, _, attribute = name.rpartition(".")
         module: nn.Module = model.get_submodule(place)
-        buffer = module._buffers.get(attribute)
+        buffer, parameter = module._buffers.get(attribute), module._parameters.get(attribute)
         if buffer is not None:
             module._buffers[attribute] = buffer.float()
+        if parameter is not None and parameter.dtype != torch.float32:
+            if parameter not in made:  # tied ones stay tied
+                made[parameter] = nn.Parameter(parameter.float(), requires_grad=parameter.requires_grad)
+            module._parameters[attribute] = made[parameter]
 
 
 def _kept_in_fp32(model: PreTrainedModel) -> list[str]:

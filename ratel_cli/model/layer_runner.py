@@ -102,8 +102,13 @@ class LayerRunner:
     def find_layer_output(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Find out by trials whether layers return bare hidden states or a tuple. Both arguments: `[batch, tokens]`.
 
-        Must come before all other calls. Raises BadInput if the model breaks an invariant of this file.
+        Must come before all other calls. Raises BadInput if the model breaks an invariant of this file, or if its code
+        changes its layers before they run.
         """
+        with self._layers_unchanged():
+            self._try_outputs(input_ids, position_ids)
+
+    def _try_outputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         rejection: BadInput | None = None
         failure: Exception | None = None
         for wrap in _WRAPS:
@@ -129,12 +134,16 @@ class LayerRunner:
         that writes to any other tensor raises BadInput. Raises BadInput if the code changes its layers before they run.
         """
         for number, first in ((1, 0), (3, num_positions), (1, 0)):
-            with contextlib.ExitStack() as unchanged:
-                for state in self._state_of_layers:
-                    unchanged.enter_context(state.unchanged())
-                with contextlib.suppress(IndexError, TypeError, ValueError, RuntimeError):
-                    self.embed(input_ids.repeat(1, number), position_ids.repeat(1, number) + first)
+            with self._layers_unchanged(), contextlib.suppress(IndexError, TypeError, ValueError, RuntimeError):
+                self.embed(input_ids.repeat(1, number), position_ids.repeat(1, number) + first)
         self._state_outside.is_learning = False
+
+    @contextlib.contextmanager
+    def _layers_unchanged(self) -> Iterator[None]:
+        with contextlib.ExitStack() as unchanged:
+            for state in self._state_of_layers:
+                unchanged.enter_context(state.unchanged())
+            yield
 
     def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput.

@@ -1,4 +1,4 @@
-"""Attributes and buffers of modules, kept as they are through a call of the model's code.
+"""Attributes, buffers and parts of modules, kept as they are through a call of the model's code.
 
 Some models change themselves when they run: rotary tables that are scaled to the longest row so far, for instance. Then
 a row's result depends on the rows before it, and on whether a run was resumed. Here each call begins with the state
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ratel_cli.errors import BadInput
 
 _ABSENT = object()
 _Place: TypeAlias = "tuple[int, str]"
-"""The number of a module's attributes or buffers in `ModuleState._values`, and the key there."""
+"""The number of a module's attributes, buffers or parts in `ModuleState._values`, and the key there."""
 
 
 class ModuleState:
@@ -32,8 +32,10 @@ class ModuleState:
     def __init__(self, modules: Mapping[str, nn.Module], *, model_name: str) -> None:
         """`modules`: by their names in the model. `model_name` stands in errors."""
         self._model_name = model_name
-        self._values: list[tuple[str, dict[str, object]]] = [
-            (name, values) for name, module in modules.items() for values in (vars(module), module.__dict__["_buffers"])
+        self._values: list[tuple[str, dict[str, Any]]] = [
+            (name, values)
+            for name, module in modules.items()
+            for values in (vars(module), module._buffers, module._modules)
         ]
         self._copied: set[_Place] = set()
         """Tensors that calls write to."""

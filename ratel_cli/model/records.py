@@ -46,12 +46,9 @@ class RecordBuffers(Closing):
         """The memory of the first elements of a field."""
         return self._memories[field][: field.num_bytes(num_elements)]
 
-    def tensors(self, num_elements: int) -> dict[str, torch.Tensor]:
-        """The first elements of all fields, by name."""
-        return {
-            field.name: view(memory, VALUE_DTYPES[field.dtype])[:num_elements]
-            for field, memory in self._memories.items()
-        }
+    def tensors(self, fields: Iterable[Field], num_elements: int) -> dict[str, torch.Tensor]:
+        """The first elements of these fields, by name."""
+        return {field.name: view(self._memories[field], VALUE_DTYPES[field.dtype])[:num_elements] for field in fields}
 
 
 def fields_for(record: Record, dtype: DtypeName) -> tuple[Field, ...]:

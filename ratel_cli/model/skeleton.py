@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.flash_attention import KERNEL_PACKAGES
-from ratel_cli.model.kept_precision import keep_buffers
+from ratel_cli.model.kept_precision import keep_in_fp32
 from ratel_cli.model.kind import reject_other_kinds
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
@@ -86,7 +86,7 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
     except Exception as error:
         raise _not_built(config, error) from error
     _reject_empty_parameters(model)
-    keep_buffers(model)
+    keep_in_fp32(model)
     model.train()
     return cast(PreTrainedModel, model)
 

@@ -13,10 +13,11 @@ from typing import Self
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.schedule.blocks import BlockSpec, block_from_json
+from ratel_cli.schedule.segments import Segment, segments_of
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_LAYERS = 10_000
 """More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
@@ -32,7 +33,7 @@ class ModelSpec:
     architecture: str
     """The class in transformers."""
     blocks: tuple[BlockSpec, ...]
-    """In forward order: embedding, layers, head."""
+    """In the order of the store. The first block of each segment comes first, in the order of forward."""
     tied: bool
     """Whether the head uses the embedding's weight, which then belongs to the embedding block only."""
     dtype: DtypeName
@@ -53,9 +54,9 @@ class ModelSpec:
         return tuple(block.num_elements for block in self.blocks)
 
     @cached_property
-    def num_elements(self) -> int:
-        """Elements of all blocks, padding included."""
-        return sum(self.block_elements)
+    def trained_elements(self) -> int:
+        """Elements of all blocks that have gradients, padding included."""
+        return sum(segment.trained_elements for segment in self.segments)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -82,14 +83,55 @@ class ModelSpec:
         """Bytes of one value of a hidden state."""
         return VALUE_BYTES[self.dtype]
 
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """In the order of forward: embedding, layers, head."""
+        return tuple(segments_of(self.blocks))
+
+    @property
+    def embedding(self) -> Segment:
+        """What runs before the layers."""
+        return self.segments[0]
+
+    @property
+    def layers(self) -> tuple[Segment, ...]:
+        """The decoder layers, without embedding and head."""
+        return self.segments[1:-1]
+
+    @property
+    def head(self) -> Segment:
+        """What runs behind the layers, without a tied matrix."""
+        return self.segments[-1]
+
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers, without embedding and head."""
-        return sum(block.kind == "layer" for block in self.blocks)
+        """Number of decoder layers."""
+        return len(self.layers)
 
     def with_gradients(self, dtype: DtypeName) -> Self:
-        """The model with gradients that leave the device, and are held, in `dtype`."""
-        return replace(self, blocks=tuple(replace(block, gradient_dtype=dtype) for block in self.blocks))
+        """The model with gradients that leave the device, and are held, in `dtype`; those of blocks that need another
+        dtype than the model's stay as they are."""
+        return replace(
+            self,
+            blocks=tuple(
+                replace(block, gradient_dtype=dtype if block.dtype == self.dtype else block.dtype)
+                for block in self.blocks
+            ),
+        )
+
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """The names of the parameters that no step changes."""
+        return frozenset(each.name for block in self.blocks if not block.is_trained for each in block.parameters)
+
+    def exported_dtypes(self, dtype: DtypeName) -> dict[str, DtypeName]:
+        """By name of the parameter, the dtype of an export in `dtype`; what needs another dtype than the model's has
+        it there too."""
+        return {
+            parameter.name: dtype if block.dtype == self.dtype else block.dtype
+            for block in self.blocks
+            for parameter in block.parameters
+        }
 
     def to_json(self) -> dict[str, object]:
         """The content of `run/model.json`."""

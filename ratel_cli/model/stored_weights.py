@@ -36,17 +36,19 @@ class StoredWeights(Closing):
         group_elements: int = WEIGHT_GROUP_ELEMENTS,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Lease the memory of a group from `pool`. `progress` is called before each group is read.
+        """`dtype`: of the parameters in the model's own one; others have theirs (`ModelSpec.exported_dtypes`). Lease
+        the memory of a group from `pool`. `progress` is called before each group is read.
 
         Raises DoesNotFit if the pool has no memory for a group.
         """
-        self.dtype = DTYPES[dtype]
-        """The dtype of the values."""
-        self._generation, self._dtype, self._progress = generation, dtype, progress
+        self._generation, self._progress = generation, progress
         self._group_elements = min(group_elements, max(spec.block_elements))
         self._placed = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
-        self._read_fields = [fields_for(block.record, dtype) for block in generation.blocks]
-        needed = [field for fields in self._read_fields for field in (*fields, *([W32] if len(fields) > 1 else []))]
+        self._dtypes = [dtype if block.dtype == spec.dtype else block.dtype for block in spec.blocks]
+        """By block: of its values."""
+        self._read_fields = list(map(fields_for, (block.record for block in generation.blocks), self._dtypes))
+        self._decoded_fields = [(*fields, *([W32] if len(fields) > 1 else [])) for fields in self._read_fields]
+        needed = [field for fields in self._decoded_fields for field in fields]
         self._buffers = RecordBuffers(pool, needed, self._group_elements, "stored weights")
 
     def close(self) -> None:
@@ -79,7 +81,7 @@ class StoredWeights(Closing):
 
         Raises what `slices` raises.
         """
-        values, position = torch.empty(stop - start, dtype=self.dtype), 0
+        values, position = torch.empty(stop - start, dtype=DTYPES[self._dtypes[self._placed[name][0].index]]), 0
         for part in self.slices(name, start, stop):
             values[position : position + len(part)] = part
             position += len(part)
@@ -94,4 +96,5 @@ class StoredWeights(Closing):
                 for field in read
             ]
         ).wait()
-        return decode_weights(read, self._buffers.tensors(stop - start), self._dtype)
+        tensors = self._buffers.tensors(self._decoded_fields[block], stop - start)
+        return decode_weights(read, tensors, self._dtypes[block])

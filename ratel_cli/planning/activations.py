@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Workload
-from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
+from ratel_cli.schedule.blocks import ParameterSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -202,13 +203,13 @@ def input_bytes(spec: ModelSpec, *, tokens: int) -> int:
     return align_up(tokens * spec.hidden_size * spec.dtype_bytes, PACKED_ALIGNMENT)
 
 
-def block_activation_bytes(spec: ModelSpec, block: BlockSpec, *, tokens: int) -> int:
-    """Activations of one block: one output of every matrix for each token, and vectors of the hidden size.
+def segment_activation_bytes(spec: ModelSpec, segment: Segment, *, tokens: int) -> int:
+    """Activations of one segment: one output of every matrix for each token, and vectors of the hidden size.
 
     For the papers' GPT that is 48 bytes per token and hidden size in 16 bit, where they count 34: what runs has some
     vectors in fp32. A Llama layer was measured to save 43 to 46 (46 to 49 by this estimate).
     """
-    width = sum(output_width(parameter) for parameter in block.parameters if block.kind == "layer")
+    width = sum(output_width(parameter) for parameter in segment.parameters if segment.kind == "layer")
     return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * spec.dtype_bytes
 
 
@@ -235,7 +236,7 @@ def tied_bytes(spec: ModelSpec, workload: Workload) -> int:
     """
     if not spec.tied:
         return 0
-    return 4 * spec.blocks[0].num_elements + workload.num_micro_batches * tied_rows_bytes(spec, workload)
+    return spec.embedding.sum_bytes + workload.num_micro_batches * tied_rows_bytes(spec, workload)
 
 
 def tied_rows_bytes(spec: ModelSpec, workload: Workload) -> int:
@@ -246,7 +247,7 @@ def tied_rows_bytes(spec: ModelSpec, workload: Workload) -> int:
 def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
     """The fp32 sum of a tied weight's gradients over the chunks of the head; 0 where there is one chunk."""
     is_summed = spec.tied and head_chunk_tokens(spec, workload) < workload.micro_batch_tokens
-    return 4 * spec.blocks[0].num_elements if is_summed else 0
+    return spec.embedding.sum_bytes if is_summed else 0
 
 
 def passing_bytes(spec: ModelSpec, *, tokens: int, sequence_len: int) -> int:

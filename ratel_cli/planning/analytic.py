@@ -26,10 +26,11 @@ from ratel_cli.model.spec import (
     is_matrix,
     name_in_layer,
 )
-from ratel_cli.planning.activations import block_activation_bytes, head_chunk_tokens, input_bytes, output_width
+from ratel_cli.planning.activations import head_chunk_tokens, input_bytes, output_width, segment_activation_bytes
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.planning.placement import Workload
-from ratel_cli.schedule.blocks import BlockKind, BlockSpec, lay_out_block
+from ratel_cli.schedule.blocks import BlockKind, lay_out_block
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import DtypeName
 
 _NORMS_OF_THE_LAST = ("post_feedforward_layernorm.weight", "post_mlp_layernorm.weight")
@@ -156,7 +157,7 @@ def gpt_norm(*, hidden_size: int, compute_bytes: int) -> NormActivations:
 
 def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     """FLOPs of the head in forward. The head is never recomputed."""
-    matrices = sum(each.num_elements for each in spec.blocks[-1].parameters if len(each.shape) > 1)
+    matrices = sum(each.num_elements for each in spec.head.parameters if len(each.shape) > 1)
     if spec.tied:
         matrices += spec.vocab_size * spec.hidden_size
     return 2 * tokens * matrices
@@ -167,8 +168,8 @@ def head_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
 
     Each chunk of tokens makes gradients of all of the head, in the compute dtype, and adds them to fp32 sums.
     """
-    blocks = [spec.blocks[-1], *(spec.blocks[:1] if spec.tied else [])]
-    return num_head_chunks(spec, workload) * sum(block.compute_bytes + 8 * block.num_elements for block in blocks)
+    summed = [spec.head, *([spec.embedding] if spec.tied else [])]
+    return num_head_chunks(spec, workload) * sum(each.updated_bytes + 2 * each.sum_bytes for each in summed)
 
 
 def num_head_chunks(spec: ModelSpec, workload: Workload) -> int:
@@ -181,15 +182,15 @@ def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits
     profiles: list[LayerProfile] = []
     known: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
     layers = []
-    for block in spec.blocks[1:-1]:
-        shapes = tuple((name_in_layer(parameter.name), parameter.shape) for parameter in block.parameters)
+    for layer in spec.layers:
+        shapes = tuple((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
         if shapes not in known:
             known[shapes] = len(profiles)
-            profiles.append(_layer_profile(spec, block, workload, traits))
+            profiles.append(_layer_profile(spec, layer, workload, traits))
         layers.append(known[shapes])
     tokens, norm = workload.micro_batch_tokens, traits.norm
     if norm is None:
-        vectors_bytes = block_activation_bytes(spec, spec.blocks[-1], tokens=1)
+        vectors_bytes = segment_activation_bytes(spec, spec.head, tokens=1)
         norm = NormActivations(held_per_token=vectors_bytes // 2, most_per_token=vectors_bytes)
     return ModelProfile(
         source="analytic",
@@ -217,11 +218,11 @@ class _Product:
     is_stacked: bool
 
 
-def _layer_profile(spec: ModelSpec, block: BlockSpec, workload: Workload, traits: LayerTraits) -> LayerProfile:
+def _layer_profile(spec: ModelSpec, layer: Segment, workload: Workload, traits: LayerTraits) -> LayerProfile:
     tokens = workload.micro_batch_tokens
-    products = _products(block, traits)
-    dead = _dead(spec, block, products)
-    found = traits.activations or _activations(spec, block)
+    products = _products(layer, traits)
+    dead = _dead(spec, layer, products)
+    found = traits.activations or _activations(spec, layer)
     candidates = [
         _product_candidate(product, spec.dtype_bytes, tokens, is_saved=product.parameter in found.saved_products)
         for product in products
@@ -272,10 +273,10 @@ def _attention_flops(traits: LayerTraits, tokens: int, sequence_len: int) -> int
     return 4 * tokens * sequence_len * traits.num_heads * traits.head_dim
 
 
-def _activations(spec: ModelSpec, block: BlockSpec) -> LayerActivations:
+def _activations(spec: ModelSpec, layer: Segment) -> LayerActivations:
     """An estimate of what nothing has measured: that of a Llama, whose vectors are in fp32 at times."""
-    saved, compute_bytes = block_activation_bytes(spec, block, tokens=1), spec.dtype_bytes
-    made = 2 * max(output_width(parameter) for parameter in block.parameters) * compute_bytes
+    saved, compute_bytes = segment_activation_bytes(spec, layer, tokens=1), spec.dtype_bytes
+    made = 2 * max(output_width(parameter) for parameter in layer.parameters) * compute_bytes
     more = spec.hidden_size * compute_bytes + made
     return LayerActivations(
         saved_per_token=saved,
@@ -297,9 +298,9 @@ def _activations(spec: ModelSpec, block: BlockSpec) -> LayerActivations:
     )
 
 
-def _products(block: BlockSpec, traits: LayerTraits) -> list[_Product]:
+def _products(layer: Segment, traits: LayerTraits) -> list[_Product]:
     products = []
-    for parameter in block.parameters:
+    for parameter in layer.parameters:
         if not is_matrix(parameter.name, len(parameter.shape)):
             continue
         *stack, outputs, inputs = parameter.shape
@@ -317,9 +318,9 @@ def _products(block: BlockSpec, traits: LayerTraits) -> list[_Product]:
     return products
 
 
-def _dead(spec: ModelSpec, block: BlockSpec, products: list[_Product]) -> _Product | None:
+def _dead(spec: ModelSpec, layer: Segment, products: list[_Product]) -> _Product | None:
     """The product whose output is only added to the residual, if there is one."""
-    if any(name_in_layer(parameter.name) in _NORMS_OF_THE_LAST for parameter in block.parameters):
+    if any(name_in_layer(parameter.name) in _NORMS_OF_THE_LAST for parameter in layer.parameters):
         return None
     last = next((product for product in reversed(products) if product.outputs == spec.hidden_size), None)
     return None if last is None or last.is_stacked else last

@@ -24,10 +24,10 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import (
     OffloadedActivations,
-    block_activation_bytes,
     head_chunk_tokens,
     logits_bytes,
     passing_bytes,
+    segment_activation_bytes,
     tied_bytes,
     tied_rows_bytes,
     tied_sum_bytes,
@@ -38,13 +38,13 @@ from ratel_cli.planning.placement import (
     Placement,
     Stage,
     Workload,
-    block_schedule,
     gradient_bytes,
-    looked_up_block,
+    looked_up,
+    step_schedule,
     window_bytes,
 )
 from ratel_cli.planning.recorded import RECORDED_MICRO_BATCHES
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS
 from ratel_cli.units import KIB, MIB, format_bytes
 
@@ -108,9 +108,9 @@ class StepMemory:
         self._spec = spec
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
-        self._process_bytes = process_bytes + notes_bytes(spec.blocks, workload)
+        self._process_bytes = process_bytes + notes_bytes(spec.segments, workload)
         self._gpu = gpu
-        self._blocks = _BlockMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums)
+        self._segments = _SegmentMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums)
         self._known_moments: dict[object, _Moments] = {}
         self._hidden_bytes = 0
         if gpu is None:
@@ -152,14 +152,14 @@ class StepMemory:
                 total=total(at_peak),
             )
 
-        num_blocks = len(spec.blocks)
-        fewest = 0 if self._holds_gradients or self._overlap == "separate" else num_blocks
-        choices = range(fewest, num_blocks + 1)
+        num_segments = len(spec.segments)
+        fewest = 0 if self._holds_gradients or self._overlap == "separate" else num_segments
+        choices = range(fewest, num_segments + 1)
         num_fitting = bisect_right(choices, limit_bytes, key=peak)
         if not num_fitting:
             raise _does_not_fit(needed(fewest), limit_bytes)
         num_in_memory = choices[num_fitting - 1]
-        return needed(num_in_memory), num_blocks - num_in_memory
+        return needed(num_in_memory), num_segments - num_in_memory
 
     def _known(self, placement: Placement) -> _Moments:
         """The moments of a step. A search asks for many placements that differ only in what is offloaded."""
@@ -178,8 +178,8 @@ class StepMemory:
 
     def _moments(self, placement: Placement) -> _Moments:
         updates = [
-            placement.update_stage(block.index, holds_gradients=self._holds_gradients, overlap=self._overlap)
-            for block in self._spec.blocks
+            placement.update_stage(segment.index, holds_gradients=self._holds_gradients, overlap=self._overlap)
+            for segment in self._spec.segments
         ]
         arriving = [
             0 if stage == "backward" else num_bytes
@@ -187,7 +187,7 @@ class StepMemory:
                 reversed(gradient_bytes(self._spec, placement.gpu_embedding_rows)), reversed(updates), strict=True
             )
         ]
-        moments = _PlacedStep(self._blocks, placement, updates).moments()
+        moments = _PlacedStep(self._segments, placement, updates).moments()
         most_by_held: dict[int, int] = {}
         for moment in moments:
             most_by_held[moment.num_held] = max(most_by_held.get(moment.num_held, 0), moment.taken)
@@ -245,17 +245,17 @@ class _Moments(NamedTuple):
     """Bytes of held gradients by the number of blocks that have them, in the order of backward."""
 
 
-class _BlockMemory:
-    """Memory of the blocks that does not depend on the placement, computed once."""
+class _SegmentMemory:
+    """Memory of the segments that does not depend on the placement, computed once."""
 
     def __init__(self, spec: ModelSpec, workload: Workload, *, on_gpu: bool, has_sums: bool) -> None:
         tokens = workload.micro_batch_tokens
         self.spec = spec
         self.workload = workload
         self.on_gpu = on_gpu
-        self.schedule = block_schedule(spec)
+        self.schedule = step_schedule(spec)
         self.activations = [
-            0 if on_gpu else block_activation_bytes(spec, block, tokens=tokens) for block in spec.blocks
+            0 if on_gpu else segment_activation_bytes(spec, segment, tokens=tokens) for segment in spec.segments
         ]
         self.logits = 0 if on_gpu else logits_bytes(spec, head_chunk_tokens(spec, workload))
         self.tied = tied_bytes(spec, workload)
@@ -265,115 +265,116 @@ class _BlockMemory:
         self.is_summed = workload.num_micro_batches > 1
         self.has_sums = has_sums
 
-    def gradient(self, block: BlockSpec, gradient_bytes: int, computing: int, *, sum_bytes: int) -> int:
-        """The most that it takes to make a block's gradient (`computing`), or the sum, its rounding and one norm.
+    def gradient(self, segment: Segment, gradient_bytes: int, computing: int, *, is_summed: bool) -> int:
+        """The most that it takes to make a segment's gradients (`computing`), or the sums, their rounding and one norm.
 
         On a GPU: the gradient that is downloaded (`gradient_bytes`), the sums that are here, and what is added to
         them.
         """
         if self.on_gpu:
-            is_summed = block.kind == "layer" and self.is_summed and self.has_sums
-            return gradient_bytes + (4 * block.num_elements + block.compute_bytes if is_summed else 0)
-        rounded = block.gradient_dtype_bytes if sum_bytes != block.gradient_dtype_bytes else 0
-        norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
-        return max(computing, block.num_elements * (sum_bytes + rounded) + norm)
+            is_summed = segment.kind == "layer" and self.is_summed and self.has_sums
+            return gradient_bytes + (segment.sum_bytes + segment.updated_bytes if is_summed else 0)
+        rounded_bytes = sum(block.gradient_bytes for block in segment.trained if block.gradient_dtype_bytes < 4)
+        summed_bytes = segment.sum_bytes + rounded_bytes if is_summed else segment.gradient_bytes
+        norm_bytes = 4 * max((parameter.num_elements for parameter in segment.parameters), default=0)
+        return max(computing, summed_bytes + norm_bytes)
 
 
 class _PlacedStep:
     """The moments of one step under one placement."""
 
-    def __init__(self, blocks: _BlockMemory, placement: Placement, updates: Sequence[Stage]) -> None:
-        self._memory = blocks
-        self._blocks = blocks.spec.blocks
+    def __init__(self, memory: _SegmentMemory, placement: Placement, updates: Sequence[Stage]) -> None:
+        spec = memory.spec
+        self._memory = memory
+        self._segments = spec.segments
         self._placement = placement
         self._updates = updates
-        self._groups = placement.groups.buffer_bytes(blocks.spec.blocks)
-        self._gradients = gradient_bytes(blocks.spec, placement.gpu_embedding_rows)
+        self._groups = placement.groups.buffer_bytes(spec.blocks)
+        self._gradients = gradient_bytes(spec, placement.gpu_embedding_rows)
         self._rows_bytes = 0
         """Rows of the embedding's matrix that are gathered here for a GPU."""
         if placement.gpu_embedding_rows is not None:
-            rows = looked_up_block(blocks.spec, placement.gpu_embedding_rows).parameters[0]
-            self._rows_bytes = rows.num_elements * blocks.spec.blocks[0].dtype_bytes
+            rows = looked_up(spec, placement.gpu_embedding_rows).parameters[0]
+            self._rows_bytes = rows.num_elements * spec.embedding.blocks[0].dtype_bytes
         self._head_bytes = self._tied_head_bytes = 0
         """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the
         head; and of a tied head, beyond `tied_bytes`, from then on."""
-        if blocks.on_gpu and not placement.gpu_holds_head:
-            spec = blocks.spec
+        if memory.on_gpu and not placement.gpu_holds_head:
             if spec.tied:
-                rows_bytes = tied_rows_bytes(spec, blocks.workload)
-                self._tied_head_bytes = spec.blocks[0].compute_bytes + rows_bytes
-                self._head_bytes = self._tied_head_bytes + blocks.tied_sum
+                rows_bytes = tied_rows_bytes(spec, memory.workload)
+                self._tied_head_bytes = spec.embedding.compute_bytes + rows_bytes
+                self._head_bytes = self._tied_head_bytes + memory.tied_sum
             else:
-                self._head_bytes = 4 * spec.blocks[-1].num_elements + spec.blocks[-1].compute_bytes
-        embedding = self._blocks[0]
-        if self._gradients[0] != embedding.gradient_bytes:  # the rows of one group's gradient are spread out
+                self._head_bytes = spec.head.sum_bytes + spec.head.compute_bytes
+        if self._gradients[0] != spec.embedding.gradient_bytes:  # the rows of one group's gradient are spread out
+            embedding = spec.embedding.blocks[0]
             self._groups += min(placement.groups.elements, embedding.num_elements) * embedding.gradient_dtype_bytes
 
     def moments(self) -> list[_Moment]:
-        num_blocks = len(self._blocks)
-        moments = [self._forward(position) for position in range(num_blocks - 1)]
+        number = len(self._segments)
+        moments = [self._forward(position) for position in range(number - 1)]
         moments.append(self._head())
-        moments.extend(self._backward(num_arrived) for num_arrived in range(1, num_blocks))
+        moments.extend(self._backward(num_arrived) for num_arrived in range(1, number))
         if self._updates[0] == "update":
-            moments.extend(self._separate_update(block) for block in self._blocks)
+            moments.extend(map(self._separate_update, self._segments))
         else:
             moments.append(self._turn())
         if set(self._updates) == {"forward"}:
-            moments.extend(self._speculating(position) for position in range(num_blocks))
+            moments.extend(self._speculating(position) for position in range(number))
         return moments
 
     def _forward(self, position: int) -> _Moment:
-        """One block, the blocks that are read ahead, and the deferred updates of all of them."""
+        """One segment, those that are read ahead, and the deferred updates of all of them."""
         is_deferred = "forward" in self._updates
-        coming = self._blocks[position : position + 1 + self._placement.prefetch_blocks]
-        in_hand = sum(self._gradients[block.index] for block in coming if self._updates[block.index] == "forward")
+        coming = self._segments[position : position + 1 + self._placement.prefetch_blocks]
+        in_hand = sum(self._gradients[each.index] for each in coming if self._updates[each.index] == "forward")
         groups_bytes = self._groups if is_deferred else 0
         return _Moment(
-            num_held=max(0, len(self._blocks) - position - len(coming)) if is_deferred else 0,
+            num_held=max(0, len(self._segments) - position - len(coming)) if is_deferred else 0,
             block=self._window(position) + (0 if position else self._rows_bytes) + in_hand + groups_bytes,
             working_set=RUNTIME_BYTES + self._memory.activations[position],
         )
 
     def _head(self) -> _Moment:
         memory, is_tied = self._memory, self._memory.spec.tied
-        embedding, head = self._blocks[0], self._blocks[-1]
-        made_bytes = head.compute_bytes + (embedding.compute_bytes if is_tied else 0)
-        computing = made_bytes + 4 * head.num_elements + memory.tied_sum
+        embedding, head = memory.spec.embedding, memory.spec.head
+        made_bytes = head.updated_bytes + (embedding.blocks[0].compute_bytes if is_tied else 0)
+        computing = made_bytes + head.sum_bytes + memory.tied_sum
         return _Moment(
             num_held=0,
-            block=self._window(len(self._blocks) - 1, num_open=2 if is_tied else 1)
+            block=self._window(head.index, num_open=2 if is_tied else 1)
             + memory.tied
             + self._head_bytes
-            + memory.gradient(head, self._gradients[head.index], computing, sum_bytes=4)
+            + memory.gradient(head, self._gradients[head.index], computing, is_summed=True)
             + self._groups_in_backward(),
             working_set=RUNTIME_BYTES + memory.logits + 2 * memory.activations[head.index],
         )
 
     def _backward(self, num_arrived: int) -> _Moment:
-        """One block, the blocks that are read ahead, and the updates of earlier blocks that are not written yet."""
-        memory, block = self._memory, self._blocks[-1 - num_arrived]
-        arrived = self._blocks[len(self._blocks) - num_arrived :]
+        """One segment, those that are read ahead, and the updates of earlier ones that are not written yet."""
+        memory, segment = self._memory, self._segments[-1 - num_arrived]
+        arrived = self._segments[segment.index + 1 :]
         pending = arrived[: self._placement.pending_updates]
-        is_embedding = num_arrived == len(self._blocks) - 1
-        sum_bytes = 4 if memory.is_summed or (memory.spec.tied and is_embedding) else block.gradient_dtype_bytes
-        computing = block.compute_bytes + sum_bytes * block.num_elements
+        is_embedding = segment is memory.spec.embedding
+        is_summed = memory.is_summed or (memory.spec.tied and is_embedding)
+        computing = segment.updated_bytes + (segment.sum_bytes if is_summed else segment.gradient_bytes)
         return _Moment(
             num_held=num_arrived - len(pending),
-            block=self._window(len(memory.schedule) - len(self._blocks) + num_arrived)
+            block=self._window(len(memory.schedule) - len(self._segments) + num_arrived)
             + (0 if is_embedding and not memory.on_gpu else memory.tied)
             + self._tied_head_bytes
-            + (self._rows_bytes if block.index < 2 else 0)
-            + memory.gradient(block, self._gradients[block.index], computing, sum_bytes=sum_bytes)
+            + (self._rows_bytes if segment.index < 2 else 0)
+            + memory.gradient(segment, self._gradients[segment.index], computing, is_summed=is_summed)
             + self._pending(pending)
             + self._groups_in_backward(),
-            working_set=RUNTIME_BYTES + 2 * memory.activations[block.index],
+            working_set=RUNTIME_BYTES + 2 * memory.activations[segment.index],
         )
 
     def _turn(self) -> _Moment:
         """Backward is over: the last updates end while the next forward's weights are read."""
-        pending = self._blocks[: self._placement.pending_updates]
+        pending = self._segments[: self._placement.pending_updates]
         return _Moment(
-            num_held=len(self._blocks) - len(pending),
+            num_held=len(self._segments) - len(pending),
             block=self._window(0) + self._pending(pending) + self._groups,
             working_set=RUNTIME_BYTES,
         )
@@ -383,50 +384,51 @@ class _PlacedStep:
 
         All gradients of that step are still held.
         """
-        memory, block = self._memory, self._blocks[position]
-        is_head = position == len(self._blocks) - 1
+        memory, segment = self._memory, self._segments[position]
+        is_head = segment is memory.spec.head
         return _Moment(
-            num_held=len(self._blocks),
+            num_held=len(self._segments),
             block=self._window(position)
             + (0 if position else self._rows_bytes)
-            + (4 * block.num_elements + memory.tied if is_head and not memory.on_gpu else 0),
-            working_set=RUNTIME_BYTES + memory.activations[block.index],
+            + (segment.sum_bytes + memory.tied if is_head and not memory.on_gpu else 0),
+            working_set=RUNTIME_BYTES + memory.activations[segment.index],
         )
 
-    def _separate_update(self, block: BlockSpec) -> _Moment:
+    def _separate_update(self, segment: Segment) -> _Moment:
         """Groups bring the weights with them; a gradient comes back whole."""
         return _Moment(
-            num_held=len(self._blocks) - 1 - block.index,
-            block=self._gradients[block.index] + self._groups,
+            num_held=len(self._segments) - 1 - segment.index,
+            block=self._gradients[segment.index] + self._groups,
             working_set=RUNTIME_BYTES,
         )
 
     def _window(self, position: int, *, num_open: int = 1) -> int:
         return window_bytes(self._memory.schedule, position, self._placement, num_open=num_open)
 
-    def _pending(self, blocks: Sequence[BlockSpec]) -> int:
-        """Gradients of these blocks, and their weights, which are updated and written where they lie."""
+    def _pending(self, segments: Sequence[Segment]) -> int:
+        """Gradients of these segments, and their weights, which are updated and written where they lie."""
         resident = self._placement.resident_weights
-        weights = sum(block.compute_bytes for block in blocks if block.index not in resident)
-        return weights + sum(self._gradients[block.index] for block in blocks)
+        weights = sum(each.updated_bytes for each in segments if each.index not in resident)
+        return weights + sum(self._gradients[each.index] for each in segments)
 
     def _groups_in_backward(self) -> int:
         """Where all gradients are held, the engine may still speculate that nothing will be clipped."""
         return 0 if self._updates[0] == "update" else self._groups
 
 
-def notes_bytes(blocks: Sequence[BlockSpec], workload: Workload) -> int:
-    """What a step keeps of these blocks apart from their values: checksums, and notes on each unit. Nothing else grows
-    with the number of layers where everything that can be is on NVMe."""
+def notes_bytes(segments: Sequence[Segment], workload: Workload) -> int:
+    """What a step keeps of these segments apart from their values: checksums, and notes on each unit. Nothing else
+    grows with the number of layers where everything that can be is on NVMe."""
+    blocks = [block for segment in segments for block in segment.blocks]
     num_chunks = sum(len(block.record.fields) * -(-block.num_elements // CHUNK_ELEMENTS) for block in blocks)
     num_recorded = min(workload.num_micro_batches, RECORDED_MICRO_BATCHES)
     layer_bytes = workload.num_micro_batches * _UNIT_BYTES + num_recorded * _RECORDED_BYTES
-    return num_chunks * _CHUNK_BYTES + layer_bytes * sum(block.kind == "layer" for block in blocks)
+    return num_chunks * _CHUNK_BYTES + layer_bytes * sum(segment.kind == "layer" for segment in segments)
 
 
 def _resident_bytes(spec: ModelSpec, placement: Placement) -> int:
-    weights = sum(spec.blocks[index].compute_bytes for index in placement.resident_weights)
-    return weights + sum(spec.blocks[index].state_bytes for index in placement.resident_states)
+    weights = sum(spec.segments[index].compute_bytes for index in placement.resident_weights)
+    return weights + sum(spec.segments[index].state_bytes for index in placement.resident_states)
 
 
 def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:

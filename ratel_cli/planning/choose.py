@@ -116,7 +116,7 @@ def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
     for num_outputs in sorted(prefixes):
         spilled = problem.spill_into(available_bytes, num_outputs=num_outputs)
         if spilled is not None:
-            traffic = problem.traffic(chosen.placement, spilled.offloaded, spilled_blocks=chosen.spilled_blocks)
+            traffic = problem.traffic(chosen.placement, spilled.offloaded, spilled_segments=chosen.spilled_segments)
             seconds = problem.seconds(chosen.placement, traffic, spilled.offloaded, num_outputs=num_outputs)
             points.append((spilled.offloaded.total_bytes, seconds))
     return points
@@ -130,8 +130,8 @@ def adamw_threads(spec: ModelSpec, hardware: HardwareProfile) -> int:
     """
     nvme, host = hardware.nvme, hardware.host
     # For one element: the states that are read and the record that is written; and what main memory moves.
-    stored = sum(block.state_bytes + block.record_bytes for block in spec.blocks) / max(1, spec.num_elements)
-    moved = spec.update_bytes / max(1, spec.num_elements)
+    stored = sum(block.state_bytes + block.record_bytes for block in spec.blocks) / max(1, spec.trained_elements)
+    moved = spec.update_bytes / max(1, spec.trained_elements)
     needed = nvme.mixed_bytes_per_second / stored / host.adam_parameters_per_second
     most = host.num_cores
     if hardware.link is not None:
@@ -212,24 +212,24 @@ def _choose_depth(problem: Problem, objective: Objective) -> Evaluation:
 
 
 def _depths(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """Depths to try, the best of equals first: with a GPU and memory for it, more blocks may be pending."""
-    pending_bytes = _MOST_PENDING * max(block.compute_bytes + block.gradient_bytes for block in problem.spec.blocks)
+    """Depths to try, the best of equals first: with a GPU and memory for it, more updates may be pending."""
+    pending_bytes = _MOST_PENDING * max(each.compute_bytes + each.gradient_bytes for each in problem.spec.segments)
     if problem.hardware.link is None or pending_bytes > problem.decisions.host_limit_bytes * _GROUPS_SHARE:
         return _DEPTHS
     return ((2, _MOST_PENDING), *_DEPTHS)
 
 
 def _defer(problem: Problem, chosen: Evaluation, objective: Objective) -> Evaluation:
-    """Defer the updates of more blocks while that gains.
+    """Defer the updates of more segments while that gains.
 
-    A block has to gain its share, by parameters, of the 2 % that deferral must gain.
+    A segment has to gain its share, by parameters, of the 2 % that deferral must gain.
     """
-    blocks = problem.spec.blocks
-    while len(chosen.placement.deferred) < len(blocks):
-        block = blocks[-1 - len(chosen.placement.deferred)]
-        placement = replace(chosen.placement, deferred=chosen.placement.deferred | {block.index})
+    segments = problem.spec.segments
+    while len(chosen.placement.deferred) < len(segments):
+        segment = segments[-1 - len(chosen.placement.deferred)]
+        placement = replace(chosen.placement, deferred=chosen.placement.deferred | {segment.index})
         more = problem.attempt(placement, chosen.swap.num_outputs)
-        share = block.num_parameters / problem.spec.num_parameters
+        share = segment.num_parameters / problem.spec.num_parameters
         if more is None:
             return chosen
         before, after = (_cost(problem, objective, each) for each in (chosen, more))
@@ -241,16 +241,16 @@ def _defer(problem: Problem, chosen: Evaluation, objective: Objective) -> Evalua
 
 def _best_level(problem: Problem, start: Evaluation, objective: Objective) -> Evaluation:
     """The best residency, with the best prefix for it."""
-    if start.spilled_blocks:
+    if start.spilled_segments:
         return _best_with_spilled_gradients(problem, start, objective)
-    num_blocks = len(problem.spec.blocks)
+    num_segments = len(problem.spec.segments)
 
     @cache
     def at(level: int) -> Evaluation | None:
         placement = replace(
             start.placement,
-            resident_weights=frozenset(range(min(level, num_blocks))),
-            resident_states=frozenset(range(max(0, level - num_blocks))),
+            resident_weights=frozenset(range(min(level, num_segments))),
+            resident_states=frozenset(range(max(0, level - num_segments))),
         )
         return _best_swap(problem, placement, objective)
 
@@ -263,7 +263,7 @@ def _best_level(problem: Problem, start: Evaluation, objective: Objective) -> Ev
         writes_more = objective.counts_bytes and found.traffic.written_bytes > best.traffic.written_bytes
         return not writes_more and cost(level).is_within(_AS_GOOD, _cost(problem, objective, best))
 
-    highest = _last(lambda level: at(level) is not None, 0, 2 * num_blocks)
+    highest = _last(lambda level: at(level) is not None, 0, 2 * num_segments)
     lowest = _least(cost, 0, highest)
     best = at(lowest)
     chosen = at(_last(is_as_good, lowest, highest))
@@ -296,10 +296,10 @@ def _best_with_spilled_gradients(problem: Problem, start: Evaluation, objective:
 def _best_swap(problem: Problem, placement: Placement, objective: Objective) -> Evaluation | None:
     """The prefix with the least cost in the memory that `placement` leaves; None if not even inputs fit."""
     try:
-        without, spilled_blocks = problem.fit(placement, NOTHING_OFFLOADED)
+        without, spilled_segments = problem.fit(placement, NOTHING_OFFLOADED)
     except DoesNotFit:
         return None
-    if spilled_blocks:
+    if spilled_segments:
         return None
     available_bytes = problem.decisions.host_limit_bytes - without.total
     traffic = problem.traffic(placement, NOTHING_OFFLOADED)

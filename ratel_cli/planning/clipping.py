@@ -60,7 +60,7 @@ def speculation_costs(problem: Problem, chosen: Evaluation) -> SpeculationCosts 
     does it while it holds gradients (engine/optimizer/update.py)."""
     decisions, placement = problem.decisions, chosen.placement
     is_possible = decisions.holds_gradients and not decisions.in_place and decisions.overlap != "separate"
-    if not is_possible or chosen.spilled_blocks:
+    if not is_possible or chosen.spilled_segments:
         return None
     eager = replace(problem, decisions=replace(decisions, holds_gradients=False))
     offloaded, num_outputs = chosen.offloaded, chosen.swap.num_outputs

@@ -151,7 +151,7 @@ def overlapped_step(
     updated = _updated(spec, placement, holds_gradients=holds_gradients, overlap=overlap)
     # A tied head's fp32 gradient goes to host memory and comes back, with the rows.
     is_tied_away = spec.tied and not placement.gpu_holds_tied and placement.gpu_holds_head
-    tied_bytes = 4 * spec.blocks[0].num_elements + tied_rows_bytes if is_tied_away else 0
+    tied_bytes = spec.embedding.sum_bytes + tied_rows_bytes if is_tied_away else 0
     exposed_forward, exposed_backward = exposed_weight_bytes(spec, placement)
     sums = host_sums(spec, placement, num_micro_batches=num_micro_batches)
     of_head = head_sums(spec, placement, num_chunks=num_head_chunks)
@@ -273,10 +273,10 @@ class _Updated(NamedTuple):
 def _updated(
     spec: ModelSpec, placement: Placement, *, holds_gradients: bool, overlap: Overlap
 ) -> Mapping[Stage, _Updated]:
-    """The blocks that are updated in each stage."""
-    blocks = [spec.blocks[index] for index in placement.deferred]
-    deferred = _Updated(sum(block.num_elements for block in blocks), sum(block.update_bytes for block in blocks))
-    others = _Updated(spec.num_elements - deferred.elements, spec.update_bytes - deferred.moved_bytes)
+    """What is updated in each stage."""
+    later = [spec.segments[index] for index in placement.deferred]
+    deferred = _Updated(sum(each.trained_elements for each in later), sum(each.update_bytes for each in later))
+    others = _Updated(spec.trained_elements - deferred.elements, spec.update_bytes - deferred.moved_bytes)
     updated: dict[Stage, _Updated] = dict.fromkeys(("forward", "backward", "update"), _Updated(0, 0))
     for of_deferred, found in ((True, deferred), (False, others)):
         stage = update_stage(is_deferred=of_deferred, holds_gradients=holds_gradients, overlap=overlap)
@@ -420,12 +420,12 @@ def _update_edges(
     The optimizer reads the group that it updates next and those that are read ahead of it before the embedding's
     gradient is there, and as many may still be written when everything is updated (engine/optimizer/pipeline.py).
     """
-    first, ahead = spec.blocks[0], (placement.groups.in_flight + 1) * placement.groups.elements
+    first, ahead = spec.embedding.blocks[0], (placement.groups.in_flight + 1) * placement.groups.elements
     stays = first.index in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.index in placement.resident_states else beyond
-    pending = sum(block.record_bytes for block in spec.blocks[: placement.pending_updates])
-    deferred_share = len(placement.deferred) / max(1, len(spec.blocks) - 2)
+    pending = sum(segment.record_bytes for segment in spec.segments[: placement.pending_updates])
+    deferred_share = len(placement.deferred) / max(1, spec.num_layers)
     return _UpdateEdges(
         begin_seconds=head_seconds + deferred_share * max(0.0, backward_seconds - head_seconds),
         rest_seconds=sum(
@@ -453,5 +453,5 @@ def _idle_nvme_seconds(forward: StageTime, offloaded: OffloadedActivations) -> f
 
 def _parts_of_backward(spec: ModelSpec, offloaded: OffloadedActivations) -> int:
     """The length of backward in units: head and embedding, which have no units, take as long as a layer each."""
-    num_layers = len(spec.blocks) - 2
+    num_layers = spec.num_layers
     return offloaded.num_units * (num_layers + 2) // num_layers if num_layers > 0 else offloaded.num_units

@@ -1,4 +1,4 @@
-"""What gradients of a block take of a GPU's memory on their way to host memory and back. Pure.
+"""What gradients of a segment take of a GPU's memory on their way to host memory and back. Pure.
 
 Gradients leave parameter by parameter. Those of norms and biases are made next to a matrix's, and should not wait.
 """
@@ -6,6 +6,7 @@ Gradients leave parameter by parameter. Those of norms and biases are made next 
 from __future__ import annotations
 
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.units import MIB
 
 _VECTORS_BYTES = MIB
@@ -17,29 +18,34 @@ def largest_elements(block: BlockSpec) -> int:
     return max((parameter.num_elements for parameter in block.parameters), default=0)
 
 
-def least_leaving_bytes(block: BlockSpec) -> int:
-    """The least GPU memory for a block's gradients until their downloads have ended: for its largest parameter."""
-    gradient_bytes = block.gradient_dtype_bytes
-    vectors = _vector_elements(block)
-    leaving = largest_elements(block) * gradient_bytes + min(_VECTORS_BYTES, vectors * gradient_bytes)
-    return min(leaving, block.num_elements * gradient_bytes)
+def largest_bytes(segment: Segment) -> int:
+    """The gradient of a segment's largest parameter, as it leaves."""
+    return max((largest_elements(block) * block.gradient_dtype_bytes for block in segment.trained), default=0)
 
 
-def others_leaving_bytes(block: BlockSpec) -> int:
-    """Gradients of a block that are leaving when its largest one is made, if all are made before any leaves."""
-    others_bytes = (block.num_elements - largest_elements(block)) * block.gradient_dtype_bytes
-    return min(least_leaving_bytes(block), others_bytes)
+def least_leaving_bytes(segment: Segment) -> int:
+    """The least GPU memory for a segment's gradients until their downloads have ended: for its largest parameter."""
+    vectors_bytes = sum(_vector_elements(block) * block.gradient_dtype_bytes for block in segment.trained)
+    return min(largest_bytes(segment) + min(_VECTORS_BYTES, vectors_bytes), segment.gradient_bytes)
 
 
-def summed_elements(block: BlockSpec) -> int:
-    """The elements of a block whose sums may be on the GPU at once where host memory has them: those of its largest
+def others_leaving_bytes(segment: Segment) -> int:
+    """Gradients of a segment that are leaving when its largest one is made, if all are made before any leaves."""
+    return min(least_leaving_bytes(segment), segment.gradient_bytes - largest_bytes(segment))
+
+
+def summed_elements(segment: Segment) -> int:
+    """The elements of a segment whose sums may be on the GPU at once where host memory has them: those of its largest
     parameter and of norms and biases, whose gradients come next to those of matrices."""
-    return min(block.num_elements, largest_elements(block) + _vector_elements(block))
+    vectors = sum(map(_vector_elements, segment.trained))
+    return min(segment.trained_elements, max(map(largest_elements, segment.trained), default=0) + vectors)
 
 
-def returned_bytes(block: BlockSpec) -> int:
-    """The gradient of a block's largest parameter, back for its norm; with an fp32 copy if the loss is scaled."""
-    return largest_elements(block) * (block.gradient_dtype_bytes + (4 if block.scales_loss else 0))
+def returned_bytes(segment: Segment) -> int:
+    """The gradient of a segment's largest parameter, back for its norm; with an fp32 copy if the loss is scaled."""
+    copy_bytes = 4 if segment.scales_loss else 0
+    sizes = (largest_elements(block) * (block.gradient_dtype_bytes + copy_bytes) for block in segment.trained)
+    return max(sizes, default=0)
 
 
 def _vector_elements(block: BlockSpec) -> int:

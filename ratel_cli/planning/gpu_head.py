@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes, tied_rows_bytes
-from ratel_cli.planning.gpu_gradients import largest_elements, others_leaving_bytes, returned_bytes
+from ratel_cli.planning.gpu_gradients import largest_bytes, others_leaving_bytes, returned_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Workload
 
@@ -27,23 +27,23 @@ class HeadMemory:
         """Where host memory has the sums: a chunk's logits; a chunk's gradients, and the logits' that they are made of;
         the final norm's backward; the rounded sum, for its norm. What a tied head has besides the embedding is summed
         on the GPU, but small."""
-        block, chunk_tokens = self.spec.blocks[-1], head_chunk_tokens(self.spec, self.workload)
-        sum_bytes = 4 * block.num_elements if self.spec.tied else 0
+        head, chunk_tokens = self.spec.head, head_chunk_tokens(self.spec, self.workload)
+        sum_bytes = head.sum_bytes if self.spec.tied else 0
         made_bytes = (
-            block.compute_bytes + self._tied_made_bytes + chunk_tokens * self.spec.vocab_size * self.spec.dtype_bytes
+            head.updated_bytes + self._tied_made_bytes + chunk_tokens * self.spec.vocab_size * self.spec.dtype_bytes
         )
         return max(
             sum_bytes + max(logits_bytes(self.spec, chunk_tokens), made_bytes) + self.profile.norm_held_bytes,
             sum_bytes + self.profile.norm_bytes,
-            0 if self.spec.tied else returned_bytes(block),
+            0 if self.spec.tied else returned_bytes(head),
         )
 
     def summing_bytes(self, waiting_bytes: int) -> int:
         """Where the GPU has the sums. In turn: the chunks; the final norm's backward; the end of a micro-batch, where
         its part of a tied gradient is added up; then rounding and leaving. `waiting_bytes`: a tied gradient and its
         rows, until the embedding's is there."""
-        block = self.spec.blocks[-1]
-        sum_bytes = 4 * block.num_elements
+        head = self.spec.head
+        sum_bytes = head.sum_bytes
         micro_batch_bytes = self.workload.micro_batch_tokens * self.spec.hidden_size * self.spec.dtype_bytes
         earlier_bytes = 0
         if self.workload.num_micro_batches > 1:  # the rows of the micro-batch before are leaving
@@ -53,7 +53,7 @@ class HeadMemory:
             max(earlier_bytes, sum_bytes) + self.profile.norm_bytes,
             sum_bytes + waiting_bytes + self._tied_made_bytes + micro_batch_bytes,
         )
-        leaving_bytes = largest_elements(block) * block.gradient_dtype_bytes + others_leaving_bytes(block)
+        leaving_bytes = largest_bytes(head) + others_leaving_bytes(head)
         return max(computing_bytes, sum_bytes + waiting_bytes + leaving_bytes)
 
     def _chunks(self, earlier_bytes: int) -> int:
@@ -61,12 +61,12 @@ class HeadMemory:
 
         A tied gradient is in the compute dtype after the first chunk, and from the second one on in fp32.
         """
-        block = self.spec.blocks[-1]
+        head = self.spec.head
         chunk_tokens, tokens = head_chunk_tokens(self.spec, self.workload), self.workload.micro_batch_tokens
         num_chunks, last_tokens = -(-tokens // chunk_tokens), tokens % chunk_tokens or chunk_tokens
-        made_bytes, sum_bytes = block.compute_bytes, max(earlier_bytes, 4 * block.num_elements)
+        made_bytes, sum_bytes = head.updated_bytes, max(earlier_bytes, head.sum_bytes)
         tied_made_bytes = self._tied_made_bytes
-        tied_sum_bytes = 4 * self.spec.blocks[0].num_elements if self.spec.tied else 0
+        tied_sum_bytes = self.spec.embedding.sum_bytes if self.spec.tied else 0
 
         def logits(number: int) -> int:
             return logits_bytes(self.spec, chunk_tokens if number < num_chunks else last_tokens)
@@ -84,4 +84,4 @@ class HeadMemory:
     @property
     def _tied_made_bytes(self) -> int:
         """A tied matrix's gradient as autograd makes it."""
-        return self.spec.blocks[0].compute_bytes if self.spec.tied else 0
+        return self.spec.embedding.compute_bytes if self.spec.tied else 0

@@ -1,6 +1,6 @@
 """GPU memory: what a step takes at its peak, and what the rest is used for. Pure.
 
-A step is followed use by use of the block schedule (planning/gpu_uses.py).
+A step is followed use by use of the schedule (planning/gpu_uses.py).
 
 Where a layer's sums are is for the caller to decide: all of them stay on the GPU during the layer's backward, or host
 memory has them, and with the last micro-batch one comes to the GPU while another one leaves
@@ -31,9 +31,7 @@ from functools import cached_property, partial
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import LargestUnit, tied_bytes
-from ratel_cli.planning.gpu_gradients import (
-    least_leaving_bytes,
-)
+from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_uses import Held, Uses
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import (
@@ -41,9 +39,9 @@ from ratel_cli.planning.placement import (
     Placement,
     UnitsOnGpu,
     Workload,
-    block_schedule,
-    looked_up_block,
+    looked_up,
     most_rows,
+    step_schedule,
 )
 from ratel_cli.units import MIB
 
@@ -63,7 +61,7 @@ class GpuResident:
     weights: frozenset[int]
     """Layers whose compute weights stay."""
     window_bytes: int
-    """Memory for weights of the next block while one computes."""
+    """Memory for weights of the next segment while one computes."""
     holds_sums: bool
     """Whether the sums of a layer's gradients stay during its backward; true where there are none."""
     leaving_bytes: int
@@ -82,11 +80,10 @@ class GpuMemory:
         self._spec = spec
         self._workload = workload
         self._profile = profile
-        self._layers_leaving_bytes = max(least_leaving_bytes(block) for block in spec.blocks[1:-1])
-        blocks = {*spec.blocks, looked_up_block(spec, most_rows(spec, workload))}
-        ends = {block.dtype_bytes * parameter.start for block in blocks for parameter in block.parameters}
-        self._windows = sorted(ends | {block.compute_bytes for block in blocks})
-        """Bytes of all windows that differ: some or all parameters of a block."""
+        self._layers_leaving_bytes = max(map(least_leaving_bytes, spec.layers))
+        segments = {*spec.segments, looked_up(spec, most_rows(spec, workload))}
+        self._windows = sorted({cut for segment in segments for cut in segment.cuts})
+        """Bytes of all windows that differ: none, some or all parameters of a segment."""
         self._known_uses: dict[Held, Uses] = {}
         self._tied_bytes = tied_bytes(spec, workload)
 
@@ -191,7 +188,7 @@ class GpuMemory:
         holds_tied = may_hold_tied and held.head and 0 < self._tied_bytes <= available_bytes
         available_bytes -= self._tied_bytes if holds_tied else 0
         least_bytes = self._layers_leaving_bytes
-        layer_bytes = max(block.gradient_bytes for block in self._spec.blocks[1:-1])
+        layer_bytes = max(layer.gradient_bytes for layer in self._spec.layers)
         more_bytes = min(available_bytes, max(0, layer_bytes - least_bytes))
         available_bytes -= more_bytes
         num_micro_batches = self._workload.num_micro_batches
@@ -203,11 +200,11 @@ class GpuMemory:
             if fitting < num_micro_batches:
                 break
         weights = []
-        for block in reversed(self._spec.blocks[1:-1]):
-            available_bytes -= block.compute_bytes
+        for layer in reversed(self._spec.layers):
+            available_bytes -= layer.compute_bytes
             if available_bytes < 0:
                 break
-            weights.append(block.index)
+            weights.append(layer.index)
         return GpuResident(
             units_from=max(1, units_from),
             weights=frozenset(weights),
@@ -237,22 +234,22 @@ class GpuMemory:
 
     @cached_property
     def _differing_positions(self) -> tuple[int, ...]:
-        """Positions of the block schedule without those of uses that take what an earlier one takes: between layers
+        """Positions of the schedule without those of uses that take what an earlier one takes: between layers
         that are alike, with the same costs, all uses do."""
         kinds: dict[object, int] = {}
         kind_of = {}
-        for block in self._spec.blocks:
-            shapes = tuple((parameter.start, parameter.shape) for parameter in block.parameters)
-            costs = self._profile.layers[block.index - 1] if block.kind == "layer" else None
-            kind_of[block.index] = kinds.setdefault((block.kind, shapes, costs), len(kinds))
-        schedule = block_schedule(self._spec)
+        for segment in self._spec.segments:
+            shapes = tuple((parameter.start, parameter.shape) for parameter in segment.parameters)
+            costs = self._profile.layers[segment.index - 1] if segment.kind == "layer" else None
+            kind_of[segment.index] = kinds.setdefault((segment.kind, shapes, costs), len(kinds))
+        schedule = step_schedule(self._spec)
         first: dict[object, int] = {}
         for position, use in enumerate(schedule):
-            around = tuple(kind_of[each.block.index] for each in schedule[max(0, position - 1) : position + 2])
+            around = tuple(kind_of[each.segment.index] for each in schedule[max(0, position - 1) : position + 2])
             first.setdefault((use.stage, min(position, 2), around), position)
         return tuple(first.values())
 
 
-def weight_bytes_of(spec: ModelSpec, blocks: Collection[int]) -> int:
-    """The compute weights of these blocks."""
-    return sum(block.compute_bytes for block in spec.blocks if block.index in blocks)
+def weight_bytes_of(spec: ModelSpec, segments: Collection[int]) -> int:
+    """The compute weights of these segments."""
+    return sum(spec.segments[index].compute_bytes for index in segments)

@@ -1,6 +1,6 @@
-"""What the uses of a step's block schedule take of a GPU's memory. Pure.
+"""What the uses of a step's schedule take of a GPU's memory. Pure.
 
-Each use takes the weights of its block and a window for those of the next (engine/weights.py), the activations of a
+Each use takes the weights of its segment and a window for those of the next (engine/weights.py), the activations of a
 layer, and units (engine/activations.py). Backward adds the gradient of one parameter at a time, fp32 sums of a block's
 gradients if there are several micro-batches, and gradients that are still being downloaded
 (engine/optimizer/gradients.py). What is the same for all uses of the step is counted once: hidden states of all
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import LargestUnit, block_activation_bytes, tied_rows_bytes
+from ratel_cli.planning.activations import LargestUnit, segment_activation_bytes, tied_rows_bytes
 from ratel_cli.planning.gpu_gradients import (
     largest_elements,
     least_leaving_bytes,
@@ -28,12 +28,12 @@ from ratel_cli.planning.placement import (
     AfterGradient,
     UnitsOnGpu,
     Workload,
-    block_schedule,
     bytes_ahead,
-    looked_up_block,
+    looked_up,
     most_rows,
+    step_schedule,
 )
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 
 _IDS_BYTES = 40
 """Token, target and position of every token, which stay on the GPU; the distinct tokens, and the row of each token."""
@@ -74,7 +74,7 @@ class _Backward(NamedTuple):
 
 
 class Uses:
-    """What each use of the block schedule takes."""
+    """What each use of the schedule takes."""
 
     def __init__(
         self,
@@ -93,18 +93,18 @@ class Uses:
         self._holds_sums = held.sums
         self._holds_head = held.head
         self._window_bytes = held.window_bytes
-        self._looked_up = looked_up_block(spec, most_rows(spec, workload))
-        self._schedule = [self._looked_up if use.looks_up else use.block for use in block_schedule(spec)]
-        """The blocks as the GPU gets them."""
-        self._gradient_block = spec.blocks[0] if spec.tied else self._looked_up
-        """What the embedding's gradient has when it leaves: a tied head gives every row one."""
-        self._head_position = len(spec.blocks) - 1
+        self._looked_up = looked_up(spec, most_rows(spec, workload))
+        self._schedule = [self._looked_up if use.looks_up else use.segment for use in step_schedule(spec)]
+        """The segments as the GPU gets them."""
+        self._with_gradients = spec.embedding if spec.tied else self._looked_up
+        """What of the embedding gets gradients: a tied head gives every row one."""
+        self._head_position = spec.head.index
         self._first_of_backward = self._head_position + (2 if spec.tied else 1)
         """A tied embedding is open together with the head."""
         self._hidden_bytes = workload.tokens * spec.hidden_size * spec.dtype_bytes
-        self._tied_elements = spec.blocks[0].num_elements if spec.tied else 0
+        tied_sum_bytes = spec.embedding.sum_bytes if spec.tied else 0
         rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, workload)
-        self._waiting_bytes = rows_bytes + (4 * self._tied_elements if held.head else 0)
+        self._waiting_bytes = rows_bytes + (tied_sum_bytes if held.head else 0)
 
     def peak_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:
         """The most that a use takes, units included. `units` as in `GpuMemory.needed_bytes`."""
@@ -123,10 +123,10 @@ class Uses:
             forward_bytes = max(unit_bytes, most_bytes - self._forward.working_bytes)
         ahead_bytes = max(0, min(unit_bytes, most_bytes - self._backward_bytes(largest)))
         moments: dict[int, tuple[AfterGradient, ...]] = {}
-        for number, block in zip(self._profile.layers, self._spec.blocks[1:-1], strict=True):
+        for number, layer in zip(self._profile.layers, self._spec.layers, strict=True):
             if number not in moments:
                 costs = self._profile.profiles[number]
-                made_bytes = self._gradient(block, is_summed=self._workload.num_micro_batches > 1)
+                made_bytes = self._gradient(layer, is_summed=self._workload.num_micro_batches > 1)
                 peak_bytes = _working_bytes(costs, made_bytes)
                 moments[number] = tuple(
                     AfterGradient(rest.after, ahead_bytes + peak_bytes - rest.num_bytes - made_bytes)
@@ -180,33 +180,33 @@ class Uses:
 
     @property
     def _batch_bytes(self) -> int:
-        matrices = sum(len(parameter.shape) > 1 for parameter in self._spec.blocks[0].parameters)
+        matrices = sum(len(parameter.shape) > 1 for parameter in self._spec.embedding.parameters)
         bytes_per_token = self._workload.sequence_len + _IDS_BYTES + (_ROTARY_BYTES if matrices == 1 else 0)
         return self._workload.tokens * bytes_per_token
 
     def _window(self, position: int, *, num_open: int = 1) -> int:
         """Weights of the uses that are open, and of the next one what the window takes."""
-        num_bytes = sum(block.compute_bytes for block in self._schedule[position : position + num_open])
-        for block in self._schedule[position + num_open :][:1]:
-            num_bytes += bytes_ahead(block, self._window_bytes)
+        num_bytes = sum(segment.compute_bytes for segment in self._schedule[position : position + num_open])
+        for segment in self._schedule[position + num_open :][:1]:
+            num_bytes += bytes_ahead(segment, self._window_bytes)
         return num_bytes
 
-    def _vectors_bytes(self, block: BlockSpec) -> int:
+    def _vectors_bytes(self, segment: Segment) -> int:
         """What the embedding has of one micro-batch."""
-        return block_activation_bytes(self._spec, block, tokens=self._workload.micro_batch_tokens)
+        return segment_activation_bytes(self._spec, segment, tokens=self._workload.micro_batch_tokens)
 
-    def _costs(self, block: BlockSpec) -> LayerProfile:
-        return self._profile.profiles[self._profile.layers[block.index - 1]]
+    def _costs(self, layer: Segment) -> LayerProfile:
+        return self._profile.profiles[self._profile.layers[layer.index - 1]]
 
     def _of_forward(self, position: int) -> _Forward:
-        block = self._schedule[position]
+        segment = self._schedule[position]
         if position:
-            costs = self._costs(block)
+            costs = self._costs(segment)
             working_bytes, held_bytes = costs.forward_bytes, costs.forward_held_bytes
         else:
-            working_bytes = held_bytes = self._vectors_bytes(block)
+            working_bytes = held_bytes = self._vectors_bytes(segment)
         # The embedding's gradient is the last to be downloaded, and is held until the first unit is.
-        leaving_bytes = least_leaving_bytes(self._gradient_block) if position < 2 else 0
+        leaving_bytes = least_leaving_bytes(self._with_gradients) if position < 2 else 0
         around_bytes = self._window(position) + leaving_bytes + self._hidden_bytes
         return _Forward(around_bytes + working_bytes, around_bytes + held_bytes)
 
@@ -216,62 +216,65 @@ class Uses:
         head = HeadMemory(self._spec, self._workload, self._profile)
         return open_bytes + (head.summing_bytes(self._waiting_bytes) if self._holds_head else head.passing_bytes())
 
-    def _gradient(self, block: BlockSpec, *, is_summed: bool) -> int:
+    def _gradient(self, segment: Segment, *, is_summed: bool) -> int:
         """One parameter's gradient as autograd makes it, and in another dtype. That of a stack of matrices is laid out
         anew. If the loss is scaled, the norm is that of an fp32 copy; a sum that is rounded serves as that copy. In a
         layer, a sum is rounded into the memory of the last micro-batch's gradient."""
-        is_stack = any(len(parameter.shape) > 2 for parameter in block.parameters)
-        compute_bytes, gradient_bytes = block.dtype_bytes, block.gradient_dtype_bytes
-        other_bytes = gradient_bytes if gradient_bytes != compute_bytes else 0
-        copy_bytes = 4 if block.scales_loss and not (is_summed and gradient_bytes < 4) else 0
-        widths = ((1 + is_stack) * compute_bytes, compute_bytes + other_bytes, gradient_bytes + copy_bytes)
-        return largest_elements(block) * max(widths)
+        most_bytes = 0
+        for block in segment.trained:
+            is_stack = any(len(parameter.shape) > 2 for parameter in block.parameters)
+            compute_bytes, gradient_bytes = block.dtype_bytes, block.gradient_dtype_bytes
+            other_bytes = gradient_bytes if gradient_bytes != compute_bytes else 0
+            copy_bytes = 4 if segment.scales_loss and not (is_summed and gradient_bytes < 4) else 0
+            widths = ((1 + is_stack) * compute_bytes, compute_bytes + other_bytes, gradient_bytes + copy_bytes)
+            most_bytes = max(most_bytes, largest_elements(block) * max(widths))
+        return most_bytes
 
     def _matrix_norm_bytes(self, *, is_summed: bool) -> int:
         """The norm of an embedding's gradient that has rows only: it is laid out in the whole matrix, when the sum is
         rounded and gone. If the loss is scaled, both are in fp32, next to what was rounded."""
-        embedding, rows = self._spec.blocks[0], self._gradient_block.parameters[0].num_elements
-        if self._gradient_block is embedding:
+        if self._with_gradients is self._spec.embedding:
             return 0
-        others_bytes = 4 * (self._gradient_block.num_elements - rows) if is_summed else 0
+        embedding, rows = self._spec.embedding.blocks[0], self._with_gradients.parameters[0].num_elements
+        others_bytes = self._with_gradients.sum_bytes - 4 * rows if is_summed else 0
         rounded_bytes = rows * (embedding.gradient_dtype_bytes + (4 if embedding.scales_loss else 0))
         norm_bytes = 4 if embedding.scales_loss else embedding.gradient_dtype_bytes
         return others_bytes + rounded_bytes + embedding.parameters[0].num_elements * norm_bytes
 
     def _of_backward(self, position: int) -> _Backward:
-        block = self._schedule[position]
+        segment = self._schedule[position]
         is_embedding = position == len(self._schedule) - 1
         is_summed = self._workload.num_micro_batches > 1 or (self._spec.tied and is_embedding)
-        made_bytes = self._gradient(block, is_summed=is_summed)
+        made_bytes = self._gradient(segment, is_summed=is_summed)
         replay_bytes = replay_held_bytes = 0
         if is_embedding:  # its parameters get their gradients all at once, and leave one after another
-            gradients_bytes = block.compute_bytes + self._vectors_bytes(block) // 2
+            gradients_bytes = segment.compute_bytes + self._vectors_bytes(segment) // 2
             working_bytes = gradients_bytes
             if self._holds_head or not self._spec.tied:
-                working_bytes = max(working_bytes, self._gradient(self._gradient_block, is_summed=is_summed))
+                working_bytes = max(working_bytes, self._gradient(self._with_gradients, is_summed=is_summed))
         else:
-            costs = self._costs(block)
+            costs = self._costs(segment)
             replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
             working_bytes = _working_bytes(costs, made_bytes)
-        before_bytes = least_leaving_bytes(self._spec.blocks[block.index + 1])
+        before_bytes = least_leaving_bytes(self._spec.segments[segment.index + 1])
         if position == self._first_of_backward and self._spec.tied:  # the last to leave is the tied sum
-            before_bytes = 4 * self._spec.blocks[0].num_elements
+            before_bytes = self._spec.embedding.sum_bytes
         if position == self._first_of_backward and not self._holds_head:  # nothing large leaves after the last chunk
-            before_bytes = self._spec.blocks[-1].gradient_bytes if self._spec.tied else 0
+            before_bytes = self._spec.head.gradient_bytes if self._spec.tied else 0
         if is_embedding and self._spec.tied and not self._holds_head:
             working_bytes = max(
-                gradients_bytes + self._waiting_bytes, returned_bytes(self._spec.blocks[0]), working_bytes
+                gradients_bytes + self._waiting_bytes, returned_bytes(self._spec.embedding), working_bytes
             )
             passing_bytes = before_bytes
         elif is_embedding:
-            working_bytes += self._waiting_bytes if self._spec.tied else 4 * block.num_elements if is_summed else 0
+            working_bytes += self._waiting_bytes if self._spec.tied else segment.sum_bytes if is_summed else 0
             working_bytes = max(working_bytes, self._matrix_norm_bytes(is_summed=is_summed))
-            passing_bytes = max(before_bytes, others_leaving_bytes(self._gradient_block))
+            passing_bytes = max(before_bytes, others_leaving_bytes(self._with_gradients))
         elif self._holds_sums and is_summed:  # what leaves makes room for itself
-            passing_bytes = 4 * block.num_elements + before_bytes
+            passing_bytes = segment.sum_bytes + before_bytes
         else:
-            sum_bytes = 4 * summed_elements(block) if is_summed else 0
-            own_bytes = least_leaving_bytes(block)
+            sum_bytes = 4 * summed_elements(segment) if is_summed else 0
+            own_bytes = least_leaving_bytes(segment)
             passing_bytes = max(before_bytes, own_bytes + sum_bytes)
         around_bytes = self._window(position) + passing_bytes + self._hidden_bytes
         return _Backward(around_bytes + working_bytes, around_bytes + replay_bytes, around_bytes + replay_held_bytes)

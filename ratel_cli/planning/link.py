@@ -1,7 +1,7 @@
 """What a step sends over the link to a GPU beyond activations, and how long the link takes. Pure.
 
 Weights go up once for all micro-batches. Of an embedding that is looked up, and of its gradient, only rows move. What
-the window for the next block does not take goes up while nothing computes. Where host memory has the sums of gradients,
+the window for the next segment does not take goes up while nothing computes. Where host memory has sums of gradients,
 the gradients of every micro-batch come down, and the sums go up with the last one.
 """
 
@@ -19,10 +19,10 @@ from ratel_cli.planning.placement import (
     Placement,
     UnitsOnGpu,
     bytes_ahead,
-    looked_up_block,
+    looked_up,
     tensors_ahead,
 )
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 
 _BOOKED = 0.85
 """The most of the link's time that offloaded activations get."""
@@ -64,31 +64,33 @@ def link_seconds(link: Link, *, up_bytes: float, down_bytes: float) -> float:
 
 
 def exposed_weight_bytes(spec: ModelSpec, placement: Placement) -> tuple[int, int]:
-    """Weights that do not fit into the window for the next block, and wait until the block before is done.
+    """Weights that do not fit into the window for the next segment, and wait until the one before is done.
 
     Those of forward, and those of backward with the head.
     """
     window_bytes = placement.gpu_window_bytes
-    if max((block.compute_bytes for block in spec.blocks), default=0) <= window_bytes:
+    if max((segment.compute_bytes for segment in spec.segments), default=0) <= window_bytes:
         return 0, 0
-    return uploaded_bytes(spec, placement, lambda block: block.compute_bytes - bytes_ahead(block, window_bytes))
+    return uploaded_bytes(spec, placement, lambda each: each.compute_bytes - bytes_ahead(each, window_bytes))
 
 
-def uploaded_bytes(spec: ModelSpec, placement: Placement, bytes_of: Callable[[BlockSpec], int]) -> tuple[int, int]:
-    """Weights that go up in forward, and in backward with the head; `bytes_of`: those of one use of a block."""
-    if not spec.blocks:
+def uploaded_bytes(spec: ModelSpec, placement: Placement, bytes_of: Callable[[Segment], int]) -> tuple[int, int]:
+    """Weights that go up in forward, and in backward with the head; `bytes_of`: those of one use of a segment."""
+    if not spec.segments:
         return 0, 0
-    looked_up = bytes_of(looked_up_block(spec, placement.gpu_embedding_rows))
-    with_head = bytes_of(spec.blocks[0]) if spec.tied else 0
-    layers = list(map(bytes_of, spec.blocks[1:-1]))
+    looked_up_bytes = bytes_of(looked_up(spec, placement.gpu_embedding_rows))
+    with_head = bytes_of(spec.embedding) if spec.tied else 0
+    layers = list(map(bytes_of, spec.layers))
     kept = sum(layers[index - 1] for index in placement.gpu_weights)
-    return looked_up + sum(layers), bytes_of(spec.blocks[-1]) + with_head + sum(layers) - kept + looked_up
+    backward_bytes = bytes_of(spec.head) + with_head + sum(layers) - kept + looked_up_bytes
+    return looked_up_bytes + sum(layers), backward_bytes
 
 
 def host_sums(spec: ModelSpec, placement: Placement, *, num_micro_batches: int) -> HostSumTraffic:
     is_summed = num_micro_batches > 1 and not placement.gpu_holds_sums
-    layers = spec.blocks[1:-1] if is_summed else ()
-    elements, compute_bytes = sum(block.num_elements for block in layers), sum(block.compute_bytes for block in layers)
+    layers = spec.layers if is_summed else ()
+    elements = sum(layer.trained_elements for layer in layers)
+    compute_bytes = sum(layer.updated_bytes for layer in layers)
     number = num_micro_batches - 1
     return HostSumTraffic(
         up_bytes=4 * elements,
@@ -103,15 +105,15 @@ def head_sums(spec: ModelSpec, placement: Placement, *, num_chunks: int) -> Host
 
     A chunk's gradient leaves before the next one is made, and the rounded sum comes back for its norm: computing waits.
     """
-    if placement.gpu_holds_head or not spec.blocks:
+    if placement.gpu_holds_head or not spec.segments:
         return NO_SUMS
-    block = spec.blocks[0 if spec.tied else -1]
-    down_bytes, up_bytes = num_chunks * block.compute_bytes, block.gradient_bytes
+    summed = spec.embedding if spec.tied else spec.head
+    down_bytes, up_bytes = num_chunks * summed.updated_bytes, summed.gradient_bytes
     return HostSumTraffic(
         up_bytes=up_bytes,
         down_bytes=down_bytes - up_bytes,  # the sum is where it is needed
-        num_added=num_chunks * block.num_elements,
-        added_bytes=down_bytes + num_chunks * 8 * block.num_elements,
+        num_added=num_chunks * summed.trained_elements,
+        added_bytes=down_bytes + num_chunks * 2 * summed.sum_bytes,
         exposed_bytes=up_bytes + down_bytes,
     )
 

@@ -2,8 +2,8 @@
 
 `planning.choose` decides on a placement from limits and measured rates; the engine follows it.
 
-The block schedule is the order in which a step uses the blocks' compute weights (P16): forward, head, backward. A use
-finds its weights in memory if they are resident, or if another use of the same block is still open, whose buffer it
+The schedule is the order in which a step uses the segments' compute weights (P16): forward, head, backward. A use
+finds its weights in memory if they are resident, or if another use of the same segment is still open, whose buffers it
 shares. Else they are read while the use is at most `prefetch_blocks` ahead of the one that is open. So the last layer
 is read once at the turn from forward to backward and used twice, if reads run ahead by two blocks.
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Final, Literal, NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, with_rows
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import GROUP_ELEMENTS
 
 Overlap = Literal["optimized", "naive", "separate"]
@@ -120,16 +120,16 @@ class Placement:
     """
 
     prefetch_blocks: int = 0
-    """Compute weights are read up to this many blocks ahead of the one that computes."""
+    """Compute weights are read up to this many segments ahead of the one that computes."""
     pending_updates: int = 0
-    """Up to this many blocks may wait for their update to be written while the next one computes."""
+    """Up to this many segments may wait for their update to be written while the next one computes."""
     resident_weights: frozenset[int] = frozenset()
-    """Blocks whose compute weights stay in host memory: read in the first step only."""
+    """Segments whose compute weights stay in host memory: read in the first step only."""
     resident_states: frozenset[int] = frozenset()
-    """Blocks whose optimizer states stay in host memory: read in the first step only."""
+    """Segments whose optimizer states stay in host memory: read in the first step only."""
     swapped: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """By block: keys (engine/replay/tape.py) of the operators whose outputs are offloaded in forward and fetched in
-    backward. All others are recomputed from the block's input, which is always offloaded."""
+    """By segment: keys (engine/replay/tape.py) of the operators whose outputs are offloaded in forward and fetched in
+    backward. All others are recomputed from the layer's input, which is always offloaded."""
     spilled_units: int = 0
     """The first units go to NVMe; their turn in backward comes last. The others stay in host memory or on the GPU."""
     gpu_units_from: int | None = None
@@ -140,11 +140,11 @@ class Placement:
     """To look up tokens, a GPU gets their rows instead of the embedding's matrix: this many at most, the tokens of a
     full step. None: it gets the matrix."""
     gpu_window_bytes: int = 0
-    """GPU memory for weights of the next block while one computes: for its first parameters, as many as fit."""
+    """GPU memory for weights of the next segment while one computes: for its first parameters, as many as fit."""
     gpu_units: UnitsOnGpu | None = None
     """What units may take in GPU memory on their way down and up; None: two of them, whatever they are."""
     gpu_leaving_bytes: int = 0
-    """GPU memory for gradients until their downloads have ended. Each block takes at least what its largest parameter
+    """GPU memory for gradients until their downloads have ended. Each segment takes at least what its largest parameter
     needs."""
     gpu_holds_sums: bool = False
     """Whether the GPU holds the sums of a layer's gradients over several micro-batches; otherwise host memory does."""
@@ -158,73 +158,74 @@ class Placement:
     groups: GroupShape = GroupShape()
     """What the optimizer reads, updates and writes at once."""
     deferred: frozenset[int] = frozenset()
-    """Blocks whose update waits for the next step's forward even when nothing has to be clipped."""
+    """Segments whose update waits for the next step's forward even when nothing has to be clipped."""
 
     def update_stage(self, index: int, *, holds_gradients: bool, overlap: Overlap) -> Stage:
-        """The stage in which block `index` is updated. Unless that is `backward`, its gradient is held until then.
+        """The stage in which segment `index` is updated. Unless that is `backward`, its gradient is held until then.
 
-        `holds_gradients`: no block is updated before the last gradient is there.
+        `holds_gradients`: nothing is updated before the last gradient is there.
         """
         return update_stage(is_deferred=index in self.deferred, holds_gradients=holds_gradients, overlap=overlap)
 
 
 def update_stage(*, is_deferred: bool, holds_gradients: bool, overlap: Overlap) -> Stage:
-    """The stage in which a block is updated; see `Placement.update_stage`."""
+    """The stage in which a segment is updated; see `Placement.update_stage`."""
     if overlap == "separate":
         return "update"
     return "forward" if holds_gradients or is_deferred else "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockUse:
-    """One entry of the block schedule: a block's weights are bound to its modules for all micro-batches."""
+class Use:
+    """One entry of the schedule: a segment's weights are bound to its modules for all micro-batches."""
 
-    block: BlockSpec
+    segment: Segment
     stage: Stage
     looks_up: bool = False
     """True where tokens are looked up in the embedding: the rows of the step's tokens are all that is used."""
 
 
-def block_schedule(spec: ModelSpec) -> list[BlockUse]:
+def step_schedule(spec: ModelSpec) -> list[Use]:
     """Forward, the head (with the embedding, if they are tied), backward."""
-    *below, head = spec.blocks
-    heads = [head, spec.blocks[0]] if spec.tied else [head]
+    *below, head = spec.segments
+    heads = [head, spec.embedding] if spec.tied else [head]
 
-    def use(block: BlockSpec, stage: Stage) -> BlockUse:
-        return BlockUse(block=block, stage=stage, looks_up=block.kind == "embedding")
+    def use(segment: Segment, stage: Stage) -> Use:
+        return Use(segment=segment, stage=stage, looks_up=segment is spec.embedding)
 
     return [
-        *(use(block, "forward") for block in below),
-        *(BlockUse(block=block, stage="backward") for block in heads),
-        *(use(block, "backward") for block in reversed(below)),
+        *(use(segment, "forward") for segment in below),
+        *(Use(segment=segment, stage="backward") for segment in heads),
+        *(use(segment, "backward") for segment in reversed(below)),
     ]
 
 
 def most_rows(spec: ModelSpec, workload: Workload) -> int | None:
     """The placement's `gpu_embedding_rows`: None if the model's code reads more than rows, or may need all."""
-    num_rows = spec.blocks[0].parameters[0].shape[0]
+    num_rows = spec.embedding.parameters[0].shape[0]
     return workload.tokens if spec.looks_up_rows and workload.tokens < num_rows else None
 
 
-def looked_up_block(spec: ModelSpec, num_rows: int | None) -> BlockSpec:
-    """The embedding's block as a GPU gets it to look up tokens: with this many rows of its matrix; None is all."""
-    return spec.blocks[0] if num_rows is None else with_rows(spec.blocks[0], num_rows)
+def looked_up(spec: ModelSpec, num_rows: int | None) -> Segment:
+    """The embedding as a GPU gets it to look up tokens: with this many rows of its matrix; None is all."""
+    if num_rows is None:
+        return spec.embedding
+    matrix, *others = spec.embedding.blocks
+    return Segment((with_rows(matrix, num_rows), *others))
 
 
 def gradient_bytes(spec: ModelSpec, num_rows: int | None) -> list[int]:
-    """Size of each block's gradient as it is downloaded and held. A tied head gives every row a gradient."""
-    sizes = [block.gradient_bytes for block in spec.blocks]
+    """Size of each segment's gradients as they are downloaded and held. A tied head gives every row a gradient."""
+    sizes = [segment.gradient_bytes for segment in spec.segments]
     if num_rows is not None and not spec.tied:
-        sizes[:1] = [looked_up_block(spec, num_rows).gradient_bytes]
+        sizes[:1] = [looked_up(spec, num_rows).gradient_bytes]
     return sizes
 
 
-def bytes_ahead(block: BlockSpec, window_bytes: int) -> int:
-    """Weights of a block that go up while the block before computes: its first parameters, as many as fit."""
-    if window_bytes >= block.compute_bytes:
-        return block.compute_bytes
-    number = bisect_right(block.parameters, window_bytes // block.dtype_bytes, key=attrgetter("start"))
-    return block.parameters[number - 1].start * block.dtype_bytes if number else 0
+def bytes_ahead(segment: Segment, window_bytes: int) -> int:
+    """Weights of a segment that go up while the one before computes: its first parameters, as many as fit."""
+    number = bisect_right(segment.cuts, window_bytes)
+    return segment.cuts[number - 1]
 
 
 def tensors_ahead(num_bytes: Sequence[int], most_bytes: int, *, taken: Collection[int] = ()) -> list[int]:
@@ -239,15 +240,15 @@ def tensors_ahead(num_bytes: Sequence[int], most_bytes: int, *, taken: Collectio
     return found
 
 
-def needs_read(schedule: Sequence[BlockUse], position: int, placement: Placement) -> bool:
+def needs_read(schedule: Sequence[Use], position: int, placement: Placement) -> bool:
     """Whether the weights of the use at `position` are not in memory when their turn to be read comes."""
-    block = schedule[position].block
+    segment = schedule[position].segment
     still_open = schedule[max(0, position - placement.prefetch_blocks) : position]
-    return block.index not in placement.resident_weights and all(use.block is not block for use in still_open)
+    return segment.index not in placement.resident_weights and all(use.segment is not segment for use in still_open)
 
 
-def window_bytes(schedule: Sequence[BlockUse], position: int, placement: Placement, *, num_open: int = 1) -> int:
+def window_bytes(schedule: Sequence[Use], position: int, placement: Placement, *, num_open: int = 1) -> int:
     """Bytes of weights in buffers while `num_open` uses from `position` on are open: theirs, and those read ahead."""
     window = schedule[position : position + num_open + placement.prefetch_blocks]
-    sizes = {use.block.index: use.block.compute_bytes for use in window}
+    sizes = {use.segment.index: use.segment.compute_bytes for use in window}
     return sum(size for index, size in sizes.items() if index not in placement.resident_weights)

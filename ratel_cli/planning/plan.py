@@ -31,8 +31,8 @@ class Plan(Prediction):
     swap: SwapPrefix
     placement: Placement
     memory: HostMemory
-    spilled_blocks: int
-    """Held gradients of this many blocks, the first in forward order, lie on NVMe."""
+    spilled_segments: int
+    """Held gradients of this many segments, the first in forward order, lie on NVMe."""
     spilled_bytes: int
     """Bytes of those gradients."""
     speculation: SpeculationCosts | None
@@ -42,7 +42,7 @@ class Plan(Prediction):
     @property
     def held_in_memory_bytes(self) -> int | None:
         """The limit on held gradients in memory; None if all of them fit."""
-        return self.memory.held_gradients if self.spilled_blocks else None
+        return self.memory.held_gradients if self.spilled_segments else None
 
     @property
     def device_allocation_bytes(self) -> int | None:
@@ -116,7 +116,7 @@ def make_plan(problem: Problem) -> Plan:
     choice = weigh(problem)
     problem, chosen = choice.problem, choice.best
     check_device_memory(chosen.memory, decisions.device_limit_bytes)
-    spilled_bytes = sum(gradient_bytes(spec, chosen.placement.gpu_embedding_rows)[: chosen.spilled_blocks])
+    spilled_bytes = sum(gradient_bytes(spec, chosen.placement.gpu_embedding_rows)[: chosen.spilled_segments])
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     speculation = speculation_costs(problem, chosen)
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
@@ -126,7 +126,7 @@ def make_plan(problem: Problem) -> Plan:
         source=profile.source,
         model_name=spec.name,
         num_parameters=spec.num_parameters,
-        num_blocks=len(spec.blocks),
+        num_blocks=len(spec.segments),
         workload=workload,
         decisions=decisions,
         flops_forward=number * (sum(layer.flops_forward for layer in layers) + profile.flops_head),
@@ -139,7 +139,7 @@ def make_plan(problem: Problem) -> Plan:
         case=_case(chosen, swappable_bytes),
         placement=chosen.placement,
         memory=chosen.memory,
-        spilled_blocks=chosen.spilled_blocks,
+        spilled_segments=chosen.spilled_segments,
         spilled_bytes=spilled_bytes,
         traffic=chosen.traffic,
         time=chosen.time,
@@ -163,7 +163,7 @@ def predicted_again(plan: Plan, problem: Problem) -> Plan:
         swap=problem.order.prefix(number),
         offloaded=plan.offloaded,
         memory=plan.memory,
-        spilled_blocks=plan.spilled_blocks,
+        spilled_segments=plan.spilled_segments,
         traffic=plan.traffic,
         time=problem.time(plan.placement, plan.traffic, plan.offloaded, num_outputs=number),
     )

@@ -77,8 +77,8 @@ class Evaluation:
     swap: SwapPrefix
     offloaded: OffloadedActivations
     memory: HostMemory
-    spilled_blocks: int
-    """Held gradients of this many blocks, the first in forward order, lie on NVMe."""
+    spilled_segments: int
+    """Held gradients of this many segments, the first in forward order, lie on NVMe."""
     traffic: Traffic
     time: StepTime
 
@@ -171,7 +171,7 @@ class Problem:
     def _is_short_of_gpu_memory(self, num_outputs: int) -> bool:
         """Whether a prefix does not fit into the GPU, or only without two whole units and a block's weights ahead."""
         resident = self._gpu_resident(num_outputs) if self.fits_device(num_outputs) else None
-        window_bytes = max(block.compute_bytes for block in self.spec.blocks)
+        window_bytes = max(segment.compute_bytes for segment in self.spec.segments)
         return resident is None or resident.units is not None or resident.window_bytes < window_bytes
 
     @property
@@ -194,15 +194,15 @@ class Problem:
         """What follows from a placement when a prefix is swapped. Raises DoesNotFit."""
         placement = self._with_gpu_resident(placement, num_outputs)
         offloaded = self.offload(num_outputs, spilled_units=placement.spilled_units)
-        memory, spilled_blocks = self.fit(placement, offloaded)
+        memory, spilled_segments = self.fit(placement, offloaded)
         swap = self.order.prefix(num_outputs)
-        traffic = self.traffic(placement, offloaded, spilled_blocks=spilled_blocks)
+        traffic = self.traffic(placement, offloaded, spilled_segments=spilled_segments)
         return Evaluation(
             placement=replace(placement, swapped=self.order.keys(num_outputs)),
             swap=swap,
             offloaded=offloaded,
             memory=memory,
-            spilled_blocks=spilled_blocks,
+            spilled_segments=spilled_segments,
             traffic=traffic,
             time=self._time(placement, traffic, swap, offloaded),
         )
@@ -234,14 +234,14 @@ class Problem:
         """Host memory, and how many blocks' held gradients go to NVMe. Raises DoesNotFit."""
         return self._step_memory.fit(placement, offloaded, limit_bytes=self.decisions.host_limit_bytes)
 
-    def traffic(self, placement: Placement, offloaded: OffloadedActivations, *, spilled_blocks: int = 0) -> Traffic:
+    def traffic(self, placement: Placement, offloaded: OffloadedActivations, *, spilled_segments: int = 0) -> Traffic:
         """NVMe bytes of a step."""
         return step_traffic(
             self.spec,
             placement,
             offloaded,
             holds_gradients=self.decisions.holds_gradients,
-            spilled_blocks=spilled_blocks,
+            spilled_segments=spilled_segments,
             overlap=self.decisions.overlap,
         )
 
@@ -318,7 +318,7 @@ class Problem:
 
     def _on_a_large_gpu(self, placement: Placement) -> Placement:
         """The placement where nothing limits the GPU's memory: nothing waits for it, and nothing stays there."""
-        window_bytes = max(block.compute_bytes for block in self.spec.blocks)
+        window_bytes = max(segment.compute_bytes for segment in self.spec.segments)
         return replace(
             placement, gpu_embedding_rows=self._gpu_embedding_rows, gpu_window_bytes=window_bytes, gpu_holds_sums=True
         )

@@ -81,7 +81,7 @@ def recorded_profile(
     are by block, of `num_micro_batches` together. `estimate` is the profile before the step. It gives what no operator
     of forward shows: gradients of activations.
     """
-    head, tokens = len(spec.blocks) - 1, workload.micro_batch_tokens
+    head, tokens = spec.head.index, workload.micro_batch_tokens
     by_block: dict[int, list[UnitRecord]] = {}
     for (block, _), unit in units.items():
         by_block.setdefault(block, []).append(unit)

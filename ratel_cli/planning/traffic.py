@@ -10,7 +10,7 @@ once more, for the head. When a block is updated changes where these bytes fall:
     in between        the update reads the weights once more: 2 bytes on top (28)
 
 With every commit goes the table of checksums, 8 bytes for each chunk of a field. Weights and states that stay in memory
-are not read, nor are weights that are still there (the block schedule, planning/placement.py). Spilled activations are
+are not read, nor are weights that are still there (the schedule, planning/placement.py). Spilled activations are
 written in forward and read in backward, except for the last ones (planning/activations.py).
 
 Invariant: an applied step of the engine moves exactly these bytes. Those of an update in the next forward belong to the
@@ -27,9 +27,9 @@ from ratel_cli.planning.placement import (
     Overlap,
     Placement,
     Stage,
-    block_schedule,
     gradient_bytes,
     needs_read,
+    step_schedule,
 )
 
 
@@ -74,39 +74,39 @@ def step_traffic(
     offloaded: OffloadedActivations,
     *,
     holds_gradients: bool,
-    spilled_blocks: int = 0,
+    spilled_segments: int = 0,
     overlap: Overlap = "optimized",
 ) -> Traffic:
     """The traffic of one applied step.
 
     With `holds_gradients` every update runs in the next forward (or in between). The gradients of the first
-    `spilled_blocks` blocks go to NVMe in backward and come back for the update. A step that speculates that nothing
+    `spilled_segments` segments go to NVMe in backward and come back for the update. A step that speculates that nothing
     will be clipped moves the bytes of a step without held gradients.
     """
     read: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     written: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     first_bytes = 0
     held_bytes = gradient_bytes(spec, placement.gpu_embedding_rows)
-    for block in spec.blocks:
-        stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
-        if block.index in placement.resident_weights:
-            first_bytes += block.compute_bytes
+    for segment in spec.segments:
+        stage = placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
+        if segment.index in placement.resident_weights:
+            first_bytes += segment.compute_bytes
         elif stage == "update":
-            read[stage] += block.compute_bytes
-        if block.index in placement.resident_states:
-            first_bytes += block.state_bytes
+            read[stage] += segment.updated_bytes
+        if segment.index in placement.resident_states:
+            first_bytes += segment.state_bytes
         else:
-            read[stage] += block.state_bytes
-        written[stage] += block.record_bytes
-        if block.index < spilled_blocks:
-            written["backward"] += held_bytes[block.index]
-            read[stage] += held_bytes[block.index]
-    head, schedule = spec.blocks[-1], block_schedule(spec)
+            read[stage] += segment.state_bytes
+        written[stage] += segment.record_bytes
+        if segment.index < spilled_segments:
+            written["backward"] += held_bytes[segment.index]
+            read[stage] += held_bytes[segment.index]
+    head, schedule = spec.head, step_schedule(spec)
     head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
     for position, use in enumerate(schedule):
         if needs_read(schedule, position, placement):
-            is_passed_on = use.block is head and head_stage == "forward"
-            read["forward" if is_passed_on else use.stage] += use.block.compute_bytes
+            is_passed_on = use.segment is head and head_stage == "forward"
+            read["forward" if is_passed_on else use.stage] += use.segment.compute_bytes
     written["forward"] += checksum_bytes(spec)  # a step is committed while the next one's forward runs
     return Traffic(
         forward_read_bytes=read["forward"],

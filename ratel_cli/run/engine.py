@@ -18,7 +18,6 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.hardware.gpu import is_limited
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
@@ -37,7 +36,6 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
             weight_decay=config.weight_decay,
         ),
         updates=UpdateSettings(
-            gradient_dtype=DTYPES[config.resolved_gradient_dtype],
             max_grad_norm=config.max_grad_norm,
             speculation=plan.speculation,
             hold=plan.decisions.in_place,
@@ -71,7 +69,7 @@ def pin_ahead(context: RunContext, spec: ModelSpec, plan: Plan, *, units_only: b
             num_micro_batches=num_micro_batches,
             holds_gradients=plan.decisions.holds_gradients,
             overlap=plan.decisions.overlap,
-            spilled_blocks=plan.spilled_blocks,
+            spilled_segments=plan.spilled_segments,
         )
     total_bytes = sum(each.num_bytes * each.number for each in buffers)
     if total_bytes >= GIB:  # else it is done in a moment

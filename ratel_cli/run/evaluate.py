@@ -99,7 +99,7 @@ def _evaluate(
     with (
         open_device(context.device, Timeline()) as opened,
         opened.translate_errors(),
-        context.bar("evaluating", num_batches * len(spec.blocks)) as advance,
+        context.bar("evaluating", num_batches * len(spec.segments)) as advance,
     ):
         reader = open_reader(context, streamed, memory)
         forward = BlockwiseForward(streamed.model, reader)
@@ -140,7 +140,7 @@ def _fit(
     width = config.sequence_len if is_packed else int(rows.cache.lengths.max())
     layer = layer_bytes(streamed.model, batch_size=size, num_tokens=width)
     head = logits_bytes(spec, min(chunk_tokens, size * width))
-    hidden_bytes = size * width * spec.hidden_size * streamed.blocks.dtype.itemsize
+    hidden_bytes = size * width * spec.hidden_size * spec.dtype_bytes
     return fit_blocks(
         context,
         streamed,

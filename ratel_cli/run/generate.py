@@ -220,7 +220,7 @@ def _fit(
 
 def _prompt_bytes(streamed: StreamedModel, width: int) -> int:
     """What one prompt of a batch takes besides a layer's activations: hidden states, masks and logits."""
-    spec, itemsize = streamed.model.spec, streamed.blocks.dtype.itemsize
+    spec, itemsize = streamed.model.spec, streamed.model.spec.dtype_bytes
     keeps_last = streamed.model.skeleton._supports_logits_to_keep()  # type: ignore[operator]
     logits_elements = spec.vocab_size * (1 if keeps_last else width)
     hidden_bytes = 3 * width * spec.hidden_size * itemsize
@@ -233,7 +233,7 @@ def cache_bytes(model: DecoderModel, config: PretrainedConfig) -> int:
     latent = sum(_number(text, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     heads = _number(text, "num_key_value_heads") or model.traits.num_heads or 1
     width = model.traits.num_heads * latent if latent else 2 * heads * (model.traits.head_dim or model.spec.hidden_size)
-    return (model.spec.num_layers + 2) * width * model.skeleton.dtype.itemsize
+    return (model.spec.num_layers + 2) * width * model.spec.dtype_bytes
 
 
 def _number(config: PretrainedConfig, name: str) -> int:

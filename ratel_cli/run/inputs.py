@@ -407,7 +407,7 @@ def position_table(model: DecoderModel, model_config: PretrainedConfig) -> tuple
     """The name of the model's table of positions, and how many it has; None if the model computes positions."""
     trained = num_positions(model_config)
     # A table of positions has a row for each position, and in some models a few more rows.
-    for parameter in model.spec.blocks[0].parameters[1:]:
+    for parameter in model.spec.embedding.parameters[1:]:
         if trained is not None and len(parameter.shape) == 2 and trained <= parameter.shape[0] <= trained + 8:
             return parameter.name, trained
     return None

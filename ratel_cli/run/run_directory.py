@@ -206,7 +206,7 @@ class CachedProfile:
 
 def decay_of(spec: ModelSpec) -> dict[str, bool]:
     """For each parameter whether weight decay applies to it."""
-    return {parameter.name: parameter.decay for block in spec.blocks for parameter in block.parameters}
+    return {each.name: each.decay for block in spec.blocks if block.is_trained for each in block.parameters}
 
 
 def recorded_decay(output_dir: Path) -> dict[str, bool]:

@@ -80,7 +80,6 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
 
     Raises BadInput if there are no such weights.
     """
-    dtype = DTYPES[context.config.dtype]
     if named.directory is None:
         run = open_run(context)
         if persistent_buffers(run.base.model.skeleton):
@@ -93,7 +92,7 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
     base = read_base(context.config, context.log)
     source, _ = open_weights(context.config, base, context.resources)
     assert isinstance(source, CheckpointSource)
-    blocks, name = FileBlocks(source, dtype), f"{named.directory}, {context.config.dtype}"
+    blocks, name = FileBlocks(source), f"{named.directory}, {context.config.dtype}"
     return StreamedModel(base=base, blocks=blocks, name=name, conversion_bytes=source.conversion_bytes)
 
 
@@ -112,13 +111,13 @@ def fit_blocks(
     `working_bytes`: what computing takes, and `least_bytes`: what must stay besides, both on the device that computes.
     `what` and `hint` are for the error.
     """
-    spec, itemsize = streamed.model.spec, streamed.blocks.dtype.itemsize
-    one, two = (weights_bytes(spec, itemsize, reads_ahead=ahead) for ahead in (False, True))
+    spec = streamed.model.spec
+    one, two = (weights_bytes(spec, reads_ahead=ahead) for ahead in (False, True))
     on_host = context.device.type == "cpu"
     needs = {
         "process": kept_bytes(),
         "weights": one + streamed.conversion_bytes,
-        "working set": RUNTIME_BYTES + (working_bytes + _packed_bytes(spec, itemsize) if on_host else 0),
+        "working set": RUNTIME_BYTES + (working_bytes + _packed_bytes(spec) if on_host else 0),
         "held": least_bytes if on_host else 0,
     }
     left = context.host_limit_bytes - sum(needs.values())
@@ -138,21 +137,21 @@ def fit_blocks(
 
 def resident_blocks(streamed: StreamedModel, memory: BlockMemory) -> frozenset[int]:
     """The blocks that stay in the host memory that is left, for passes that follow each other: the first ones."""
-    spec, itemsize = streamed.model.spec, streamed.blocks.dtype.itemsize
-    limit_bytes = memory.host_left_bytes + weights_bytes(spec, itemsize, reads_ahead=memory.reads_ahead)
+    spec = streamed.model.spec
+    limit_bytes = memory.host_left_bytes + weights_bytes(spec, reads_ahead=memory.reads_ahead)
     chosen: frozenset[int] = frozenset()
-    for block in spec.blocks:
-        more = chosen | {block.index}
-        if weights_bytes(spec, itemsize, resident=more, reads_ahead=memory.reads_ahead) > limit_bytes:
+    for segment in spec.segments:
+        more = chosen | {segment.index}
+        if weights_bytes(spec, resident=more, reads_ahead=memory.reads_ahead) > limit_bytes:
             break
         chosen = more
     return chosen
 
 
-def _packed_bytes(spec: ModelSpec, itemsize: int) -> int:
+def _packed_bytes(spec: ModelSpec) -> int:
     """The largest matrix once more: a product in 16 bit on the CPU may copy it into another order."""
     largest = max(each.num_elements for block in spec.blocks for each in block.parameters)
-    return 0 if itemsize == 4 else largest * itemsize
+    return 0 if spec.dtype_bytes == 4 else largest * spec.dtype_bytes
 
 
 def open_reader(
@@ -160,8 +159,8 @@ def open_reader(
 ) -> BlockReader:
     """The reader of the model's blocks; the context closes it. `resident`: blocks that stay in host memory."""
     streamed.model.place(context.device)
-    spec, itemsize = streamed.model.spec, streamed.blocks.dtype.itemsize
-    context.pool.limit_bytes = weights_bytes(spec, itemsize, resident=resident, reads_ahead=memory.reads_ahead)
+    spec = streamed.model.spec
+    context.pool.limit_bytes = weights_bytes(spec, resident=resident, reads_ahead=memory.reads_ahead)
     return context.resources.enter_context(
         BlockReader(
             streamed.model,

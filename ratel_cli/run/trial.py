@@ -40,7 +40,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.engine import open_planned_device
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.planner import Planner
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.units import MIB, format_seconds
 
@@ -62,7 +62,7 @@ def tried_profile(
     try:
         with (
             open_planned_device(context, plan, Timeline()) as device,
-            log.bar("trying one layer of each kind", 2 * len(model.spec.blocks)) as bar,
+            log.bar("trying one layer of each kind", 2 * len(model.spec.segments)) as bar,
         ):
             profiler = block_profiler(
                 model, context.pool, device, dtype=context.config.dtype, placement=plan.placement, workload=workload
@@ -131,7 +131,7 @@ def any_batch(size: int, num_tokens: int, vocab_size: int, *, num_samples: int =
 
 
 def _try(
-    profiler: BlockProfiler, model: DecoderModel, workload: Workload, progress: Callable[[BlockSpec], None]
+    profiler: BlockProfiler, model: DecoderModel, workload: Workload, progress: Callable[[Segment], None]
 ) -> float:
     """Run every kind of block on a few tokens. Returns about how long it takes to measure a micro-batch.
 
@@ -159,11 +159,11 @@ def _own_batch(inputs: Inputs, workload: Workload) -> MicroBatch:
     return own if own.input_ids.shape == shape else any_batch(*shape, inputs.model.spec.vocab_size)
 
 
-def _advancing(advance: Callable[[float], None]) -> Callable[[BlockSpec], None]:
+def _advancing(advance: Callable[[float], None]) -> Callable[[Segment], None]:
     """Advances a bar to each block of two passes through the model, as it comes."""
     last = 0
 
-    def progress(block: BlockSpec) -> None:
+    def progress(block: Segment) -> None:
         nonlocal last
         advance(block.index - last if block.index > last else block.index)
         last = block.index

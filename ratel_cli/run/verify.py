@@ -199,7 +199,7 @@ def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTraine
     """The rows for the export's weights and logits, compared with the generation that it was made from."""
     if not generations:
         return []
-    num_bytes = run.base.model.spec.num_parameters * DTYPES[run.context.config.dtype].itemsize
+    num_bytes = sum(block.num_parameters * block.dtype_bytes for block in run.base.model.spec.blocks)
     check = Check(what="weights", num_bytes=num_bytes, checked="every bit", verdict="")
     same: Generation | None = None
     differing: list[str] = []
@@ -235,7 +235,8 @@ def _reader_of(run: OpenedRun, model: PreTrainedModel | None, resources: ExitSta
     source = resources.enter_context(
         CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec, outer=run.base.outer)
     )
-    return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[config.dtype])
+    dtypes = decoder.spec.exported_dtypes(config.dtype)
+    return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[dtypes[name]])
 
 
 def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues) -> str | None:

@@ -1,4 +1,4 @@
-"""Blocks, the unit of streaming: flat arrays of parameters, with one dtype and one rule. Pure.
+"""Blocks, the unit of storing: flat arrays of parameters, with one dtype and one rule. Pure.
 
 Invariants: a block's parameters lie one after another in one flat array of `num_elements` elements. Every parameter
 starts on a multiple of `PARAMETER_ALIGNMENT` elements. That is 256 bytes in 16 bit, the most that kernels look at when
@@ -47,9 +47,11 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """The unit of streaming: the embedding, one decoder layer, or the head."""
+    """What a segment needs of one dtype and one rule (`ratel_cli/schedule/segments.py`)."""
 
     index: int
+    segment: int
+    """The index of the segment that it belongs to."""
     kind: BlockKind
     name: str
     parameters: tuple[ParameterSpec, ...]
@@ -88,6 +90,11 @@ class BlockSpec:
         return VALUE_BYTES[self.gradient_dtype]
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the parameters have gradients, and change."""
+        return not self.rule.is_frozen
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled: in fp16."""
         return self.dtype == "float16"
@@ -99,8 +106,8 @@ class BlockSpec:
 
     @cached_property
     def record_bytes(self) -> int:
-        """Size of all fields in the store: what an update writes."""
-        return self.record.num_bytes(self.num_elements)
+        """Size of all fields in a generation: what an update writes. A frozen block has none of its own there."""
+        return self.record.num_bytes(self.num_elements) if self.is_trained else 0
 
     @cached_property
     def state_bytes(self) -> int:
@@ -110,7 +117,7 @@ class BlockSpec:
     @cached_property
     def gradient_bytes(self) -> int:
         """Size of the gradient as it leaves the device and is held."""
-        return self.num_elements * self.gradient_dtype_bytes
+        return self.num_elements * self.gradient_dtype_bytes if self.is_trained else 0
 
     @cached_property
     def update_bytes(self) -> int:
@@ -121,6 +128,7 @@ class BlockSpec:
 def lay_out_block(
     *,
     index: int,
+    segment: int | None = None,
     kind: BlockKind,
     name: str,
     parameters: list[tuple[str, tuple[int, ...], bool]],
@@ -130,7 +138,8 @@ def lay_out_block(
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
 
-    `gradient_dtype` None: gradients leave the device in `dtype`.
+    `segment` None: `index`, as for every segment's first block. `gradient_dtype` None: gradients leave the device in
+    `dtype`.
     """
     placed: list[ParameterSpec] = []
     position = 0
@@ -139,6 +148,7 @@ def lay_out_block(
         position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT)
     return BlockSpec(
         index=index,
+        segment=index if segment is None else segment,
         kind=kind,
         name=name,
         parameters=tuple(placed),
@@ -156,6 +166,7 @@ def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
     (first, *others), rows = block.parameters, (num_rows, *block.parameters[0].shape[1:])
     return lay_out_block(
         index=block.index,
+        segment=block.segment,
         kind=block.kind,
         name=block.name,
         parameters=[(first.name, rows, first.decay), *((each.name, each.shape, each.decay) for each in others)],
@@ -179,6 +190,7 @@ def block_from_json(content: object, index: int) -> BlockSpec:
     parameters = [JsonFields(item) for item in fields.items("parameters")]
     block = lay_out_block(
         index=index,
+        segment=fields.integer("segment"),
         kind=kinds[texts[0]],
         name=fields.text("name"),
         parameters=[(each.text("name"), _shape(each), each.flag("decay")) for each in parameters],

@@ -84,4 +84,4 @@ def _bound(model: DecoderModel, index: int, device: torch.device) -> Iterator[tu
     try:
         yield model.bind(block, weights.normal_(std=0.02))
     finally:
-        model.release(block)
+        model.release(model.spec.segments[index])

@@ -48,7 +48,6 @@ from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.clipping import SpeculationCosts, speculation_costs
 from ratel_cli.planning.placement import Placement
 from scripts.bench.contestants import SHAPES, Task, batches_of, in_turns, print_promise
@@ -139,7 +138,6 @@ class ClippingBench:
         settings = EngineSettings(
             adamw=AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0),
             updates=UpdateSettings(
-                gradient_dtype=DTYPES[config.resolved_gradient_dtype],
                 max_grad_norm=max_grad_norm,
                 speculation=speculation,
                 hold=False,

@@ -149,7 +149,7 @@ def measure(directory: Path, *, num_drives: int, elements: int, rounds: int) -> 
         store.commit_import(progress_at(0))
         store.begin_step()
         adamw = resources.enter_context(_TimedAdamW())
-        work = GroupWork(adamw, store, pool, timeline=Timeline(), resident_states=frozenset())
+        work = GroupWork(adamw, store, pool, timeline=Timeline())
         total = GradientSum(block, pool, HostDevice(Timeline()), dtype=torch.bfloat16, single=True)
         total.add([torch.zeros(elements, dtype=torch.bfloat16)])
         numbers = AdamWUpdate(number=1, learning_rate=1e-5, gradient_scale=1.0)

@@ -106,7 +106,7 @@ class ManyDrives:
         gradient = total.finish()
         step = self._store.progress.step + 1
         self._store.begin_step()
-        work = GroupWork(self._adamw, self._store, self._pool, timeline=Timeline(), resident_states=frozenset())
+        work = GroupWork(self._adamw, self._store, self._pool, timeline=Timeline())
         before = self.queue.read_bytes + self.queue.written_bytes
         with UpdatePipeline(work, groups=groups) as pipeline:
             start = time.perf_counter()

@@ -125,7 +125,7 @@ class OptimizerBench:
         return total.finish()
 
     def _work(self) -> GroupWork:
-        return GroupWork(self._adamw, self.store, self.pool, timeline=Timeline(), resident_states=frozenset())
+        return GroupWork(self._adamw, self.store, self.pool, timeline=Timeline())
 
 
 def main() -> None:

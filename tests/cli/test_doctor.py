@@ -93,6 +93,7 @@ def test_a_config_brings_its_directories_and_its_needs(machine: Machine, here: P
     assert sorted(path.name for path in here.iterdir()) == ["run.yaml"]
 
 
+@pytest.mark.full
 def test_a_store_that_does_not_fit(machine: Machine, here: Path) -> None:
     shape = "model_shape: {num_layers: 9000, num_heads: 64, hidden_size: 65536}\n"
     (here / "run.yaml").write_text(shape)

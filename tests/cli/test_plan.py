@@ -169,6 +169,7 @@ def test_the_plan_splits_the_step(ask: Ask, cost_model: str) -> None:
         assert key in [advice["change"] for advice in by_hand[32]["advice"]]
 
 
+@pytest.mark.full
 def test_no_split_fits(ask: Ask) -> None:
     result = ask(*PAPER_13B, "cost_model=ratel", "tokens_per_step=8192", "limits.gpu_memory=1GiB")
     assert result.code == 3
@@ -176,6 +177,7 @@ def test_no_split_fits(ask: Ask) -> None:
     assert "micro_batch_size" not in result.out + result.err
 
 
+@pytest.mark.full
 def test_a_llama_of_which_there_is_only_its_config(ask: Ask, config: Path, machine: Path) -> None:
     result = ask(config, "--hardware", machine, "max_steps=10", "gradient_accumulation_steps=2")
     assert (result.code, result.err) == (0, "")
@@ -194,6 +196,7 @@ def test_the_resource_that_bounds_a_step_is_named(ask: Ask) -> None:
     assert re.fullmatch(r".* s: upload .* s, NVMe .* s, compute .* s, download .* ms", result.row("forward"))
 
 
+@pytest.mark.full
 def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine: Path) -> None:
     """Without data only max_steps could say it."""
     result = ask(config, "--hardware", machine)
@@ -203,6 +206,7 @@ def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine:
     assert shape.endswith(" written per step; set max_steps to predict the whole run")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "steps"),
     [
@@ -232,6 +236,7 @@ def test_the_steps_that_a_run_has_counted(
     assert row.startswith(steps) if steps else row.endswith(reads)
 
 
+@pytest.mark.full
 def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
     result = ask(config, "--hardware", hardware_file(here / "rated.json", WITH_GPU), "max_steps=100000")
     assert result.row("run").endswith("% of the drives' rated endurance")
@@ -312,6 +317,7 @@ def test_json_of_what_does_not_fit(ask: Ask, config: Path, machine: Path) -> Non
     assert memory["shortfall_bytes"] == memory["host_bytes"] - (100 << 20) > 0
 
 
+@pytest.mark.full
 def test_a_recorded_profile_of_the_run_is_used(ask: Ask, config: Path, machine: Path) -> None:
     keep_profile(config, WITHOUT_GPU)
     result = ask(config, "--hardware", machine)
@@ -348,6 +354,7 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
     kept.path.write_text(json.dumps(kept.content(model.spec, profile)))
 
 
+@pytest.mark.full
 def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Path, here: Path) -> None:
     result = ask(config)
     assert result.code == 0 and result.row("machine").startswith(processor_name())
@@ -382,6 +389,7 @@ def test_pictures(ask: Ask, config: Path, machine: Path, here: Path) -> None:
         assert (here / name).read_bytes().startswith(start)
 
 
+@pytest.mark.full
 def test_a_picture_replaces_a_file_only_if_the_user_insists(ask: Ask, config: Path, machine: Path, here: Path) -> None:
     pytest.importorskip("matplotlib")
     (here / "mine.svg").write_text("mine")
@@ -395,6 +403,7 @@ def test_a_picture_replaces_a_file_only_if_the_user_insists(ask: Ask, config: Pa
     assert (here / "mine.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.full
 def test_a_picture_that_cannot_be_drawn(
     ask: Ask, config: Path, machine: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +465,7 @@ def test_prices(ask: Ask) -> None:
     assert {"num_ssds": 1, "dollars": 16006, "fits": False} in json.loads(ask(*big, "--json").out)["prices"]
 
 
+@pytest.mark.full
 def test_prices_belong_to_the_machine_whose_speed_is_told(ask: Ask, config: Path, machine: Path) -> None:
     """Without prices of that machine there is no answer, rather than the speed of one and the prices of another."""
     result = ask(config, "--hardware", machine, "--prices")
@@ -505,6 +515,7 @@ def test_a_family_that_transformers_does_not_know_is_rejected(
     assert "config.json: not a model configuration that transformers knows" in result.err
 
 
+@pytest.mark.full
 def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: Ask, config: Path, here: Path) -> None:
     """In seconds of the processor's time, which take longer while others use it; with torch it would be minutes."""
     (here / "base" / "config.json").write_text(json.dumps(LLAMA_70B))
@@ -526,6 +537,7 @@ def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: 
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
 
+@pytest.mark.full
 def test_a_limit_that_this_machine_does_not_have(ask: Ask, config: Path, machine: Path) -> None:
     """Another machine may have it."""
     warning = "warning: limits.host_memory is 400 TiB, but this machine has "
@@ -548,6 +560,7 @@ def test_characters_that_the_output_cannot_show_are_replaced(
     assert "curve" in shown and "?.yaml'` reads the data" in shown, "all of it is there"
 
 
+@pytest.mark.full
 def test_the_hint_measures_what_was_cached(ask: Ask, config: Path, here: Path) -> None:
     cached = cache_file(profile_target(load_config(config).config))
     hardware_file(cached, LAPTOP)

@@ -59,6 +59,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     return of
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", sample(RUNS, every=12), ids=lambda run: "-".join(map(str, run)))
 def test_it_fits(plan: Plan, run: tuple[str, int, str]) -> None:
     assert plan(*run)["memory"]["fits"]

@@ -216,6 +216,7 @@ def test_a_file_is_replaced_only_if_the_user_insists(
     assert load_hardware(file).gpu == WITHOUT_GPU.gpu
 
 
+@pytest.mark.full
 def test_measuring_reports_what_is_measured(target: ProfileTarget) -> None:
     log = io.StringIO()
     profile = measure_machine(replace(target, device="cpu"), RunLog(log), budget=SMALL)
@@ -229,6 +230,7 @@ def test_measuring_reports_what_is_measured(target: ProfileTarget) -> None:
     assert profile.host.memory_bytes_per_second is not None
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_gpu_is_an_error(target: ProfileTarget) -> None:
     with pytest.raises(EnvironmentFailure, match="PyTorch finds no CUDA device"):

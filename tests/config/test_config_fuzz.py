@@ -62,6 +62,7 @@ def test_any_text_that_looks_like_yaml(tmp_path: Path, pieces: list[str]) -> Non
     attempt(tmp_path, "".join(pieces).encode(), [])
 
 
+@pytest.mark.full
 @QUICK
 @given(data=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
 def test_any_values_under_known_keys(tmp_path: Path, data: dict[str, object]) -> None:

@@ -35,6 +35,7 @@ def test_every_error_is_reported_at_once_at_its_place(complain: Complain, text: 
     assert complain(text) == errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "error"),
     [

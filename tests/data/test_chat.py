@@ -157,6 +157,7 @@ BAD_WAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_child_left")
 def test_what_a_template_may_not_do_costs_one_row() -> None:
     """The first message selects what the template does. The child survives every case."""
@@ -204,6 +205,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", LOSSES)
 def test_what_a_template_leaves_out_is_reported(case: str) -> None:
     message, tools, lost = LOSSES[case]

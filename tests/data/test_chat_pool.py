@@ -67,6 +67,7 @@ def test_answers_are_those_of_one_child_in_order(children: Callable[[], int]) ->
             ]
 
 
+@pytest.mark.full
 def test_small_data_has_one_child(children: Callable[[], int]) -> None:
     with _pool(most=4, alone=70) as pool:
         assert _asked(pool) == []
@@ -76,6 +77,7 @@ def test_small_data_has_one_child(children: Callable[[], int]) -> None:
         assert children() > 1
 
 
+@pytest.mark.full
 def test_an_endless_template_ends_all(children: Callable[[], int]) -> None:
     with _pool(most=2, limit_seconds=0.3) as pool:
         first = pool.start(_drafts(*["x"] * 40, "endless", *["x"] * 40), locate=lambda draft: False)
@@ -98,6 +100,7 @@ def test_it_is_closed_in_the_middle_of_templates(children: Callable[[], int]) ->
     assert children() == 0
 
 
+@pytest.mark.full
 def test_children_that_do_not_start(children: Callable[[], int]) -> None:
     """Without the first nothing is rendered; without the others the first does the work."""
     with pytest.raises(EnvironmentFailure, match="did not start"):
@@ -112,6 +115,7 @@ def test_children_that_do_not_start(children: Callable[[], int]) -> None:
         assert children() == 1 and next(numbers) > 1
 
 
+@pytest.mark.full
 def test_a_slow_template_is_told_once() -> None:
     told: list[str] = []
     slow = PLAIN + "{% for i in range(300) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"

@@ -169,6 +169,7 @@ def test_a_tokenizer_without_eos_gives_a_notice(
 # Types
 
 
+@pytest.mark.full
 def test_every_type_and_auto_agree(load: Load, write_rows: WriteRows, notices: list[str]) -> None:
     chat = write_rows(
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, name="c.jsonl"
@@ -274,6 +275,7 @@ def test_a_parquet_row_is_bounded_too(load: Load, tmp_path: Path) -> None:
     assert read_rejects(tmp_path) == [(str(path), 1, f"the row has more than {MAX_ROW_BYTES} characters")]
 
 
+@pytest.mark.full
 def test_all_masked_rows_stop_the_run(load: Load, write_rows: WriteRows) -> None:
     path = write_rows(
         {"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "b"}]}

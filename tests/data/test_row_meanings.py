@@ -395,6 +395,7 @@ def tool_row(name: str, parameters: object, arguments: object) -> dict[str, obje
     return {"messages": [QA[0], {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
 
 
+@pytest.mark.full
 def test_keys_that_arrow_pads_do_not_reach_the_template(load: Load, tmp_path: Path) -> None:
     """Two tools with other parameters share a struct in Parquet, which has all keys of both."""
     written = [

@@ -476,6 +476,7 @@ def template(text: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, re.split(r"\{(?:[^{}]|\{[^{}]*\})*\}", text))))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("case", sample(CASES, every=9))
 def test_what_a_run_is_refused_for_is_what_check_reports(scene: Scene, case: Case) -> None:

@@ -72,6 +72,7 @@ def assert_same_weights(found: list[torch.Tensor], expected: list[torch.Tensor])
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.full
 def test_another_rate_batch_and_length_from_a_saved_step(make_config: MakeConfig, source: Path, base: Path) -> None:
     """Moments and the number of updates are those of the other run, which is left as it was."""
     before = file_hash(store_of(source))
@@ -109,6 +110,7 @@ def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, dtyp
     assert curve(branch) == curve(whole)[3:]
 
 
+@pytest.mark.full
 def test_a_fresh_optimizer_is_a_run_of_the_exported_weights(make_config: MakeConfig, source: Path) -> None:
     """In fp32 an export has the master weights."""
     step = output_of(source).parent / "step"
@@ -131,6 +133,7 @@ def test_a_fresh_optimizer_keeps_the_masters(make_config: MakeConfig, dtype: str
     assert_same_weights(weights_of(branch), weights_of(first))
 
 
+@pytest.mark.full
 def test_the_same_command_resumes(make_config: MakeConfig, source: Path) -> None:
     """Killed while it copies, and killed while it trains. Once there is a store, it resumes without --from too."""
     arguments = ("--from", f"{output_of(source)}@4")
@@ -211,6 +214,7 @@ def test_a_dry_run_writes_nothing(make_config: MakeConfig, source: Path) -> None
     assert file_hash(store_of(source)) == before
 
 
+@pytest.mark.full
 def test_what_a_run_cannot_change_leads_to_a_new_one(make_config: MakeConfig, source: Path) -> None:
     """The hint of the rejected command is the command that works, where the state allows it."""
     ended = finetune(source, "learning_rate=0.003", "max_steps=8")
@@ -238,6 +242,7 @@ def test_runs_that_share_the_drives(make_config: MakeConfig, tmp_path: Path) -> 
     assert_same_weights(weights_of(branch), weights_of(whole))
 
 
+@pytest.mark.full
 def test_cleaning_leaves_nothing_of_it(make_config: MakeConfig, source: Path) -> None:
     branch = make_config("branch", max_steps=7)
     succeed(branch, "--from", str(output_of(source)))

@@ -34,6 +34,7 @@ def settings_in(card: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.full
 def test_it_has_what_the_run_knows_and_no_path(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     config = make_config(**LONGER)
@@ -63,6 +64,7 @@ def test_it_has_what_the_run_knows_and_no_path(make_config: MakeConfig, base: Pa
     assert not (tmp_path / "out" / "6" / "curves.png").exists(), "the table shows six steps as well"
 
 
+@pytest.mark.full
 def test_a_planned_split_is_written_out(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(tokens_per_step=256, micro_batch_size=None, gradient_accumulation_steps=None, max_steps=2)
     succeed(config)
@@ -74,6 +76,7 @@ def test_a_planned_split_is_written_out(make_config: MakeConfig, tmp_path: Path)
     assert file_hash(tmp_path / "out" / "README.md") == file_hash(output_of(config) / "README.md")
 
 
+@pytest.mark.full
 def test_a_run_that_starts_from_another_says_so(make_config: MakeConfig) -> None:
     first, second = make_config("first", max_steps=2), make_config("second", max_steps=3)
     succeed(first)
@@ -82,6 +85,7 @@ def test_a_run_that_starts_from_another_says_so(make_config: MakeConfig) -> None
     assert "started from" not in card_of(first)
 
 
+@pytest.mark.full
 def test_an_export_does_without_a_picture(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(max_steps=11)
     with mock.patch.dict(sys.modules, {"matplotlib": None}):

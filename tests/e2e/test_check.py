@@ -36,6 +36,7 @@ def test_what_would_run(make_config: MakeConfig) -> None:
     assert files(config.parent) == [config], "nothing is written"
 
 
+@pytest.mark.full
 def test_what_would_run_as_json(make_config: MakeConfig) -> None:
     ended = check(make_config(), "--json", "lr=1e-3")
     found = json.loads(ended.stdout)
@@ -85,6 +86,7 @@ def test_everything_at_once(tmp_path: Path, base: Path, capsys: pytest.CaptureFi
     assert files(tmp_path) == [config]
 
 
+@pytest.mark.full
 def test_each_dataset_is_looked_at(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
     """Unfit columns in two of three datasets and in the one for evaluation, and the model's own fault."""
     paths = {name: tmp_path / f"{name}.jsonl" for name in ("one", "two", "three")}
@@ -98,6 +100,7 @@ def test_each_dataset_is_looked_at(make_config: MakeConfig, rows: Path, tmp_path
     assert all(f"{config}:" in line for line in ended.errors)
 
 
+@pytest.mark.full
 def test_bad_rows_have_their_own_places(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(rows.read_text() + "{}\n" * 7)
@@ -195,6 +198,7 @@ def test_a_run_that_fails_reads_no_rows(make_config: MakeConfig, rows: Path, tmp
     assert not output_of(config).exists()
 
 
+@pytest.mark.full
 def test_a_finished_run_is_right(plain_run: Path) -> None:
     before = files(plain_run.parent)
     ended = check(plain_run, "max_steps=6")
@@ -207,6 +211,7 @@ def test_a_finished_run_is_right(plain_run: Path) -> None:
     succeed(plain_run)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("limit", "is_too_much"), [("400TiB", True), ("all", False)])
 def test_a_limit_that_the_machine_does_not_have(make_config: MakeConfig, limit: str, is_too_much: bool) -> None:
     """No small limit: this process may have taken more than that in earlier tests."""
@@ -233,6 +238,7 @@ def test_a_set_that_cannot_be_used_is_not_looked_for(
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [check, finetune])
 def test_flash_attention_that_cannot_be_deterministic(
     make_config: MakeConfig, command: Callable[[Path], Ended], monkeypatch: pytest.MonkeyPatch

@@ -40,11 +40,13 @@ def test_memory_space_and_output(make_config: MakeConfig) -> None:
     assert_finds(ratel("check", config, MACHINE[0]), 3, [MEMORY])
 
 
+@pytest.mark.full
 def test_bad_rows_hide_nothing(make_config: MakeConfig, bad_rows: Path) -> None:
     ended = ratel("check", make_config(rows=bad_rows), *MACHINE)
     assert_finds(ended, 2, ["rejected 2 of 50 rows", "bad.jsonl:49: not JSON", "bad.jsonl:50: ", MEMORY, SPACE])
 
 
+@pytest.mark.full
 def test_a_wrong_key_hides_nothing(make_config: MakeConfig) -> None:
     ended = ratel("check", make_config(), *MACHINE, "learning_rte=1", "output_dir=/proc/q")
     assert_finds(ended, 2, ["unknown key `learning_rte`", MEMORY, SPACE, OUTPUT])
@@ -63,6 +65,7 @@ def test_rows_are_read_without_a_model(make_config: MakeConfig, bad_rows: Path, 
     assert any("rejected 1 of 50 rows" in line for line in ended.errors), "only what is no row"
 
 
+@pytest.mark.full
 def test_the_output_of_a_dry_run_must_be_writable(make_config: MakeConfig) -> None:
     """A run would find it out only after its inputs."""
     for command in (["check"], ["finetune", "--dry-run"], ["finetune"]):

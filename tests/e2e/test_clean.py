@@ -41,6 +41,7 @@ def left(directory: Path) -> set[str]:
     return {path.name for path in directory.rglob("*") if not path.is_dir()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["config", "directory"])
 def test_it_deletes_exactly_the_files_of_the_run(finished: Path, tmp_path: Path, by: str) -> None:
     run = finished if by == "config" else output_of(finished)
@@ -57,6 +58,7 @@ def test_it_deletes_exactly_the_files_of_the_run(finished: Path, tmp_path: Path,
     assert "there is nothing to delete" in ratel("clean", finished, "--yes").stderr
 
 
+@pytest.mark.full
 def test_with_its_output(finished: Path, tmp_path: Path) -> None:
     (output_of(finished) / "README.md").write_text("mine")
     for path in tmp_path.rglob("notes.txt"):
@@ -68,6 +70,7 @@ def test_with_its_output(finished: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.store")) and not (output_of(finished) / "run").exists()
 
 
+@pytest.mark.full
 def test_nothing_is_deleted_without_an_answer(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tree(tmp_path)
     assert_rejected(ratel("clean", finished), 2, "nothing was deleted", "there is no terminal to ask on")
@@ -92,6 +95,7 @@ def _clean(config: Path) -> Ended:
     return ended
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("impatient")
 def test_a_store_in_use_stays(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(max_steps=1)
@@ -106,6 +110,7 @@ def test_a_store_in_use_stays(make_config: MakeConfig, tmp_path: Path, monkeypat
     assert finetune(config).code == 0  # the fixture wants a wait of ten seconds
 
 
+@pytest.mark.full
 def test_a_copy_of_an_output_directory_does_not_own_the_store(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(max_steps=1)
     succeed(config)

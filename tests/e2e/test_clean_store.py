@@ -67,6 +67,7 @@ def clean_store(run: Path) -> Ended:
     return ended
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["config", "directory"])
 def test_the_store_goes_and_the_rest_stays(work: Path, by: str) -> None:
     config = work / "run.yaml"
@@ -96,6 +97,7 @@ def test_the_store_goes_and_the_rest_stays(work: Path, by: str) -> None:
     assert [path.name for path in (output_of(config) / "run").iterdir() if path.is_file()] == ["notes.txt"]
 
 
+@pytest.mark.full
 def test_what_commands_say_of_a_finished_run(work: Path, rows: Path) -> None:
     config = work / "run.yaml"
     run = output_of(config)
@@ -216,6 +218,7 @@ def test_what_cannot_be_recorded_is_not_done(work: Path, monkeypatch: pytest.Mon
     assert tree(work) == before
 
 
+@pytest.mark.full
 def test_a_command_that_is_killed_can_be_finished(
     workplace: tuple[Path, Path], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def stderr_without_reader(*arguments: Argument) -> str:
     return command.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["text", "json"])
 def test_plan(arguments: tuple[str, ...]) -> None:
     assert stderr_without_reader("plan", *SHAPE, *arguments) == ""
@@ -68,11 +69,13 @@ def test_commands_that_answer_at_once(arguments: tuple[str, ...]) -> None:
     assert stderr_without_reader(*arguments) == ""
 
 
+@pytest.mark.full
 def test_data(plain_run: Path) -> None:
     printed = stderr_without_reader("data", plain_run)
     assert "error" not in printed and "Traceback" not in printed
 
 
+@pytest.mark.full
 def test_report(plain_run: Path) -> None:
     assert stderr_without_reader("report", "--terminal", output_of(plain_run)) == ""
 

@@ -63,6 +63,7 @@ def test_a_damaged_tokenizer(make_config: MakeConfig, base: Path, tmp_path: Path
     assert_rejected(finetune(make_config(base=copy)), 2, "no usable tokenizer")
 
 
+@pytest.mark.full
 def test_a_store_made_for_another_durability(make_config: MakeConfig) -> None:
     config = make_config(max_steps=2)
     succeed(config)
@@ -71,6 +72,7 @@ def test_a_store_made_for_another_durability(make_config: MakeConfig) -> None:
     assert file_hash(store_of(config)) == before
 
 
+@pytest.mark.full
 def test_more_saved_generations_than_the_store_has_space_for(make_config: MakeConfig) -> None:
     config = make_config(max_steps=2)
     succeed(config)
@@ -80,6 +82,7 @@ def test_more_saved_generations_than_the_store_has_space_for(make_config: MakeCo
     assert (output_of(config) / "model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_training_data_that_changed_is_named(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_bytes(rows.read_bytes())

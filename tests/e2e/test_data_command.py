@@ -21,6 +21,7 @@ from tests.e2e.runs import CHAT, assert_rejected, output_of, ratel, ratel_comman
 SAMPLE = "<|user|>Which number is 0?<|assistant|>⟦0 is even<|end|>⟧"
 
 
+@pytest.mark.full
 def test_samples_counts_and_packing(make_config: MakeConfig, rows: Path) -> None:
     config = make_config("run", data_type=CHAT)
     ended = ratel("data", config, "-n", 2)
@@ -52,6 +53,7 @@ def test_the_numbers_are_those_of_the_run(make_config: MakeConfig, rows: Path) -
         assert sum(sample["has_loss"]) < len(sample["has_loss"])
 
 
+@pytest.mark.full
 def test_commands_share_tokens(make_config: MakeConfig, rows: Path) -> None:
     """Each of them repeats the notice that is in the one entry, so none has tokenised by itself."""
     config = make_config("run", data_type=CHAT)
@@ -98,6 +100,7 @@ def test_a_signal_ends_reading_at_once(
     assert not (Path(os.environ["XDG_CACHE_HOME"]) / "ratel" / "tokens").exists()
 
 
+@pytest.mark.full
 def test_nothing_is_written_into_a_run(make_config: MakeConfig) -> None:
     """Nor into a folder with the name of the tokens', whoever made it. With the run's own settings its tokens do."""
     config = make_config("run")
@@ -119,6 +122,7 @@ def test_nothing_is_written_into_a_run(make_config: MakeConfig) -> None:
     assert sorted(output_of(config).rglob("*")) == before
 
 
+@pytest.mark.full
 def test_datasets_take_turns(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(rows.read_text().splitlines(keepends=True)[0])
     sets = [{"path": str(rows), "type": CHAT}, {"path": str(tmp_path / "one.jsonl"), "type": CHAT}]
@@ -164,6 +168,7 @@ def test_a_shape_has_no_data(tmp_path: Path) -> None:
     assert_rejected(ratel("data", config), 2, "`model_shape` is only for `ratel plan`")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "command", [["data", "-n", 1], ["data", "--bad"], ["check"], ["finetune", "--dry-run"]], ids=str
 )

@@ -22,6 +22,7 @@ def _metrics(config: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.full
 def test_the_export_has_the_template_and_the_special_tokens_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config("run", chat_template="chatml", special_tokens={"eos_token": "<|user|>"}, **ONE_STEP)
     printed = succeed(config)
@@ -36,6 +37,7 @@ def test_the_export_has_the_template_and_the_special_tokens_of_the_run(make_conf
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.full
 def test_a_template_from_a_file(make_config: MakeConfig, tmp_path: Path) -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     (tmp_path / "t.jinja").write_text(template)
@@ -47,6 +49,7 @@ def test_a_template_from_a_file(make_config: MakeConfig, tmp_path: Path) -> None
     assert _metrics(inline)[0]["loss"] == _metrics(config)[0]["loss"]
 
 
+@pytest.mark.full
 def test_another_name_means_the_tokenizers_own_template(make_config: MakeConfig) -> None:
     config = make_config("run", chat_template="qwen3", **ONE_STEP)
     assert "the tokenizer's own chat template is used; Ratel has none of that name" in succeed(config, "--dry-run")
@@ -80,6 +83,7 @@ def bare_base(base: Path, tmp_path: Path) -> Path:
     return bare
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("data_type", ["tokens", "auto"])
 def test_token_ids_need_no_tokenizer(make_config: MakeConfig, bare_base: Path, tmp_path: Path, data_type: str) -> None:
     (tmp_path / "ids.jsonl").write_text("".join(f'{{"input_ids": [{i}, 5, 6, 299]}}\n' for i in range(4, 24)))
@@ -97,6 +101,7 @@ def test_token_ids_need_no_tokenizer(make_config: MakeConfig, bare_base: Path, t
     assert "rejected 1 of 1 rows" in rejected
 
 
+@pytest.mark.full
 def test_evaluation_on_files_of_its_own(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
     """They change neither the weights nor the identity of the run, and their loss is reported."""
     plain = make_config("plain", max_steps=2)
@@ -112,6 +117,7 @@ def test_evaluation_on_files_of_its_own(make_config: MakeConfig, rows: Path, tmp
     assert (written.datasets, written.test_datasets) == (asked.datasets, asked.test_datasets)
 
 
+@pytest.mark.full
 def test_a_streamed_run_resumes(make_config: MakeConfig) -> None:
     """Its tokens are thrown away in between: they are read again, and are the same."""
     config = make_config("run", streaming=True, max_steps=2, save_steps=1, save_total_limit=2)
@@ -122,6 +128,7 @@ def test_a_streamed_run_resumes(make_config: MakeConfig) -> None:
     assert [row["loss"] for row in _metrics(config)] == [row["loss"] for row in before]
 
 
+@pytest.mark.full
 def test_a_streamed_run_goes_on_with_more_steps(make_config: MakeConfig) -> None:
     extended, whole = (make_config(name, streaming=True, max_steps=2) for name in ("extended", "whole"))
     succeed(extended)
@@ -130,6 +137,7 @@ def test_a_streamed_run_goes_on_with_more_steps(make_config: MakeConfig) -> None
     assert_same_result(extended, whole)
 
 
+@pytest.mark.full
 def test_keys_of_a_dataset_survive_the_written_config(make_config: MakeConfig, rows: Path) -> None:
     dataset: dict[str, object] = {
         "path": str(rows),

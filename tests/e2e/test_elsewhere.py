@@ -45,6 +45,7 @@ def recorded(output: Path = OUTPUT) -> str:
     return (output / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_moved", sample([False, True], every=2, offset=1))
 def test_every_command_finds_the_run(started: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool) -> None:
     if is_moved:
@@ -74,6 +75,7 @@ def test_every_command_finds_the_run(started: Path, monkeypatch: pytest.MonkeyPa
     assert not (started / STORE).exists() and not (started / OUTPUT).exists()
 
 
+@pytest.mark.full
 def test_a_step_of_it_begins_another_run(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(started / "conf")
     text = (started / "run.yaml").read_text().replace("models/base", "../models/base").replace("rows", "../rows")
@@ -85,6 +87,7 @@ def test_a_step_of_it_begins_another_run(started: Path, monkeypatch: pytest.Monk
     assert_rejected(ended, 2, "that run trains another model: dtype was float32, is now bfloat16")
 
 
+@pytest.mark.full
 def test_storage_paths_that_are_relative(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = ["storage.paths=[s, t]", "storage.snapshot.path=u", "storage.snapshot.every=1", "output_dir=b"]
     assert_ok("finetune", "run.yaml", *storage)
@@ -97,6 +100,7 @@ def test_storage_paths_that_are_relative(started: Path, monkeypatch: pytest.Monk
     assert not [*started.glob("[stub]/**/ratel.store"), *started.glob("b")]
 
 
+@pytest.mark.full
 def test_paths_of_overrides_begin_here(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(started / "conf")
     assert_ok("finetune", "../outputs/a", "storage.paths=s", "--resume", "no")
@@ -106,6 +110,7 @@ def test_paths_of_overrides_begin_here(started: Path, monkeypatch: pytest.Monkey
     assert_ok("verify", OUTPUT)
 
 
+@pytest.mark.full
 def test_an_output_that_moved_alone(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is found from where it was started. What it records then is true at its new place."""
     OUTPUT.rename("renamed")
@@ -121,6 +126,7 @@ def test_an_output_that_moved_alone(started: Path, monkeypatch: pytest.MonkeyPat
     assert not (started / STORE).exists()
 
 
+@pytest.mark.full
 def test_clean_keeps_the_records_of_a_store_that_it_does_not_find(
     started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +148,7 @@ def test_clean_keeps_the_records_of_a_store_that_it_does_not_find(
     assert not Path("b").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("missing", [["s"], ["s", "t"]])
 def test_clean_misses_a_drive(started: Path, missing: list[str]) -> None:
     paths = [str(started / "s"), str(started / "t")]
@@ -154,6 +161,7 @@ def test_clean_misses_a_drive(started: Path, missing: list[str]) -> None:
     assert "connect the drive" in ended.stderr and tree(started) == before
 
 
+@pytest.mark.full
 def test_clean_goes_on_where_it_was_stopped(started: Path) -> None:
     (OUTPUT / "run" / "plan.json").unlink()
     shutil.rmtree(STORE)
@@ -161,6 +169,7 @@ def test_clean_goes_on_where_it_was_stopped(started: Path) -> None:
     assert not (OUTPUT / "run").exists()
 
 
+@pytest.mark.full
 def test_a_copy_of_an_output_does_not_train_the_store(started: Path) -> None:
     copy = Path(shutil.copytree(OUTPUT, "outputs/copy"))
     before = tree(started)
@@ -179,6 +188,7 @@ def test_a_copy_of_an_output_does_not_train_the_store(started: Path) -> None:
     assert not Path("outputs/copy.store").exists() and STORE.exists()
 
 
+@pytest.mark.full
 def test_a_copy_may_replace_the_store_if_it_insists(started: Path) -> None:
     copy = Path(shutil.copytree(OUTPUT, "outputs/copy"))
     assert_ok("finetune", copy, "--resume", "no", "--overwrite-store")
@@ -186,6 +196,7 @@ def test_a_copy_may_replace_the_store_if_it_insists(started: Path) -> None:
     assert record is not None and record.run == str(started / copy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_a_run_and_its_store_in_another_folder(started: Path, is_copied: bool) -> None:
     """By every command, from where the run was started; its model and its data have not moved."""
@@ -207,6 +218,7 @@ def test_a_run_and_its_store_in_another_folder(started: Path, is_copied: bool) -
     assert not store.exists() and tree(OUTPUT.parent) == before
 
 
+@pytest.mark.full
 def test_a_store_of_another_run_beside_a_moved_one(started: Path) -> None:
     """It is not taken for the run's own, which is still in its place."""
     assert_ok("finetune", "run.yaml", "output_dir=moved/a", "seed=7")
@@ -217,6 +229,7 @@ def test_a_store_of_another_run_beside_a_moved_one(started: Path) -> None:
     assert find_run(Path("new/a"), RunLog()).storage.paths == (STORE,)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_an_output_and_its_store_elsewhere(started: Path, is_copied: bool) -> None:
     """Moved or copied together, they are a run."""
@@ -232,6 +245,7 @@ def test_an_output_and_its_store_elsewhere(started: Path, is_copied: bool) -> No
         assert "resuming from step 1" in assert_ok("finetune", OUTPUT, "max_steps=2")
 
 
+@pytest.mark.full
 def test_another_project_with_the_same_paths(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No command about this run touches the store of that one."""
     other = Path(shutil.copytree(started, started.with_name("other")))
@@ -249,6 +263,7 @@ def test_another_project_with_the_same_paths(started: Path, monkeypatch: pytest.
     assert record is not None and record.run == str(started / OUTPUT)
 
 
+@pytest.mark.full
 def test_a_store_that_was_handed_over(started: Path) -> None:
     """A run was renamed and resumed. Its store, still where the first name puts it, is not the first name's."""
     OUTPUT.rename("outputs/b")
@@ -264,6 +279,7 @@ def test_a_store_that_was_handed_over(started: Path) -> None:
     assert "resuming from step 2" in assert_ok("finetune", "outputs/b", "max_steps=3")
 
 
+@pytest.mark.full
 def test_restore_replaces_no_store_of_another_run(started: Path) -> None:
     storage = ["storage.snapshot.path=snapshot", "storage.snapshot.every=2"]
     assert_ok("finetune", "run.yaml", *storage, "max_steps=3", "output_dir=b")
@@ -278,6 +294,7 @@ def test_restore_replaces_no_store_of_another_run(started: Path) -> None:
     assert_ok("restore", "b", "--overwrite")
 
 
+@pytest.mark.full
 def test_a_copy_has_no_store_to_read(started: Path) -> None:
     copy = Path(shutil.copytree(OUTPUT, "outputs/copy"))
     words = f"the store in {STORE} belongs to the run in {started / OUTPUT}"
@@ -287,6 +304,7 @@ def test_a_copy_has_no_store_to_read(started: Path) -> None:
     assert_rejected(ratel("export", copy, "-o", "exported"), 2, words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_renamed", [False, True])
 def test_an_output_behind_a_link(started: Path, is_renamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = f"storage.paths={started / 'nvme'}"
@@ -306,6 +324,7 @@ def test_an_output_behind_a_link(started: Path, is_renamed: bool, monkeypatch: p
     assert not [*started.glob("nvme/*")]
 
 
+@pytest.mark.full
 def test_a_copy_of_all_of_it(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_ok("finetune", "run.yaml", "storage.paths=[stores]", "output_dir=b")
     other = Path(shutil.copytree(started, started.with_name("other")))
@@ -317,6 +336,7 @@ def test_a_copy_of_all_of_it(started: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert tree(started) == before
 
 
+@pytest.mark.full
 def test_clean_of_a_config_with_other_storage_paths(started: Path) -> None:
     settings = yaml.safe_load((started / "run.yaml").read_text())
     (started / "other.yaml").write_text(yaml.safe_dump({**settings, "storage": {"paths": ["other"]}}))
@@ -327,6 +347,7 @@ def test_clean_of_a_config_with_other_storage_paths(started: Path) -> None:
     assert tree(started) == before
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("impatient")
 def test_a_run_in_use(started: Path) -> None:
     with open_queue("threads", notice=pytest.fail) as queue, Store.open([STORE], queue=queue, identity=None):
@@ -342,6 +363,7 @@ def test_a_run_in_use(started: Path) -> None:
     assert_ok("finetune", OUTPUT)  # the fixture wants a wait of ten seconds
 
 
+@pytest.mark.full
 def test_reading_needs_no_permission_to_write(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really_open = os.open
 

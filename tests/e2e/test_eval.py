@@ -85,6 +85,7 @@ def test_an_export_whose_store_is_gone(plain_run: Path, rows: Path, tmp_path: Pa
     assert_rejected(ratel("eval", copied, rows, "--step", 2), 2, "has no saved steps")
 
 
+@pytest.mark.full
 def test_saved_steps(make_config: MakeConfig, base: Path, rows: Path) -> None:
     config = make_config("run", save_steps=2, save_total_limit=2, max_steps=3)
     succeed(config)
@@ -108,6 +109,7 @@ def test_a_run_without_a_store_or_an_export(make_config: MakeConfig, rows: Path)
     assert_rejected(ratel("eval", make_config(), rows), 2, "there is no store in")
 
 
+@pytest.mark.full
 def test_what_is_no_model(tmp_path: Path, base: Path, rows: Path) -> None:
     assert_rejected(ratel("eval", tmp_path / "none", rows), 2, "none: no such file or directory")
     assert_rejected(ratel("eval", tmp_path, rows), 2, "neither a run's output directory nor a model")
@@ -140,6 +142,7 @@ def test_too_little_memory(plain_run: Path, rows: Path, limit: str, parts: tuple
     assert_rejected(ratel("eval", plain_run, rows, f"limits.host_memory={limit}"), 3, *parts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it(plain_run: Path, rows: Path, signal_at: SignalAt, number: int) -> None:
     before = store_of(plain_run).read_bytes()

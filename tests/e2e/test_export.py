@@ -37,6 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> P
     return config
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["config", "directory"])
 def test_the_last_step_is_the_runs_own_export(saved: Path, tmp_path: Path, by: str) -> None:
     before = file_hash(store_of(saved))
@@ -52,6 +53,7 @@ def test_the_last_step_is_the_runs_own_export(saved: Path, tmp_path: Path, by: s
     assert file_hash(store_of(saved)) == before
 
 
+@pytest.mark.full
 def test_a_saved_step_is_the_export_of_a_shorter_run(saved: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     shorter = make_config("shorter", **{**SAVING, "max_steps": 4})
     succeed(shorter)
@@ -65,6 +67,7 @@ def test_a_saved_step_is_the_export_of_a_shorter_run(saved: Path, make_config: M
     assert len(AutoTokenizer.from_pretrained(tmp_path / "four")) == 300
 
 
+@pytest.mark.full
 def test_a_tied_model_and_random_weights(tied_base: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     for name, changes in (("tied", {"base": tied_base}), ("drawn", {"random_init": True})):
         config = make_config(name, max_steps=1, **changes)
@@ -112,6 +115,7 @@ def test_a_store_that_is_missing_or_of_another_model(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(max_steps=2)
     succeed(config)
@@ -184,6 +188,7 @@ def test_an_export_that_broke_off_is_finished_without_being_asked(
     assert (out / "notes.txt").read_text() == "mine" and not (out / ".export-in-progress").exists()
 
 
+@pytest.mark.full
 def test_a_run_finishes_its_export(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(max_steps=1)
     succeed(config)
@@ -198,6 +203,7 @@ def test_a_run_finishes_its_export(make_config: MakeConfig, monkeypatch: pytest.
     assert not (output_of(config) / ".export-in-progress").exists()
 
 
+@pytest.mark.full
 def test_what_broke_off_is_cleaned(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(max_steps=1)
     succeed(config)

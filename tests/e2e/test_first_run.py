@@ -25,6 +25,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in block.splitlines()]
 
 
+@pytest.mark.full
 def test_the_commands_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny model and a few rows in the places of the demo's."""
     monkeypatch.chdir(tmp_path)

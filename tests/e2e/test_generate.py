@@ -70,12 +70,14 @@ def test_a_run_and_its_export_answer_as_the_model_in_memory(plain_run: Path, que
     assert texts_of(one) == whole_texts(output_of(plain_run), CHATS[1:2])
 
 
+@pytest.mark.full
 def test_a_directory_and_texts_without_the_template(base: Path, tied_base: Path, questions: Path) -> None:
     for directory in (base, tied_base):
         assert texts_of(generated(directory, "--raw", "--prompts", questions)) == whole_texts(directory, QUESTIONS)
     assert texts_of(generated(base, "--prompts", questions)) == whole_texts(base, CHATS)
 
 
+@pytest.mark.full
 def test_prompts_as_arguments(base: Path) -> None:
     """What looks like a key changes the config, wherever it stands; alone it is the prompt."""
     wanted = whole_texts(base, CHATS)
@@ -86,6 +88,7 @@ def test_prompts_as_arguments(base: Path) -> None:
         assert_rejected(ratel("generate", base, argument, QUESTIONS[0]), 2, "unknown key", argument.partition("=")[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", [[], ["--prompts"]])
 @pytest.mark.parametrize("as_rows", [False, True])
 def test_prompts_from_stdin(base: Path, as_rows: bool, option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +139,7 @@ def test_other_architectures(base: Path, tmp_path: Path, family: str) -> None:
     assert texts_of(found) == whole_texts(tmp_path / "model", QUESTIONS)
 
 
+@pytest.mark.full
 def test_drawn_tokens_follow_the_seed(base: Path) -> None:
     one, same, other = (
         texts_of(generated(base, QUESTIONS[0], "--temperature", 1.5, f"seed={seed}")) for seed in (42, 42, 7)
@@ -144,6 +148,7 @@ def test_drawn_tokens_follow_the_seed(base: Path) -> None:
     assert one == whole_texts(base, CHATS[:1], do_sample=True, temperature=1.5)
 
 
+@pytest.mark.full
 def test_the_end_token_ends_a_text(base: Path, tmp_path: Path, questions: Path) -> None:
     """The second token of the first answer is made an end token; the other answers go on."""
     first = generated(base, "--prompts", questions)["completions"]
@@ -159,6 +164,7 @@ def test_the_end_token_ends_a_text(base: Path, tmp_path: Path, questions: Path) 
     assert len(found[0]["token_ids"]) == 2
 
 
+@pytest.mark.full
 def test_what_is_printed(base: Path, questions: Path) -> None:
     wanted = whole_texts(base, CHATS)
     ended = ratel("generate", base, "--prompts", questions, "--max-new-tokens", "9", "limits.host_memory=4GiB")
@@ -214,6 +220,7 @@ def test_a_template_that_fails(base: Path, tmp_path: Path) -> None:
     assert "hint: continue a text without the chat template: --raw" in ended.stderr
 
 
+@pytest.mark.full
 def test_what_cannot_generate(base: Path, tmp_path: Path) -> None:
     assert_rejected(ratel("generate", tmp_path / "none", "a"), 2, "none: no such file or directory")
     assert_rejected(ratel("generate", tmp_path, "a"), 2, "neither a run's output directory nor a model")
@@ -242,6 +249,7 @@ def test_longer_than_the_positions(base: Path, tmp_path: Path) -> None:
     assert_rejected(ended, 2, "prompt 1 has 1 token and gets up to 64 more, but transformer.wpe.weight has only 64")
 
 
+@pytest.mark.full
 def test_a_signal_ends_it(plain_run: Path, signal_at: SignalAt) -> None:
     signal_at(7, signal.SIGINT)
     ended = ratel("generate", plain_run, "2?")

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ratel_cli.config.load import load_config
 from ratel_cli.units import MIB
 from tests.e2e.conftest import MakeConfig
@@ -34,6 +36,7 @@ def tokens_of(config: Path) -> tuple[int, int]:
     return of_run["workload"]["chunk_tokens"], of_plan["workload"]["chunk_tokens"]
 
 
+@pytest.mark.full
 def test_on_the_cpu_it_is_64_mib(make_config: MakeConfig) -> None:
     config, written_out = make_config("auto"), make_config("written", head_chunk="64MiB")
     succeed(config)
@@ -43,6 +46,7 @@ def test_on_the_cpu_it_is_64_mib(make_config: MakeConfig) -> None:
     assert "all 4 steps are done" in succeed(config, "head_chunk=64MiB"), "it is the same run"
 
 
+@pytest.mark.full
 def test_a_run_resumes_with_the_chunks_of_its_store(make_config: MakeConfig) -> None:
     """Whatever the plan would choose here, and without the files of the run."""
     config = make_config(head_chunk="512MiB")
@@ -62,6 +66,7 @@ def test_a_run_resumes_with_the_chunks_of_its_store(make_config: MakeConfig) -> 
     assert chunk_of(config) == 64 * MIB, "a new run chooses anew"
 
 
+@pytest.mark.full
 def test_a_size_that_no_plan_chooses_must_be_named_again(make_config: MakeConfig) -> None:
     config = make_config(head_chunk="1MiB")
     succeed(config)
@@ -70,6 +75,7 @@ def test_a_size_that_no_plan_chooses_must_be_named_again(make_config: MakeConfig
     assert "all 4 steps are done" in succeed(config, "head_chunk=1MiB")
 
 
+@pytest.mark.full
 def test_it_decides_the_order_of_the_sum(make_config: MakeConfig, rows: Path) -> None:
     """A micro-batch of 32 x 64 tokens has 2.3 MiB of logits."""
     data = [{"path": str(rows), "type": COMPLETION}] * 6

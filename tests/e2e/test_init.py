@@ -34,6 +34,7 @@ def init(*arguments: object) -> Ended:
     return ratel("init", *arguments)
 
 
+@pytest.mark.full
 def test_the_config_is_right_as_it_stands(base: Path, rows: Path) -> None:
     ended = init(base, "--data", rows)
     assert (ended.code, ended.stdout) == (0, ""), ended.stderr
@@ -67,6 +68,7 @@ def test_the_config_is_right_as_it_stands(base: Path, rows: Path) -> None:
     assert not Path("outputs").exists()
 
 
+@pytest.mark.full
 def test_every_commented_line_is_right_too(base: Path, rows: Path) -> None:
     assert init(base, "--data", rows).code == 0
     text = Path("run.yaml").read_text()
@@ -103,6 +105,7 @@ def test_the_type_of_the_data(base: Path, name: str, text: str, type_: str) -> N
     assert written("my.yaml").config.output_dir == Path("outputs/my")
 
 
+@pytest.mark.full
 def test_several_datasets_and_overrides(base: Path, rows: Path) -> None:
     Path("more.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n")
     given = ("num_epochs=2", "lr=3e-4", "limits.host_memory=20GiB", "micro_batch_size=2")
@@ -115,12 +118,14 @@ def test_several_datasets_and_overrides(base: Path, rows: Path) -> None:
     assert "host_memory: 48GiB" not in Path("run.yaml").read_text()
 
 
+@pytest.mark.full
 def test_max_steps_takes_the_place_of_epochs(base: Path, rows: Path) -> None:
     assert init(base, "--data", rows, "max_steps=7", "sequence_len=32").code == 0
     assert "num_epochs" not in Path("run.yaml").read_text()
     assert (written().config.max_steps, written().config.sequence_len) == (7, 32)
 
 
+@pytest.mark.full
 def test_a_step_of_large_data_has_more_sequences(base: Path) -> None:
     Path("large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS * 450))
     ended = init(base, "--data", "large.jsonl")
@@ -131,6 +136,7 @@ def test_a_step_of_large_data_has_more_sequences(base: Path) -> None:
     assert "sequences, which the plan splits into micro-batches, here" in Path("run.yaml").read_text()
 
 
+@pytest.mark.full
 def test_without_data_its_place_is_kept(base: Path) -> None:
     ended = init(base)
     assert ended.code == 0 and "put its path where run.yaml has train.jsonl" in ended.stderr
@@ -164,6 +170,7 @@ def test_with_data_the_place_of_the_model_is_kept(base: Path, rows: Path) -> Non
     assert f"base_model: {base}" in Path("other.yaml").read_text()
 
 
+@pytest.mark.full
 def test_numbers_stand_as_they_are_given(base: Path, rows: Path) -> None:
     ended = init(str(base), "--data", str(rows), "lr=1e-3", "num_epochs=16", "storage.max_tb_written=0.50")
     assert ended.code == 0, ended.stderr
@@ -171,6 +178,7 @@ def test_numbers_stand_as_they_are_given(base: Path, rows: Path) -> None:
     assert {"learning_rate: 1e-3", "num_epochs: 16", "  max_tb_written: 0.50"} <= set(lines)
 
 
+@pytest.mark.full
 def test_files_that_exist_stay(base: Path, rows: Path) -> None:
     Path("run.yaml").write_text("mine")
     Path("outputs/run").mkdir(parents=True)
@@ -211,6 +219,7 @@ def test_a_model_without_weights_that_shall_be_random(base: Path, rows: Path) ->
     assert written().config.random_init
 
 
+@pytest.mark.full
 def test_a_tokenizer_without_a_chat_template(base: Path, rows: Path) -> None:
     plain_base = Path(shutil.copytree(base, "plain", ignore=shutil.ignore_patterns("*.jinja")))
     settings = json.loads((plain_base / "tokenizer_config.json").read_text())
@@ -241,6 +250,7 @@ def test_a_hub_model_is_looked_at_without_its_weights(monkeypatch: pytest.Monkey
     assert (written().config.base_model, written().config.sequence_len) == ("org/name", 64)
 
 
+@pytest.mark.full
 def test_a_drive_with_space_is_proposed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path, rows: Path
 ) -> None:
@@ -273,6 +283,7 @@ def test_a_place_where_nothing_can_be_written_is_reported_at_once(base: Path) ->
     assert ended.stderr.splitlines()[1:] == ["hint: name a file in a directory that exists"]
 
 
+@pytest.mark.full
 def test_all_directories_of_the_store_are_named(base: Path, here: Path) -> None:
     ended = init(base, "storage.paths=[one,two]")
     [store] = [line for line in ended.stderr.splitlines() if line.startswith("store ")]

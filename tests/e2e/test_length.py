@@ -100,6 +100,7 @@ def test_a_finished_run_gets_more_steps(make_config: MakeConfig, base: Path, sch
     assert "was" not in succeed(config, "max_steps=11"), "it has this length now"
 
 
+@pytest.mark.full
 def test_epochs_are_added(make_config: MakeConfig) -> None:
     """At a constant rate it is the longer run, bit for bit."""
     extended, whole = (make_config(name, max_steps=None, num_epochs=2.5) for name in ("extended", "whole"))
@@ -146,6 +147,7 @@ def test_a_planned_split_stays(make_config: MakeConfig, tmp_path: Path, monkeypa
     assert "4 micro-batches of 1 x 64 = 256 tokens, split by the plan; steps 3 to 4" in succeed(planned)
 
 
+@pytest.mark.full
 def test_fewer_steps_than_are_done(make_config: MakeConfig, base: Path) -> None:
     """Rejected, with the ways back; the saved step that the hint names can be exported and gone back to."""
     config = make_config(**WARMED_UP | {"max_steps": 8, "save_steps": 3, "save_total_limit": 3})

@@ -105,6 +105,7 @@ def files_of(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {path.name: load_file(path) for path in sorted(directory.glob("*.safetensors"))}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "dtype"), rotating(list(MODELS), ["bfloat16", "float32"], every=2))
 def test_the_language_part_trains_and_all_else_is_kept(
     make_config: MakeConfig, base: Path, rows: Path, tmp_path: Path, family: str, dtype: str

@@ -49,6 +49,7 @@ def mine(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_folder_of_the_users_is_refused(make_config: MakeConfig, saved: Path, mine: Path) -> None:
     before = tree(mine)
     config = make_config(max_steps=1, output_dir=str(mine))
@@ -59,6 +60,7 @@ def test_a_folder_of_the_users_is_refused(make_config: MakeConfig, saved: Path, 
     assert not store_of(config).exists() and not mine.with_name("mine.store").exists()
 
 
+@pytest.mark.full
 def test_a_claim_that_was_cut_short(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output directory that a stopped or killed process has made is not taken for one of the user's."""
     config = make_config()
@@ -82,6 +84,7 @@ def test_a_claim_that_was_cut_short(make_config: MakeConfig, monkeypatch: pytest
     assert not output.exists()
 
 
+@pytest.mark.full
 def test_overwrite_replaces_only_the_models_names(make_config: MakeConfig, saved: Path, mine: Path) -> None:
     before = tree(mine)
     config = make_config(max_steps=1, output_dir=str(mine))
@@ -93,6 +96,7 @@ def test_overwrite_replaces_only_the_models_names(make_config: MakeConfig, saved
     assert {name for name in before if tree(mine)[name] != before[name]} == {README}
 
 
+@pytest.mark.full
 def test_a_file_that_was_changed_since_is_the_users(make_config: MakeConfig) -> None:
     config = make_config(max_steps=1)
     succeed(config)
@@ -149,6 +153,7 @@ def test_a_base_model_of_links_into_the_output(make_config: MakeConfig, saved: P
     assert tree(output_of(saved)) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_dry_run_writes_nothing(make_config: MakeConfig, tmp_path: Path, is_finished: bool) -> None:
     config = make_config(max_steps=1)
@@ -160,6 +165,7 @@ def test_a_dry_run_writes_nothing(make_config: MakeConfig, tmp_path: Path, is_fi
     assert tree(tmp_path) == before
 
 
+@pytest.mark.full
 def test_a_run_whose_store_is_gone_is_not_begun_again(make_config: MakeConfig) -> None:
     config = make_config(max_steps=2)
     succeed(config)
@@ -176,6 +182,7 @@ def test_a_run_whose_store_is_gone_is_not_begun_again(make_config: MakeConfig) -
     assert exported(config).keys() == weights.keys() and len(metrics(config)) == 2
 
 
+@pytest.mark.full
 def test_a_result_of_other_settings_is_not_begun_over(make_config: MakeConfig, tmp_path: Path) -> None:
     """Also if the new run has a store of its own elsewhere."""
     config = make_config(max_steps=1)
@@ -188,6 +195,7 @@ def test_a_result_of_other_settings_is_not_begun_over(make_config: MakeConfig, t
     succeed(config, *changed, "--overwrite-store")
 
 
+@pytest.mark.full
 def test_records_without_a_store_are_not_begun_again(make_config: MakeConfig) -> None:
     """Those of a run that has exported nothing yet."""
     config = make_config(max_steps=1)
@@ -203,6 +211,7 @@ def test_records_without_a_store_are_not_begun_again(make_config: MakeConfig) ->
     succeed(config)
 
 
+@pytest.mark.full
 def test_a_hint_is_about_the_command(saved: Path) -> None:
     ended = ratel("verify", saved, "--step", 1)
     assert_rejected(ended, 2, "no such option")
@@ -210,6 +219,7 @@ def test_a_hint_is_about_the_command(saved: Path) -> None:
     assert "see ratel finetune --help" in finetune(saved, "--learning_rate", "1").stderr
 
 
+@pytest.mark.full
 def test_two_runs_with_one_storage_path(make_config: MakeConfig, tmp_path: Path) -> None:
     """Also with equal settings each has its own store, and the same command finds it again."""
     storage = {"engine": "threads", "paths": [str(tmp_path / "drive")]}

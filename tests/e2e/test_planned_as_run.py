@@ -52,6 +52,7 @@ def plan(config: Path, hardware: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", sample(MODELS, every=3))
 def test_plans_differ_only_by_what_is_measured(model_type: str, tmp_path: Path, base: Path, rows: Path) -> None:
     """With everything recomputed, because only a recorded step knows which outputs can be swapped."""

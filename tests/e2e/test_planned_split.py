@@ -35,6 +35,7 @@ def split_words(size: int) -> str:
     return f"{number} micro-batch{'es' if number > 1 else ''} of {size} x 64 = {TOKENS} tokens"
 
 
+@pytest.mark.full
 def test_it_has_the_bits_of_the_chosen_split_written_out(make_config: MakeConfig) -> None:
     planned = make_config("planned", **PLANNED)
     said = succeed(planned, "--dry-run")
@@ -52,6 +53,7 @@ def test_it_has_the_bits_of_the_chosen_split_written_out(make_config: MakeConfig
         assert "all 4 steps are done" in succeed(config, *arguments), "either way it is the same run"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", sample([1, 2, 4], every=3, offset=1))
 def test_a_run_resumes_with_the_split_of_its_store(make_config: MakeConfig, plain_run: Path, size: int) -> None:
     """Whatever the plan would choose now, and without the files of the run."""
@@ -71,6 +73,7 @@ def test_a_run_resumes_with_the_split_of_its_store(make_config: MakeConfig, plai
         assert export_hash(planned) == export_hash(plain_run)
 
 
+@pytest.mark.full
 def test_what_a_resumed_run_may_not_change(make_config: MakeConfig) -> None:
     config = make_config(**PLANNED)
     succeed(config)
@@ -90,6 +93,7 @@ def test_no_split_fits(make_config: MakeConfig) -> None:
     assert "hint: raise the limits, or lower tokens_per_step or sequence_len" in ended.stderr
 
 
+@pytest.mark.full
 def test_the_split_of_the_run_does_not_fit_any_more(make_config: MakeConfig) -> None:
     config = make_config(**PLANNED)
     run_until_killed(config, kill_at="commit.written:3")
@@ -101,6 +105,7 @@ def test_the_split_of_the_run_does_not_fit_any_more(make_config: MakeConfig) -> 
     assert json.loads((output_of(config) / "run" / "plan.json").read_text())["workload"] == before
 
 
+@pytest.mark.full
 def test_profiling_takes_the_split_that_a_run_would_begin_with(make_config: MakeConfig) -> None:
     config = make_config(**PLANNED)
     assert ratel("profile", config).code == 0

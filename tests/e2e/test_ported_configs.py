@@ -73,6 +73,7 @@ def dry_run(config: Path, base: Path, data: dict[str, Path]) -> Ended:
     return finetune(config, *replaced, "--dry-run")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sample(PORTED, every=14))
 def test_a_config_of_another_trainer_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path, data: dict[str, Path]

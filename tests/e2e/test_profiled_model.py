@@ -66,6 +66,7 @@ def no_trial() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(BlockProfiler, "record", side_effect=AssertionError("tried again"))
 
 
+@pytest.mark.full
 def test_a_cached_profile_is_used_and_changes_no_bit(make_config: MakeConfig, plain_run: Path) -> None:
     """A second run in the same directory measures nothing again. Longer rows need a new profile."""
     config = make_config()
@@ -79,6 +80,7 @@ def test_a_cached_profile_is_used_and_changes_no_bit(make_config: MakeConfig, pl
         succeed(config, "--resume", "no", "--overwrite-store", "sequence_len=48")
 
 
+@pytest.mark.full
 def test_the_printed_command_measures_again(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_file_that_cannot_be_read_is_no_profile(make_config: MakeConfig, conte
     assert json.loads(path.read_text())["profile"]["source"] == "recorded"
 
 
+@pytest.mark.full
 def test_a_profile_that_is_wrong_is_noticed_while_the_run_goes_on_and_changes_no_bit(make_config: MakeConfig) -> None:
     """The costs of a device that is ten thousand times slower: each operator is worth being offloaded, at first."""
     config, right = make_config(max_steps=9), make_config("right", max_steps=9)

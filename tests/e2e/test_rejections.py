@@ -54,6 +54,7 @@ def test_wrong_configs_are_rejected(make_config: MakeConfig, line: str, parts: t
     assert list(config.parent.iterdir()) == [config]
 
 
+@pytest.mark.full
 def test_bad_input_does_not_change_a_store(make_config: MakeConfig, tmp_path: Path) -> None:
     """After each rejection the store has the same bytes as before."""
     config = make_config()
@@ -143,6 +144,7 @@ def test_infinite_weights_diverge_at_once(make_config: MakeConfig, base: Path, t
     assert not (output_of(config) / "model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig) -> None:
     config = make_config(learning_rate=1e30, max_grad_norm=0)
     ended = finetune(config)
@@ -164,6 +166,7 @@ def test_a_disk_that_is_too_small(make_config: MakeConfig, small_disk: Path) -> 
     assert list(small_disk.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "resumed"])
 def test_a_limit_on_wear_that_ends_the_run_early_is_told_before(make_config: MakeConfig, is_new: bool) -> None:
     """By the dry run, with the step at which it ends then."""
@@ -183,6 +186,7 @@ def test_a_limit_on_wear_that_ends_the_run_early_is_told_before(make_config: Mak
     assert "storage.max_tb_written" not in succeed(config, limit), "all steps are done"
 
 
+@pytest.mark.full
 def test_a_disk_without_the_space_for_measuring_it(
     make_config: MakeConfig, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +201,7 @@ def test_a_disk_without_the_space_for_measuring_it(
     assert "warning: the drives could not be measured: not enough space: needs 4.00 MiB" in stderr
 
 
+@pytest.mark.full
 def test_an_output_that_is_too_small(make_config: MakeConfig, small_disk: Path, tmp_path: Path) -> None:
     """It is told before the first step, and once there is space, the run begins."""
     config = make_config(
@@ -212,6 +217,7 @@ def test_an_output_that_is_too_small(make_config: MakeConfig, small_disk: Path, 
     assert (small_disk / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_an_output_that_fills_up_while_the_run_trains(
     make_config: MakeConfig, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

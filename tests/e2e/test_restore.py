@@ -94,6 +94,7 @@ def copied(ended_run: Path, tmp_path: Path) -> Path:
     return config
 
 
+@pytest.mark.full
 def test_a_snapshot_changes_no_bit_and_has_the_last_step_that_was_due(
     tmp_path: Path, base: Path, rows: Path, undisturbed: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_snapshot_changes_no_bit_and_has_the_last_step_that_was_due(
         assert store.pinned_steps == (24,)
 
 
+@pytest.mark.full
 def test_a_killed_run_whose_store_is_lost(tmp_path: Path, base: Path, rows: Path, undisturbed: Path) -> None:
     """Killed, its drive lost, restored, resumed: the same bytes and losses."""
     config = with_snapshot(tmp_path / "run", base, rows)
@@ -150,6 +152,7 @@ def test_restoring_to_other_directories_and_kinds_of_stores(
     assert ratel("restore", output_of(config), "--from", tmp_path / "none").code == 2
 
 
+@pytest.mark.full
 def test_a_store_that_is_not_older_is_replaced_only_by_overwrite(copied: Path) -> None:
     before = file_hash(store_of(copied))
     assert_rejected(ratel("restore", copied), 2, "is at step 4, and the snapshot at step 4")
@@ -159,6 +162,7 @@ def test_a_store_that_is_not_older_is_replaced_only_by_overwrite(copied: Path) -
     assert ratel("verify", copied).code == 0
 
 
+@pytest.mark.full
 def test_an_older_store_is_replaced(copied: Path, base: Path, rows: Path, tmp_path: Path) -> None:
     older = with_snapshot(tmp_path / "older", base, rows, max_steps=4)
     process = start(older, kill_at="commit.written:3")
@@ -172,6 +176,7 @@ def test_an_older_store_is_replaced(copied: Path, base: Path, rows: Path, tmp_pa
     assert export_hash(older) == export_hash(copied)
 
 
+@pytest.mark.full
 def test_a_store_of_another_run_or_a_damaged_one_is_not_replaced(copied: Path, make_config: MakeConfig) -> None:
     other = make_config("other", **{**CHANGES, "max_steps": 1, "seed": 7})
     succeed(other)
@@ -218,6 +223,7 @@ def test_a_snapshot_on_a_read_only_disk(copied: Path, small_disk: Path) -> None:
     assert committed_step(store_of(copied).parent) == 4
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("impatient")
 def test_a_snapshot_in_use(copied: Path) -> None:
     place = snapshot_of(copied)
@@ -236,6 +242,7 @@ def test_a_disk_that_is_too_small_for_the_store(copied: Path, small_disk: Path) 
     assert list(small_disk.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("call", sample([1, 8], every=2, offset=1))
 def test_restoring_again_after_a_signal(copied: Path, signal_at: SignalAt, call: int, number: int, code: int) -> None:
@@ -249,6 +256,7 @@ def test_restoring_again_after_a_signal(copied: Path, signal_at: SignalAt, call:
     assert "all 4 steps are done" in succeed(copied)
 
 
+@pytest.mark.full
 def test_starting_over_replaces_the_snapshot(copied: Path) -> None:
     shutil.rmtree(store_of(copied).parent)
     shutil.rmtree(output_of(copied))
@@ -258,6 +266,7 @@ def test_starting_over_replaces_the_snapshot(copied: Path) -> None:
     assert committed_step(snapshot_of(copied)) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", sample([42, 7], every=2), ids=["same settings", "other settings"])
 def test_a_snapshot_of_another_run_is_not_overwritten(copied: Path, make_config: MakeConfig, seed: int) -> None:
     """With the same settings too, before it has a store and after, and when it starts over."""
@@ -278,6 +287,7 @@ def test_a_snapshot_of_another_run_is_not_overwritten(copied: Path, make_config:
     assert_rejected(finetune(copied, "max_steps=5"), 2, "holds the snapshot of the run out")
 
 
+@pytest.mark.full
 def test_a_snapshot_never_replaces_the_store_of_another_run(make_config: MakeConfig, tmp_path: Path) -> None:
     """Nor the file on any of its drives, not even if the user insists."""
     drives = [str(tmp_path / "a"), str(tmp_path / "b")]
@@ -296,6 +306,7 @@ def test_a_snapshot_never_replaces_the_store_of_another_run(make_config: MakeCon
     assert [file_hash(file) for file in files] == before
 
 
+@pytest.mark.full
 def test_a_snapshot_without_a_record_belongs_to_the_run_with_its_settings(
     copied: Path, make_config: MakeConfig
 ) -> None:
@@ -312,6 +323,7 @@ def test_a_snapshot_without_a_record_belongs_to_the_run_with_its_settings(
     assert "all 4 steps are done" in succeed(copied)
 
 
+@pytest.mark.full
 def test_a_run_that_has_moved_keeps_its_snapshot(copied: Path, tmp_path: Path) -> None:
     (tmp_path / "copied").rename(tmp_path / "moved")
     config = tmp_path / "moved" / "run.yaml"
@@ -319,6 +331,7 @@ def test_a_run_that_has_moved_keeps_its_snapshot(copied: Path, tmp_path: Path) -
     assert "all 4 steps are done" in succeed(config)
 
 
+@pytest.mark.full
 def test_places_where_a_snapshot_cannot_be(make_config: MakeConfig, tmp_path: Path, small_disk: Path) -> None:
     wide = save_base(tmp_path / "wide", hidden_size=64)
     same = make_config("same", base=wide, storage={"snapshot": {"path": "x", "every": 1}, "engine": "threads"})
@@ -343,6 +356,7 @@ def test_a_snapshot_on_a_read_only_device(make_config: MakeConfig, small_disk: P
     assert not store_of(config).parent.exists()
 
 
+@pytest.mark.full
 def test_verify_checks_the_snapshot_too(copied: Path) -> None:
     ended = ratel("verify", copied)
     assert ended.code == 0, ended.stdout
@@ -361,6 +375,7 @@ def test_verify_checks_the_snapshot_too(copied: Path) -> None:
     assert (ended.code, "there is none in" in ended.stdout) == (0, True)
 
 
+@pytest.mark.full
 def test_a_store_without_a_slot_for_the_snapshot(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(max_steps=2)
     succeed(config)

@@ -53,6 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path
     return config
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "points",
     sample(
@@ -106,6 +107,7 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number:
     assert_same_result(config, undisturbed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("phase", "number"), rotating(["import", "export"], [signal.SIGINT, signal.SIGTERM]))
 def test_stopped_while_importing_or_exporting(
     make_config: MakeConfig, undisturbed: Path, phase: str, number: signal.Signals
@@ -123,6 +125,7 @@ def test_stopped_while_importing_or_exporting(
     assert_same_result(config, undisturbed)
 
 
+@pytest.mark.full
 def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) -> None:
     config = make_config(**CHANGES)
     succeed(config)
@@ -140,6 +143,7 @@ def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) 
     assert_same_result(config, undisturbed)
 
 
+@pytest.mark.full
 def test_a_finished_run_exports_again(make_config: MakeConfig, plain_run: Path) -> None:
     config = make_config()
     succeed(config)
@@ -152,6 +156,7 @@ def test_a_finished_run_exports_again(make_config: MakeConfig, plain_run: Path) 
     assert file_hash(store_of(config)) == before
 
 
+@pytest.mark.full
 def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
     config = make_config()
     succeed(config, "seed=7")
@@ -176,6 +181,7 @@ def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
     assert_same_result(config, plain_run)
 
 
+@pytest.mark.full
 def test_starting_over_with_other_data(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(max_steps=1)
     succeed(config)
@@ -188,6 +194,7 @@ def test_starting_over_with_other_data(make_config: MakeConfig, tmp_path: Path) 
         assert f"--from {output_of(config)}" in ended.stderr
 
 
+@pytest.mark.full
 def test_a_file_of_the_users_where_the_store_would_be(make_config: MakeConfig) -> None:
     """The hint works."""
     config = make_config(max_steps=1)
@@ -210,6 +217,7 @@ def test_going_back_without_a_store(make_config: MakeConfig) -> None:
     assert not store_of(config).parent.exists()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("impatient")
 def test_two_runs_on_one_store(make_config: MakeConfig) -> None:
     """The second one waits, and then reports which process uses the store."""

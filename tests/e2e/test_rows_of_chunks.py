@@ -30,6 +30,7 @@ def chunked(tmp_path: Path, base: Path) -> Path:
     return directory
 
 
+@pytest.mark.full
 def test_ragged_rows_train_as_in_plain_torch(make_config: MakeConfig, chunked: Path) -> None:
     config = make_config(base=chunked, max_steps=2, sample_packing=False)
     succeed(config)
@@ -45,6 +46,7 @@ def test_ragged_rows_train_as_in_plain_torch(make_config: MakeConfig, chunked: P
     assert [name for name, weight in wanted.weights.items() if not torch.equal(found[name], weight)] == []
 
 
+@pytest.mark.full
 def test_a_length_that_no_chunk_divides_is_refused(make_config: MakeConfig, chunked: Path) -> None:
     config = make_config(base=chunked, sequence_len=60)
     message = "sequence_len is 60, but xlstm computes rows in chunks of 8 tokens"

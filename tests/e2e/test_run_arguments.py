@@ -52,6 +52,7 @@ def test_commands_are_found() -> None:
     assert {"clean", "data", "export", "finetune", "plan", "profile", "restore", "verify"} <= set(COMMANDS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["file", "directory"])
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "profile"])
 def test_both_name_the_run(run: Path, command: str, by: str) -> None:
@@ -74,6 +75,7 @@ def test_what_is_no_run(run: Path, command: str) -> None:
     assert "hint: `ratel status` lists the runs" in ended.stderr
 
 
+@pytest.mark.full
 def test_a_run_that_was_moved_goes_on_from_its_directory(run: Path) -> None:
     """Its store stays where it is."""
     moved = run.parent / "elsewhere"
@@ -86,6 +88,7 @@ def test_a_run_that_was_moved_goes_on_from_its_directory(run: Path) -> None:
     assert not output_of(run).exists()
 
 
+@pytest.mark.full
 def test_the_directory_and_the_file_train_the_same(run: Path, ended_run: Path, tmp_path: Path) -> None:
     """A run that is raised from its directory ends like one that is raised from its file."""
     copy = tmp_path / "copy"

@@ -19,6 +19,7 @@ def plant(output: Path, *names: str) -> dict[str, bytes | None]:
     return tree(output)
 
 
+@pytest.mark.full
 def test_files_of_the_users_with_names_of_a_run(make_config: MakeConfig) -> None:
     config = make_config(max_steps=1)
     succeed(config)
@@ -41,6 +42,7 @@ def test_files_of_the_users_with_names_of_a_run(make_config: MakeConfig) -> None
     assert all(after[name] == before[name] for name in mine)
 
 
+@pytest.mark.full
 def test_with_overwrite_only_what_a_run_writes_is_replaced(make_config: MakeConfig) -> None:
     """Here there are no rejects and no origin, so the files of the user's stay."""
     config = make_config(max_steps=1)
@@ -56,6 +58,7 @@ def test_with_overwrite_only_what_a_run_writes_is_replaced(make_config: MakeConf
     succeed(config, "trace=true", "max_steps=3")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
 @pytest.mark.parametrize("name", ["trace.json", "metrics.jsonl", "config.yaml"])
 def test_no_link_is_written_through(
@@ -73,6 +76,7 @@ def test_no_link_is_written_through(
     assert path.is_symlink() and mine.read_bytes() == before
 
 
+@pytest.mark.full
 def test_a_folder_that_is_a_link_is_neither_filled_nor_cleaned(make_config: MakeConfig, tmp_path: Path) -> None:
     config, mine = make_config(max_steps=1), tmp_path / "mine"
     succeed(config)
@@ -85,6 +89,7 @@ def test_a_folder_that_is_a_link_is_neither_filled_nor_cleaned(make_config: Make
     assert tree(mine) == before and tokens.is_symlink()
 
 
+@pytest.mark.full
 def test_a_folder_of_the_users_among_the_tokens(make_config: MakeConfig) -> None:
     config = make_config(max_steps=1)
     succeed(config)
@@ -96,6 +101,7 @@ def test_a_folder_of_the_users_among_the_tokens(make_config: MakeConfig) -> None
     assert [path.name for path in mine.parent.iterdir()] == ["mine"] and len(tree(mine)) == 2
 
 
+@pytest.mark.full
 def test_a_refused_command_does_not_claim_the_users_folder(make_config: MakeConfig) -> None:
     config = make_config(max_steps=1)
     output = output_of(config)
@@ -110,6 +116,7 @@ def test_a_refused_command_does_not_claim_the_users_folder(make_config: MakeConf
     assert len(metrics(config)) == 1 and (output / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_a_refused_command_does_not_claim_files_in_run(make_config: MakeConfig) -> None:
     """In the run's own directory it must insist each time, too."""
     config = make_config(max_steps=2)
@@ -131,6 +138,7 @@ def test_what_was_never_written_is_not_claimed(make_config: MakeConfig) -> None:
     assert json.loads((output_of(config) / "ratel.files").read_text())["run_files"] == []
 
 
+@pytest.mark.full
 def test_rejects_are_the_runs(make_config: MakeConfig, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 199 + '{"prompt": 3}\n')
@@ -143,6 +151,7 @@ def test_rejects_are_the_runs(make_config: MakeConfig, tmp_path: Path) -> None:
     assert not rejects.exists()
 
 
+@pytest.mark.full
 def test_the_names_that_decay_are_listed_and_stay(make_config: MakeConfig, base: Path) -> None:
     """Another version may have had another rule; without decay no rule matters."""
     config = make_config(max_steps=1)

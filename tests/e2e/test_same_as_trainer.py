@@ -41,6 +41,7 @@ def with_changes(*changes: str) -> Callable[[Path], None]:
     return finetune
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sample(list(MODELS), every=2))
 def test_everything_is_equal(name: str, tmp_path: Path) -> None:
     trainer, ratel = run_both(name, tmp_path / name, with_changes())

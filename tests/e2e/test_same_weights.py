@@ -61,12 +61,14 @@ def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path, 
         assert torch.equal(loaded(tokens).logits, in_memory.eval()(tokens).logits)
 
 
+@pytest.mark.full
 def test_unpacked_rows(make_config: MakeConfig, base: Path) -> None:
     config = make_config(sample_packing=False)
     succeed(config)
     check_same(config, reference(config, base), "float32")
 
 
+@pytest.mark.full
 def test_a_tied_model_stays_tied(make_config: MakeConfig, tied_base: Path) -> None:
     config = make_config(base=tied_base, gradient_accumulation_steps=1)
     succeed(config)
@@ -139,6 +141,7 @@ def test_where_the_state_lies_does_not_matter(
     assert all(next(path.glob("out-*.store/ratel.store")).stat().st_size > 0 for path in paths)
 
 
+@pytest.mark.full
 def test_the_test_can_fail(make_config: MakeConfig, plain_run: Path) -> None:
     config = make_config(learning_rate=0.010001)
     succeed(config)

@@ -146,6 +146,7 @@ def assert_no_panel(lines: list[str]) -> None:
     assert [line for line in lines if "\u2500" in line or "\u2501" in line or line.startswith("CPU compute")] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_a_run(make_config: MakeConfig, columns: int) -> None:
     config = make_config(save_steps=2, save_total_limit=1, val_set_size=0.1, eval_steps=3, max_steps=6)
@@ -172,6 +173,7 @@ def test_a_run(make_config: MakeConfig, columns: int) -> None:
         assert [line.split("  ")[0] for line in panel[5:9]] == ["CPU compute", "NVMe read", "NVMe write", "optimizer"]
 
 
+@pytest.mark.full
 def test_the_panel_begins_with_the_prediction_of_the_run(make_config: MakeConfig) -> None:
     """Not with that of the step that is recorded, which offloads nothing."""
     with session(make_config(), columns=140) as running:
@@ -183,6 +185,7 @@ def test_the_panel_begins_with_the_prediction_of_the_run(make_config: MakeConfig
     assert predicted and first and first[1] == predicted[1], panels(running)[0]
 
 
+@pytest.mark.full
 def test_a_resumed_run_counts_the_steps_of_the_run(make_config: MakeConfig) -> None:
     config = make_config(max_steps=3)
     with session(config) as running:
@@ -213,6 +216,7 @@ def test_ctrl_c(make_config: MakeConfig, columns: int) -> None:
     assert_no_panel(lines)
 
 
+@pytest.mark.full
 def test_ctrl_c_twice(make_config: MakeConfig) -> None:
     """Both arrive before the run can check, so it ends at once. The prompt of the shell comes on a line of its own."""
     config = make_config(max_steps=100_000)
@@ -233,6 +237,7 @@ def test_ctrl_c_twice(make_config: MakeConfig) -> None:
     assert running.screen.cursor == (len(lines), 0)
 
 
+@pytest.mark.full
 def test_a_run_that_fails(make_config: MakeConfig) -> None:
     """The limit of what may be written ends it after some steps."""
     config = make_config(max_steps=100_000, storage={"engine": "threads", "max_tb_written": 2e-5})
@@ -245,6 +250,7 @@ def test_a_run_that_fails(make_config: MakeConfig) -> None:
     assert panels(running)
 
 
+@pytest.mark.full
 def test_a_terminal_that_is_resized(make_config: MakeConfig) -> None:
     config = make_config(max_steps=100_000)
     with session(config, columns=140) as running:

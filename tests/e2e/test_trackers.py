@@ -36,6 +36,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
+@pytest.mark.full
 def test_trackers_get_the_rows_of_the_metrics_and_change_nothing(
     calls: Path, make_config: MakeConfig, plain_run: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_trackers_get_the_rows_of_the_metrics_and_change_nothing(
     assert not list((output_of(plain) / "run").glob("*.log")), "without report_to nothing is started"
 
 
+@pytest.mark.full
 def test_a_run_that_resumes_or_goes_back(calls: Path, make_config: MakeConfig) -> None:
     config = make_config(report_to="trackio", save_steps=2, save_total_limit=3)
     succeed(config)
@@ -81,6 +83,7 @@ def test_no_step_is_sent_twice_after_a_kill(calls: Path, make_config: MakeConfig
     assert logged(calls) == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trouble", ["raise:init", "raise:log 2", "die:log 3"])
 def test_a_tracker_that_fails_does_not_stop_the_run(
     calls: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -106,6 +109,7 @@ def test_a_dry_run_starts_no_tracker(calls: Path, make_config: MakeConfig) -> No
     assert read_calls(calls) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("others", [[], ["events.out.tfevents.1.host.2.0", "notes.txt"]])
 def test_clean_deletes_what_trackers_have_left(calls: Path, make_config: MakeConfig, others: list[str]) -> None:
     config = make_config(report_to=["wandb", "tensorboard"])
@@ -120,6 +124,7 @@ def test_clean_deletes_what_trackers_have_left(calls: Path, make_config: MakeCon
     assert output_of(config).exists() == bool(others)
 
 
+@pytest.mark.full
 def test_an_upload_that_fails_is_a_warning_with_the_command(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_backward")
 def test_a_layer_without_backward_is_rejected_before_anything_is_written(make_config: MakeConfig) -> None:
     config = make_config(dtype="bfloat16")
@@ -48,6 +49,7 @@ def test_a_layer_without_backward_is_rejected_before_anything_is_written(make_co
     assert not (output_of(config) / "run" / "plan.json").exists()
 
 
+@pytest.mark.full
 def test_a_measured_layer_is_planned_with_from_the_first_step_on(make_config: MakeConfig) -> None:
     """Nothing is recorded, so step 1 is predicted as it is shown."""
     config = make_config(max_steps=2)
@@ -67,6 +69,7 @@ def test_what_would_take_too_long_is_recorded_in_step_1(
     assert "until step 1 is recorded" in stderr and "plan updated from step 1" in stderr
 
 
+@pytest.mark.full
 def test_a_row_of_a_fixed_length_is_tried_whole(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models compute in chunks of a length that divides the run's rows, but not 64 tokens."""
     whole: Callable[[LlamaMLP, torch.Tensor], torch.Tensor] = LlamaMLP.forward
@@ -83,6 +86,7 @@ def test_a_row_of_a_fixed_length_is_tried_whole(make_config: MakeConfig, monkeyp
     assert_rejected(ratel("check", make_config("other", sequence_len=80)), 2, "rows of 96")
 
 
+@pytest.mark.full
 def test_the_model_is_as_before(make_config: MakeConfig, tmp_path: Path) -> None:
     """A trial draws nothing that the run draws: two starts, one without a trial, give the same losses."""
     tried, recorded = make_config("tried"), make_config("recorded")
@@ -93,6 +97,7 @@ def test_the_model_is_as_before(make_config: MakeConfig, tmp_path: Path) -> None
     assert [each["loss"] for each in metrics(tried)] == [each["loss"] for each in metrics(recorded)]
 
 
+@pytest.mark.full
 def test_an_embedding_with_more_rows_than_the_head(tmp_path: Path, make_config: MakeConfig) -> None:
     """Random tokens may be any row of the embedding, but the head knows fewer."""
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ def _in_the_tree(planted: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(planted.mine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS, offset=5, full_every=4))
 def test_they_survive_every_command_in_every_order(planted: Tree, group: int) -> None:
     codes = set()

@@ -59,6 +59,7 @@ def program_run(tmp_path_factory: pytest.TempPathFactory, chat_run: Path) -> tup
     return config, result.stderr
 
 
+@pytest.mark.full
 def test_a_fresh_process_does_the_same(program_run: tuple[Path, str], chat_run: Path) -> None:
     config, _ = program_run
     theirs, ours = exported(config), exported(chat_run)
@@ -118,6 +119,7 @@ def test_the_metrics_are_those_of_the_interface(chat_run: Path) -> None:
     assert sum(line["nvme_written_bytes"] for line in lines) == 4 * plan["nvme_written_bytes"] - 4096
 
 
+@pytest.mark.full
 def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
     config = make_config(trace=True, max_steps=3, optimizer_overlap="naive", limits={"host_memory": "2GiB"})
     succeed(config)
@@ -152,6 +154,7 @@ def test_a_dry_run_writes_neither_store_nor_weights(make_config: MakeConfig) -> 
     assert not list(output_of(config).glob("*"))[1:], "nothing but run/, which holds the tokens"
 
 
+@pytest.mark.full
 def test_held_out_loss_is_that_of_the_exported_model(make_config: MakeConfig, base: Path) -> None:
     config = make_config(val_set_size=8, eval_steps=2, max_steps=3)
     stderr = succeed(config)

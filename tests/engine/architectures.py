@@ -28,6 +28,15 @@ _GPT_LIKE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_BERT_LIKE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "is_decoder": True,
+}
 _BLOOM_LIKE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -61,6 +70,8 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     # Tied, and its norms have no weights, so the head is a block without parameters.
     "olmo": ("OlmoConfig", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2Config", _LLAMA_LIKE),
+    # What calls its layers is a part of what embeds the tokens, and the head has its bias by two names.
+    "bert": ("BertConfig", {**_BERT_LIKE, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0}),
     "starcoder2": ("Starcoder2Config", _LLAMA_LIKE),
     "cohere": ("CohereConfig", _LLAMA_LIKE),
     "stablelm": ("StableLmConfig", _LLAMA_LIKE),

@@ -200,7 +200,9 @@ class Machine:
                     self.store.current().read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
                     memory[:] = lease.memory
                 fields[field.name] = values_of(memory, field)
-            if block.dtype == "bfloat16":
+            if not block.is_trained:
+                master = fields["frozen"].float()
+            elif block.dtype == "bfloat16":
                 master = torch.empty(block.num_elements)
                 _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], master)
             else:
@@ -258,7 +260,6 @@ def machine(
     settings = EngineSettings(
         adamw=AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay),
         updates=UpdateSettings(
-            gradient_dtype=recipe.gradient_dtype or recipe.dtype,
             max_grad_norm=recipe.max_grad_norm,
             hold=hold or in_place,
             held_in_memory_bytes=held_in_memory_bytes,

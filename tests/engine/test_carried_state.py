@@ -66,6 +66,7 @@ def test_all_kinds_are_here() -> None:
     assert {*ROPE} == {"default", *ROPE_INIT_FUNCTIONS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rope_type", sample(["dynamic", "linear", "yarn", "longrope", "llama3", "default", "proportional"], every=3)
 )
@@ -198,4 +199,21 @@ def test_state_that_is_set_for_the_layers_is_refused() -> None:
         owner.forward = forward
 
     with pytest.raises(BadInput, match=r"its code sets model.layers.1.mlp.rows before its layers run"):
+        decoder(tiny_config("llama"), wrap)
+
+
+def test_parts_that_are_replaced_for_the_layers_are_refused() -> None:
+    """Plain PyTorch would keep the new ones, here each call would make them again."""
+
+    def wrap(skeleton: nn.Module) -> None:
+        owner = skeleton.get_submodule("model")
+        plain_forward = owner.forward
+
+        def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> object:
+            owner.layers[1].mlp = copy.copy(owner.layers[1].mlp)
+            return plain_forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+        owner.forward = forward
+
+    with pytest.raises(BadInput, match=r"its code sets model.layers.1.mlp before its layers run"):
         decoder(tiny_config("llama"), wrap)

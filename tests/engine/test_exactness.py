@@ -57,6 +57,7 @@ def untied_fuyu() -> PretrainedConfig:
     return AutoConfig.for_model("fuyu", text_config=text, vocab_size=VOCAB_SIZE, tie_word_embeddings=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "dtype"), rotating(["llama", "llama_tied"], ["float32", "bfloat16"], every=2, offset=1)
 )
@@ -74,6 +75,7 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "max_grad_norm"),

@@ -87,6 +87,7 @@ def test_updated_on_arrival(directory: Path, name: str, first: int) -> None:
         bench.check(KINDS[name], KINDS[name].queue(call))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "first"), rotating(["EIO", "a flipped bit", "lost"], range(EVERY_ON_DISK), full_every=4)
 )
@@ -103,6 +104,7 @@ def test_in_place_a_failed_write_may_lose_the_store(directory: Path, first: int)
         bench.check(kind, kind.queue(call))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("way", "first"), rotating(["on arrival", "on disk"], range(EVERY), offset=3))
 def test_passing_faults_are_retried(directory: Path, way: str, first: int) -> None:
     """Each call has each passing fault; several occur in one run."""

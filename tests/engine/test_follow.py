@@ -26,6 +26,7 @@ PLANS: tuple[tuple[Placement, int | None], ...] = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "max_grad_norm", "architecture", "in_place"),
     pairwise(range(3), [None, 1e9, 0.5], ["llama", "llama_tied"], [False, True]),

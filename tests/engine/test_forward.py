@@ -77,15 +77,15 @@ def test_the_files_of_a_model(tmp_path: Path, family: str, dtype: DtypeName) -> 
     wanted = whole_logits(tmp_path / "base", dtype)
     with CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source, BufferPool(None) as pool:
         install_buffers(model.skeleton, source.read_buffers())
-        blocks = FileBlocks(source, DTYPES[dtype])
+        blocks = FileBlocks(source)
         for reads_ahead, resident in ((False, frozenset[int]()), (True, frozenset({0, 2}))):
             with BlockReader(model, blocks, pool, device=CPU, reads_ahead=reads_ahead, resident=resident) as reader:
                 for _ in range(2):
                     assert torch.equal(BlockwiseForward(model, reader).logits(TOKENS, POSITIONS), wanted)
                 twice = reading_order(model.spec)
-                kept = sum(model.spec.blocks[index].num_elements for index in resident)
-                once = sum(block.num_elements for block in twice if block.index not in resident)
-                assert reader.bytes_read == DTYPES[dtype].itemsize * (2 * once + kept)
+                kept = sum(model.spec.segments[index].compute_bytes for index in resident)
+                once = sum(each.compute_bytes for each in twice if each.index not in resident)
+                assert reader.bytes_read == 2 * once + kept
             assert pool.leased_bytes == 0
 
 
@@ -96,13 +96,13 @@ def test_memory_is_what_was_planned(tmp_path: Path, tied: bool, resident: frozen
     """The embedding is the largest block, so that it counts that a tied one is there with the head."""
     save_tiny("llama", tmp_path / "base", tie_word_embeddings=tied, vocab_size=2048)
     model = decoder(tmp_path / "base", "float32")
-    planned_bytes = weights_bytes(model.spec, 4, resident=resident, reads_ahead=reads_ahead)
+    planned_bytes = weights_bytes(model.spec, resident=resident, reads_ahead=reads_ahead)
     with CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source:
         for limit_bytes in (planned_bytes, planned_bytes - 1):
             with (
                 BufferPool(limit_bytes) as pool,
                 BlockReader(
-                    model, FileBlocks(source, torch.float32), pool, device=CPU, resident=resident,
+                    model, FileBlocks(source), pool, device=CPU, resident=resident,
                     reads_ahead=reads_ahead,
                 ) as reader,
             ):  # fmt: skip
@@ -123,12 +123,12 @@ def test_blocks_in_another_order_than_that_of_a_pass(tmp_path: Path, tied: bool)
     with (
         CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
         BufferPool(None) as pool,
-        BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU, reads_ahead=True) as reader,
+        BlockReader(model, FileBlocks(source), pool, device=CPU, reads_ahead=True) as reader,
     ):
-        for block in (*reversed(model.spec.blocks), *model.spec.blocks[::2]):
-            with reader.bound(block) as parameters:
-                for bound, placed in zip(parameters, block.parameters, strict=True):
-                    assert torch.equal(bound.flatten(), source.read(placed.name, 0, placed.num_elements)), block.name
+        for segment in (*reversed(model.spec.segments), *model.spec.segments[::2]):
+            with reader.bound(segment) as parameters:
+                for bound, placed in zip(parameters, segment.parameters, strict=True):
+                    assert torch.equal(bound.flatten(), source.read(placed.name, 0, placed.num_elements)), placed.name
         reader.end_pass()
         assert pool.leased_bytes == 0
 
@@ -139,7 +139,7 @@ def test_damage_that_is_found_while_reading_ahead(tmp_path: Path) -> None:
     with (
         CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
         BufferPool(None) as pool,
-        BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU, reads_ahead=True) as reader,
+        BlockReader(model, FileBlocks(source), pool, device=CPU, reads_ahead=True) as reader,
     ):
         for path in (tmp_path / "base").glob("*.safetensors"):
             path.write_bytes(path.read_bytes()[:-8192])
@@ -185,14 +185,14 @@ def test_losses_of_many_micro_batches_in_one_pass_and_in_several(tmp_path: Path,
         reads = []
         for held_bytes in (1 << 30, 20_000):
             passed: list[int] = []
-            with BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU) as reader:
+            with BlockReader(model, FileBlocks(source), pool, device=CPU) as reader:
                 forward = BlockwiseForward(model, reader)
                 losses = forward.losses(batches, held_bytes=held_bytes, chunk_tokens=64, progress=passed.append)
                 assert [loss.total for loss in losses] == wanted
                 assert sum(passed) == len(batches) * len(model.spec.blocks)
                 reads.append(reader.bytes_read)
         assert reads[0] < reads[1], "several passes"
-        with BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU) as reader:
+        with BlockReader(model, FileBlocks(source), pool, device=CPU) as reader:
             with pytest.raises(DoesNotFit, match="a micro-batch takes"):
                 list(BlockwiseForward(model, reader).losses(batches, held_bytes=100, chunk_tokens=64))
             assert list(BlockwiseForward(model, reader).losses([], held_bytes=100, chunk_tokens=64)) == []

@@ -272,13 +272,13 @@ AFTER_A_GRADIENT = UnitsOnGpu(
     ahead_bytes=0,
     moments={1: (AfterGradient("qkv", 2400), AfterGradient("of no parameter", 1 << 40))},
 )
-BLOCK = gpt(num_layers=1, hidden_size=8).blocks[1]
+LAYER = gpt(num_layers=1, hidden_size=8).layers[0]
 
 
 def backward(activations: ActivationOffloader) -> None:
     """Of a layer whose parameters all get a gradient."""
-    parameters = [torch.nn.Parameter(torch.zeros(each.shape)) for each in BLOCK.parameters]
-    with activations.preparing_more(BLOCK, parameters), torch.autograd.set_multithreading_enabled(False):
+    parameters = [torch.nn.Parameter(torch.zeros(each.shape)) for each in LAYER.parameters]
+    with activations.preparing_more(LAYER, parameters), torch.autograd.set_multithreading_enabled(False):
         torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
     assert all(parameter.grad is not None and not parameter._post_accumulate_grad_hooks for parameter in parameters)
 

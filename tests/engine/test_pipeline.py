@@ -217,7 +217,9 @@ def stored(tmp_path: Path, queue: FaultyQueue) -> Store:
 
 def work_on(store: Store, pool: BufferPool, resident: frozenset[int] = frozenset()) -> GroupWork:
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
-    return GroupWork(GroupAdamW(settings), store, pool, timeline=Timeline(), resident_states=resident)
+    work = GroupWork(GroupAdamW(settings), store, pool, timeline=Timeline())
+    work.follow(resident)
+    return work
 
 
 @pytest.mark.parametrize(("order", "groups"), [("optimized", SMALL), ("optimized", TWO_EACH_WAY), ("naive", SMALL)])

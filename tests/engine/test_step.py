@@ -32,7 +32,7 @@ NOTHING_SPILLED = offload([0], num_micro_batches=1, spilled_units=0)
 GRADIENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def spilled_blocks(spec: ModelSpec, gradient_bytes: int, held_in_memory_bytes: int) -> int:
+def spilled_segments(spec: ModelSpec, gradient_bytes: int, held_in_memory_bytes: int) -> int:
     """By brute force: gradients arrive last block first; the first that does not fit is spilled, and all after it."""
     held = 0
     for position, block in enumerate(reversed(spec.blocks)):
@@ -124,7 +124,7 @@ def test_traffic_is_the_prediction_to_the_byte(
             placement,
             NOTHING_SPILLED,
             holds_gradients=max_grad_norm is not None,
-            spilled_blocks=0 if limit is None else spilled_blocks(ratel.model.spec, GRADIENT_BYTES[dtype], limit),
+            spilled_segments=0 if limit is None else spilled_segments(ratel.model.spec, GRADIENT_BYTES[dtype], limit),
         )
         assert last == (wanted.read_bytes, wanted.written_bytes)
 

@@ -78,6 +78,7 @@ def seconds_of(spec: ModelSpec, spans: tuple[Span, ...]) -> dict[int, BlockSecon
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=9))
 def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> None:
     config = tiny_config(architecture)
@@ -119,6 +120,7 @@ def test_a_recorded_step_has_the_same_bits(tmp_path: Path) -> None:
         assert_same_training(rest, ratel.weights(), replace(wanted, losses=wanted.losses[1:], norms=wanted.norms[1:]))
 
 
+@pytest.mark.full
 def test_layers_that_are_alike_share_a_profile(tmp_path: Path) -> None:
     """Every other layer of Gemma attends to a window of tokens only; Llama's layers are all alike."""
     numbers = {}

@@ -61,7 +61,7 @@ def test_logits_and_tokens_are_those_of_the_model_in_memory(
     model = decoder(tmp_path, dtype, attention)
     with CheckpointSource(tmp_path, model.skeleton, model.spec) as source, BufferPool(None) as pool:
         install_buffers(model.skeleton, source.read_buffers())
-        blocks, passes = FileBlocks(source, DTYPES[dtype]), list[int]()
+        blocks, passes = FileBlocks(source), list[int]()
         with (
             BlockReader(model, blocks, pool, device=CPU, resident=frozenset({1}), reads_ahead=True) as reader,
             computing_whole(model, reader, after_pass=lambda: passes.append(1)) as skeleton,
@@ -87,7 +87,7 @@ def test_it_can_be_stopped_before_every_block(tmp_path: Path) -> None:
             raise Interrupted(2, "stopped")
 
     with CheckpointSource(tmp_path, model.skeleton, model.spec) as source, BufferPool(None) as pool:
-        blocks = FileBlocks(source, torch.float32)
+        blocks = FileBlocks(source)
         with BlockReader(model, blocks, pool, device=CPU, check_stop=stop, reads_ahead=True) as reader:
             for call in range(1, 2 * len(model.spec.blocks)):
                 left[0] = call

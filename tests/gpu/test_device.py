@@ -71,6 +71,7 @@ def test_an_upload_has_arrived_when_it_is_opened(device: GpuDevice, pool: Buffer
             assert bool((found == number).all())
 
 
+@pytest.mark.full
 def test_a_download_has_arrived_after_wait(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "one") as one, pool.lease(LARGE, "two") as two:
         for number in range(1, 6):
@@ -116,6 +117,7 @@ def test_an_upload_does_not_wait_for_one_in_another_lane(device: GpuDevice, pool
             del busy, before, waits, upload
 
 
+@pytest.mark.full
 def test_memory_is_reused_only_after_its_last_use(device: GpuDevice, pool: BufferPool) -> None:
     """The host reserves buffers and drops tensors far ahead of the GPU; no byte is overwritten too early."""
     with pool.lease(LARGE, "up") as up, pool.lease(LARGE, "down") as down:

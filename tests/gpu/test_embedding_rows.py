@@ -16,7 +16,7 @@ from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.weights import BlockWeights, WeightReader
+from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
@@ -26,7 +26,7 @@ from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import Placement, Workload
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 from tests.engine.architectures import tiny_config
@@ -91,9 +91,9 @@ class Opened:
         self.shapes: list[tuple[int, ...]] = []
         opening = WeightReader.open
 
-        def record(reader: WeightReader, block: BlockSpec) -> BlockWeights:
-            weights = opening(reader, block)
-            if block.kind == "embedding":
+        def record(reader: WeightReader, segment: Segment) -> SegmentWeights:
+            weights = opening(reader, segment)
+            if segment.kind == "embedding":
                 self.shapes.append(tuple(weights.parameters[0].shape))
             return weights
 
@@ -107,6 +107,7 @@ def test_any_tokens(tmp_path: Path, architecture: str, ids: str) -> None:
     check_training(gpu_machine, tmp_path, config, RECIPE, steps=[batches, batches], placement=AHEAD)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_the_norm_is_that_of_the_whole_matrix(tmp_path: Path, num_micro_batches: int) -> None:
     """Rows of 36 elements: were they one after another, other elements would be added together."""
@@ -193,6 +194,7 @@ def test_code_that_reads_the_matrix_itself_gets_it(tmp_path: Path, monkeypatch: 
     assert set(opened.shapes) == {(config.vocab_size, config.hidden_size)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tied", "max_grad_norm"), [(False, None), (False, 0.5), (True, 0.5)])
 def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: bool, max_grad_norm: float | None) -> None:
     """Nothing stays and nothing runs ahead, and as many rows are used as were planned."""
@@ -220,6 +222,7 @@ def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: boo
     assert all(outcome.applied for outcome in outcomes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "placement", "held_in_memory_bytes"),
     [

@@ -69,6 +69,7 @@ def test_an_overflow_is_seen_and_the_step_not_applied(tmp_path: Path) -> None:
         assert all(torch.equal(before[name], after) for name, after in ratel.weights().items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", EXPERTS)
 def test_experts_are_rejected_where_bits_are_promised(tmp_path: Path, architecture: str) -> None:
     """Or they are right, should torch have learnt it."""
@@ -104,6 +105,7 @@ def test_experts_are_within_rounding(tmp_path: Path, architecture: str) -> None:
         assert float(difference.norm()) <= 0.01 * float(wanted.weights[name].norm()), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("max_grad_norm", "architecture"), rotating([None, 1e9, 0.5], ["llama", "llama_tied"], every=2)
 )
@@ -139,6 +141,7 @@ def test_what_stays_and_what_runs_ahead_changes_no_bit(
     check_training(gpu_machine, tmp_path, gpu_config(architecture), recipe, num_steps=3, **PLACEMENTS[placement])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "chunk_tokens", "max_grad_norm"),
     rotating(["llama", "phi3"], list(DTYPES.values()), [3, 1], [7, None], [0.5, None], full_pairs=True),
@@ -160,6 +163,7 @@ def test_a_head_that_is_summed_in_host_memory_is_that_of_plain_pytorch(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "chunk_tokens"),
     rotating(["llama_tied", "gemma2", "gpt2"], list(DTYPES.values()), [3, 1], [7, None], full_pairs=True),

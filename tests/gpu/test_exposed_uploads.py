@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.placement import bytes_ahead, looked_up_block
+from ratel_cli.planning.placement import bytes_ahead, looked_up
 from tests.engine.exactness import AHEAD, EVERY_BLOCK
 from tests.engine.machine import Machine, initial_weights_of_zeros
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
@@ -62,8 +62,8 @@ def stalled_seconds(directory: Path, window_bytes: int, upload_seconds: float) -
             up_bytes_per_second=layer_bytes / upload_seconds,
             down_bytes_per_second=1e12,
         )
-        blocks = [looked_up_block(ratel.model.spec, 32), *ratel.model.spec.blocks[1:]]
-        waiting = [block.compute_bytes - bytes_ahead(block, window_bytes) for block in blocks]
+        segments = [looked_up(ratel.model.spec, 32), *ratel.model.spec.segments[1:]]
+        waiting = [segment.compute_bytes - bytes_ahead(segment, window_bytes) for segment in segments]
         ratel.timeline.take()
         with timed(rates):
             step(ratel, 2)

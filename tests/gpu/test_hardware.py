@@ -53,6 +53,7 @@ def test_the_peak_counts_what_was_freed() -> None:
     assert peak_gpu_bytes() == before + 8 * MIB
 
 
+@pytest.mark.full
 def test_a_gpu_and_the_link_to_it(tmp_path: Path) -> None:
     budget = replace(SMALL, memory_bytes=0)
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:

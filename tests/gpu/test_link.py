@@ -89,6 +89,7 @@ def test_gradients_are_summed(
     check_training(gpu_machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, placement=placement)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
 def test_the_host_does_not_wait_for_the_gpu_between_layers(tmp_path: Path, max_grad_norm: float | None) -> None:
     """The host waits for batches, masks (transformers checks if rows are packed) and the loss. It does not wait for
@@ -189,7 +190,7 @@ def test_a_step_pins_nothing_of_weight_that_could_be_pinned_ahead(
                 num_micro_batches=num_micro_batches,
                 holds_gradients=max_grad_norm is not None,
                 overlap="optimized",
-                spilled_blocks=0,
+                spilled_segments=0,
             ),
         ]
         # As little as the step needs besides, so that nothing of what is pinned has to be given up for it.
@@ -209,6 +210,7 @@ def _trained(directory: Path, config: PretrainedConfig, recipe: Recipe, placemen
         return ratel.train(random_steps(1, 2), recipe)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spilled_units", [0, 4])
 def test_buffers_for_rows_of_any_width_are_reused(tmp_path: Path, spilled_units: int) -> None:
     """Samples that are not packed have another width in each step. Nothing is ahead here, so that the number of buffers

@@ -33,6 +33,7 @@ from tests.engine.swaps import EVERYTHING
 from tests.engine.test_swap import recorded
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.planning.shapes import unit_of
+from tests.real_time import in_real_time
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated
 from tests.tiers import rotating
@@ -116,11 +117,10 @@ def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:
     return torch.accelerator.max_memory_allocated() - before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kept_layers", "num_micro_batches", "swaps", "tied", "holds_sums", "window_share"),
-    rotating(
-        [0, 2, 4], [1, 3], [False, True], [False, True], [False, True], [0.0, 0.3, 1.0], offset=2, full_pairs=True
-    ),
+    rotating([0, 2, 4], [1, 3], [False, True], [False, True], [False, True], [0.0, 0.3, 1.0], offset=2, full_every=72),
 )
 def test_a_step_takes_no_more_than_was_planned(
     tmp_path: Path,
@@ -160,6 +160,7 @@ def test_a_step_takes_no_more_than_was_planned(
     assert found <= planned - GPU_CONTEXT_BYTES - (gpu_memory._WORKSPACE_BYTES if is_simulated() else 0)
 
 
+@pytest.mark.full
 def test_the_peak_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     peaks = []
     for num_layers in (3, 6):
@@ -205,6 +206,8 @@ def test_a_step_that_does_not_fit_reports_the_shortfall(tmp_path: Path) -> None:
         assert ratel.pool.leased_bytes == 0
 
 
+@pytest.mark.full
+@in_real_time
 def test_attention_is_a_candidate_for_swapping(tmp_path: Path) -> None:
     config = config_of(num_layers=3)
     with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros()) as ratel:

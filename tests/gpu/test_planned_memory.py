@@ -92,9 +92,10 @@ def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfi
     return tiny_config(architecture, **common, **own)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "tied", "holds_sums"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=3, offset=3, full_pairs=True),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=3, offset=3, full_every=24),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_a_step_takes_what_was_planned(
@@ -103,6 +104,7 @@ def test_a_step_takes_what_was_planned(
     check(tmp_path, shape, architecture, num_micro_batches, tied=tied, holds_sums=holds_sums)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "tied", "chunk_tokens"),
     rotating(
@@ -112,7 +114,7 @@ def test_a_step_takes_what_was_planned(
         [False, True],
         [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]],
         every=3,
-        full_pairs=True,
+        full_every=24,
     ),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
@@ -131,9 +133,10 @@ def test_so_it_does_where_host_memory_has_the_sums_of_the_head(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "num_micro_batches", "tied", "chunk_tokens"),
-    rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES), full_pairs=True),
+    rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES), full_every=24),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_where_the_logits_are_large(
@@ -142,9 +145,10 @@ def test_so_it_does_where_the_logits_are_large(
     check(tmp_path, shape, "llama", num_micro_batches, tied=tied, holds_sums=True, chunk_tokens=chunk_tokens)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "share"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=3, offset=1, full_pairs=True),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=3, offset=1, full_every=24),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_with_swapped_outputs(
@@ -153,9 +157,10 @@ def test_so_it_does_with_swapped_outputs(
     check(tmp_path, shape, architecture, num_micro_batches, tied=True, holds_sums=True, swapped_share=share)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "share"),
-    rotating(SHAPES, ["llama", "opt"], [3, 1], [0.0, 0.5], every=3, offset=2, full_pairs=True),
+    rotating(SHAPES, ["llama", "opt"], [3, 1], [0.0, 0.5], every=3, offset=2, full_every=24),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_where_two_units_do_not_fit(

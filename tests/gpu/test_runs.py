@@ -54,6 +54,7 @@ CROSSING = ("copies ", "weights of ", "rows of ", "gradient of ", "norms of ", "
 """How the purposes of buffers begin that are copied to or from a GPU."""
 
 
+@pytest.mark.full
 def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(
     tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(
         assert float((found - exported(on_cpu)[name]).abs().max()) <= 8.1e-4, name
 
 
+@pytest.mark.full
 def test_weights_and_activations_are_pinned_before_the_steps(
     tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: 
     assert export_hash(plain) == export_hash(killed)
 
 
+@pytest.mark.full
 def test_too_little_gpu_memory_is_reported_before_anything_is_written(tmp_path: Path, base: Path, rows: Path) -> None:
     config = write_config(
         tmp_path, base=base, rows=rows, limits={"gpu_memory": "300MiB", "host_memory": "20GiB"}, **BFLOAT16
@@ -240,6 +243,7 @@ def test_torch_takes_the_settings() -> None:
     assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("limit", "is_held"), [(None, False), ("2GiB", True), ("100TiB", False)], ids=["none", "below", "above"]
 )

@@ -26,6 +26,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
+@pytest.mark.full
 def test_the_loss_is_that_of_the_cpu(base: Path, rows: Path) -> None:
     losses = []
     for device in ("device=cpu", ON_GPU):
@@ -41,6 +42,7 @@ def test_too_little_gpu_memory(base: Path, rows: Path) -> None:
     assert "hint: raise limits.gpu_memory, or lower micro_batch_size or sequence_len" in ended.stderr
 
 
+@pytest.mark.full
 def test_the_texts_are_those_of_the_cpu(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("Which number is 3?\n4\n")

@@ -32,6 +32,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_config(tmp_path / "run", base=base, rows=rows, device=device, dtype="bfloat16", max_steps=2)
 
 
+@pytest.mark.full
 def test_it_is_rejected_by_its_name_and_with_the_key(config: Path) -> None:
     ended = finetune(config)
     assert_rejected(ended, 2, "an operator that is not deterministic on GPUs: kthvalue")
@@ -42,6 +43,7 @@ def test_it_is_rejected_by_its_name_and_with_the_key(config: Path) -> None:
     assert checked.code == 2 and error["key"] == "deterministic" and "kthvalue" in error["message"]
 
 
+@pytest.mark.full
 def test_with_the_key_it_runs(config: Path) -> None:
     ended = finetune(config, "deterministic=false")
     assert ended.code == 0, ended.stderr

@@ -48,6 +48,7 @@ def queue(request: pytest.FixtureRequest) -> Iterator[IoQueue]:
         yield opened
 
 
+@pytest.mark.full
 def test_numbers_are_usable_and_nothing_remains(queue: IoQueue, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -123,6 +123,7 @@ def test_the_corpus_is_large() -> None:
     assert len(names) >= 400
 
 
+@pytest.mark.full
 def test_healthy_inputs_are_accepted(inputs: RunFiles, finished: FinishedRun) -> None:
     """Otherwise the corpus would prove nothing."""
     before = finished.result()

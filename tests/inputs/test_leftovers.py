@@ -19,6 +19,7 @@ GARBAGE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("garbage", sample(GARBAGE, every=2, offset=1))
 def test_a_run_with_damaged_files_resumes(tmp_path: Path, base: Path, rows: Path, garbage: str) -> None:
     config = write_config(tmp_path, base=base, rows=rows, max_steps=2)

@@ -392,6 +392,7 @@ def test_buffers_of_varying_sizes_are_few_and_soon_are_never_pinned_again() -> N
         assert pool.peak_bytes <= 3 * most_pages * PAGE_BYTES
 
 
+@pytest.mark.full
 def test_a_purpose_that_grows_without_bounds_is_rounded_by_an_eighth() -> None:
     """Not the first of its buffers: most purposes have one size all the time."""
     pins = CountingPins()

@@ -88,7 +88,7 @@ def test_bound_weights_are_views_and_leave_no_trace(architecture: str) -> None:
         if block.kind == "embedding" and model.spec.tied:
             tied = model.tie(parameters)
             assert model.skeleton.get_output_embeddings().weight is tied
-        model.release(block)
+        model.release(model.spec.segments[block.segment])
         for spec in block.parameters:
             resting = model.skeleton.get_parameter(spec.name)
             assert resting.device.type == "meta" if block.kind == "layer" else resting.untyped_storage().nbytes() <= 4
@@ -108,7 +108,7 @@ def test_weights_in_parts_are_bound_as_one(num_ahead: int) -> None:
         assert torch.equal(parameter.reshape(-1), weights[spec.start : spec.stop])
         part = first if number < num_ahead else others
         assert parameter.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-    model.release(block)
+    model.release(model.spec.segments[block.segment])
     with pytest.raises(AssertionError):
         model.bind(block, first, others, torch.zeros(1))
 
@@ -299,7 +299,7 @@ def test_buffers_and_placeholders_move_to_the_device(architecture: str) -> None:
     embedding = model.spec.blocks[0]
     bound = model.bind(embedding, torch.zeros(embedding.num_elements, dtype=torch.bfloat16))
     assert model.skeleton.get_input_embeddings().weight is bound[0]
-    model.release(embedding)
+    model.release(model.spec.embedding)
     assert model.skeleton.get_input_embeddings().weight.is_meta
 
 

@@ -30,6 +30,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 @examples(60)
 @given(data=st.data())

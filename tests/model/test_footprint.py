@@ -60,7 +60,7 @@ def saved_bytes(model: DecoderModel, num_tokens: int) -> int:
     with recorder.recording():
         model.layer_runner.run_layer(0, embedded.hidden.detach().requires_grad_(), embedded.calls[0])
     recorder.finish()
-    model.release(block)
+    model.release(model.spec.segments[block.segment])
     return recorder.saved_bytes
 
 
@@ -95,7 +95,7 @@ def test_the_products_that_are_saved_are_those_that_autograd_packs(architecture:
     model.bind(block, torch.randn(block.num_elements).bfloat16() / 10)
     with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda tensor: tensor):
         model.layer_runner.run_layer(0, embedded.hidden.detach().requires_grad_(), embedded.calls[0])
-    model.release(block)
+    model.release(model.spec.segments[block.segment])
     for handle in handles:
         handle.remove()
     pointers = {tensor.untyped_storage().data_ptr() for tensor in packed}
@@ -152,7 +152,7 @@ def test_the_final_norm_takes_what_it_takes_with_values(architecture: str) -> No
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         positions = torch.arange(tokens).unsqueeze(0)
         finished = last_hidden_state(model.layer_runner.finish(leaf, torch.zeros_like(positions), positions))
-    model.release(block)
+    model.release(model.spec.segments[block.segment])
     saved_bytes = sum(packed.values())
     assert tokens * norm.held_per_token == pytest.approx(saved_bytes + 2 * finished.nbytes, rel=0.02)
 
@@ -213,6 +213,7 @@ def test_a_model_for_few_tokens_is_not_measured() -> None:
     assert measured_traits(model) == model.traits
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_experts_are_measured_in_every_dtype(architecture: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Torch's rule for fake tensors knows products of groups in bf16 only, and logs a traceback for others."""

@@ -1,4 +1,4 @@
-"""What `from_pretrained(dtype=...)` keeps in fp32: a model with such parameters is refused, and buffers are kept."""
+"""What `from_pretrained(dtype=...)` keeps in fp32: parameters and buffers, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ratel_cli.errors import BadInput
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.kept_precision import keep_in_fp32
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName
 from tests.tiers import rotating
@@ -42,10 +42,11 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 """With lists for both 16-bit formats, for fp16 alone, for buffers alone; with fp32 in their own code; with nothing."""
-REFUSED = {
+KEPT = {
     "bfloat16": {"hunyuan_v1_moe", "flint", "beam", "olmo_hybrid"},
     "float16": {"gpt_oss", "hunyuan_v1_moe", "flint", "beam", "olmo_hybrid"},
 }
+"""Families of which parameters are kept."""
 
 
 def save(family: str, directory: Path) -> None:
@@ -63,27 +64,34 @@ def in_fp32(model: PreTrainedModel) -> set[str]:
 
 
 @pytest.mark.parametrize(("family", "dtype"), rotating(list(FAMILIES), ["bfloat16", "float16", "float32"]))
-def test_refused_or_loaded_as_transformers_does(tmp_path: Path, family: str, dtype: DtypeName) -> None:
+def test_everything_has_the_dtype_in_which_transformers_loads_it(tmp_path: Path, family: str, dtype: DtypeName) -> None:
     save(family, tmp_path)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPES[dtype])
-    kept = in_fp32(oracle)
-    assert (dtype != "float32" and bool(kept)) == (family in REFUSED.get(dtype, ()))
-    config = read_model_config(tmp_path)
-    if family in REFUSED.get(dtype, ()):
-        skeleton = build_skeleton(config, dtype=dtype, attn_implementation="eager")
-        with pytest.raises(BadInput, match=r"transformers keeps .* in fp32") as raised:
-            find_blocks(skeleton, name="tiny")
-        listed = raised.value.message.partition("transformers keeps ")[2].partition(" in fp32")[0]
-        names, _, more = listed.partition(" and ")
-        assert set(names.split(", ")) <= kept
-        assert len(names.split(", ")) + int(more.partition(" ")[0] or 0) == len(kept)
-        assert (raised.value.hint, raised.value.key) == ("set dtype: float32", ("dtype",))
-        return
-    skeleton = build_skeleton(config, dtype=dtype, attn_implementation="eager")
-    assert {each.dtype for each in skeleton.parameters()} == {DTYPES[dtype]}
-    with CheckpointSource(tmp_path, skeleton, find_blocks(skeleton, name="tiny").spec) as source:
+    assert (dtype != "float32" and bool(in_fp32(oracle))) == (family in KEPT.get(dtype, ()))
+    skeleton = build_skeleton(read_model_config(tmp_path), dtype=dtype, attn_implementation="eager")
+    wanted = {name: tensor.dtype for name, tensor in oracle.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in skeleton.state_dict().items()} == wanted
+    spec = find_blocks(skeleton, name="tiny").spec
+    blocks = {each.name: block for block in spec.blocks for each in block.parameters}
+    assert blocks.keys() == dict(oracle.named_parameters()).keys()
+    for name, parameter in oracle.named_parameters():
+        assert DTYPES[blocks[name].dtype] == parameter.dtype, name
+        assert blocks[name].is_trained == parameter.requires_grad, name
+    with CheckpointSource(tmp_path, skeleton, spec) as source:
         install_buffers(skeleton, source.read_buffers())
-    wanted = persistent_buffers(oracle)
+        for name, parameter in oracle.named_parameters():
+            values = torch.empty(parameter.numel(), dtype=parameter.dtype)
+            source.read_whole_into(name, values)
+            assert torch.equal(values, parameter.detach().flatten()), name
     for name, buffer in persistent_buffers(skeleton).items():
-        assert buffer.dtype == wanted[name].dtype, name
-        assert torch.equal(buffer, wanted[name]), name
+        assert torch.equal(buffer, persistent_buffers(oracle)[name]), name
+
+
+def test_tied_parameters_stay_one() -> None:
+    """Also if both of their names are on transformers' list."""
+    config = AutoConfig.for_model("llama", **_DENSE, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model._keep_in_fp32_modules_strict = {"embed_tokens", "lm_head"}
+    keep_in_fp32(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.dtype == torch.float32

@@ -70,6 +70,7 @@ def killed_at(call: int, work: Callable[[], object]) -> bool:
     return os.waitstatus_to_exitcode(status) == KILLED
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("old", "new", "next_command"),
     [
@@ -120,6 +121,7 @@ def test_killed_at_every_change_of_a_name(
     assert contents(output) == {"notes.txt": "mine", **model(new, 2)}
 
 
+@pytest.mark.full
 def test_killed_while_it_overwrites_files_of_the_users(tmp_path: Path) -> None:
     """They insisted once; the next command does not ask again, and sets aside what came later."""
     call = 1

@@ -12,10 +12,10 @@ from hypothesis import given
 from ratel_cli.planning.activations import (
     OffloadedActivations,
     SpilledUnits,
-    block_activation_bytes,
     fewest_spilled_units,
     offload,
     passing_bytes,
+    segment_activation_bytes,
 )
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
 from ratel_cli.schedule.blocks import lay_out_block
@@ -30,13 +30,13 @@ def test_a_gpt_leaves_24_elements_per_token_and_hidden_size(state: Widths, bytes
     """qkv 3, projection 1, fc1 4, fc2 4, and 12 for all vectors; the papers count 17."""
     spec = gpt(num_layers=5, hidden_size=96, dtype=state.dtype)
     one = 24 * 96 * tokens * bytes_per_element
-    assert block_activation_bytes(spec, spec.blocks[1], tokens=tokens) == one
+    assert segment_activation_bytes(spec, spec.layers[0], tokens=tokens) == one
 
 
 def test_embedding_and_head_leave_vectors_alone() -> None:
     spec = gpt(hidden_size=96)
-    for block in (spec.blocks[0], spec.blocks[-1]):
-        assert block_activation_bytes(spec, block, tokens=7) == 12 * 96 * 7 * 2
+    for segment in (spec.embedding, spec.head):
+        assert segment_activation_bytes(spec, segment, tokens=7) == 12 * 96 * 7 * 2
 
 
 def test_of_many_experts_only_those_count_that_a_token_visits() -> None:
@@ -50,7 +50,7 @@ def test_of_many_experts_only_those_count_that_a_token_visits() -> None:
         )
         plain = gpt(num_layers=1, hidden_size=512, vocab_size=16)
         spec = replace(plain, blocks=(plain.blocks[0], layer, plain.blocks[2]))
-        return block_activation_bytes(spec, layer, tokens=512)
+        return segment_activation_bytes(spec, spec.layers[0], tokens=512)
 
     assert left(8) == left(128) > left(4)
 

@@ -14,9 +14,9 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import (
     NOTHING_OFFLOADED,
     OffloadedActivations,
-    block_activation_bytes,
     head_chunk_tokens,
     offload,
+    segment_activation_bytes,
     tokens_per_chunk,
 )
 from ratel_cli.planning.capacity import HostMemory, StepMemory, check_device_memory
@@ -65,7 +65,7 @@ def walk(
         return sum(2 * size[i] for i in blocks)
 
     def vectors(i: int) -> int:
-        return block_activation_bytes(spec, spec.blocks[i], tokens=WORKLOAD.micro_batch_tokens)
+        return segment_activation_bytes(spec, spec.segments[i], tokens=WORKLOAD.micro_batch_tokens)
 
     ahead = placement.prefetch_blocks
     uses = [*range(num_layers + 1), num_layers + 1, *([0] if spec.tied else []), *range(num_layers, -1, -1)]

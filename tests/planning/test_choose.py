@@ -219,7 +219,7 @@ def every_choice(of: Problem, chosen: Evaluation) -> Iterator[Evaluation]:
     of = replace(of, gpu_holds_head=chosen.placement.gpu_holds_head)
     num_blocks = len(of.spec.blocks)
     most_spilled = of.workload.num_micro_batches * (of.spec.num_layers - 1)
-    for number in range(1 if chosen.spilled_blocks else 2 * num_blocks + 1):
+    for number in range(1 if chosen.spilled_segments else 2 * num_blocks + 1):
         placement = level(chosen.placement, number, num_blocks)
         for num_outputs in range(of.order.num_outputs + 1):
             for spilled_units in range(most_spilled + 1):
@@ -227,7 +227,7 @@ def every_choice(of: Problem, chosen: Evaluation) -> Iterator[Evaluation]:
                     found = of.evaluate(replace(placement, spilled_units=spilled_units), num_outputs=num_outputs)
                 except DoesNotFit:
                     continue
-                if bool(found.spilled_blocks) == bool(chosen.spilled_blocks) and fits_gpu(of, found):
+                if bool(found.spilled_segments) == bool(chosen.spilled_segments) and fits_gpu(of, found):
                     yield found
                 break
 
@@ -253,6 +253,7 @@ def in_micro_batches(of: Problem, size: int) -> Problem:
     return replace(of, workload=workload, profile=of.profile.of_tokens(workload.micro_batch_tokens))
 
 
+@pytest.mark.full
 @examples(48)
 @given(seed=SEEDS)
 def test_no_split_with_any_prefix_and_level_is_faster(seed: int) -> None:
@@ -304,6 +305,7 @@ def test_everything_fits_from_just_enough_to_plenty_and_below_it_says_what_is_mi
         assert raised.value.shortfall_bytes == missing_bytes
 
 
+@pytest.mark.full
 @examples(25)
 @given(seed=SEEDS)
 def test_what_is_faster_never_makes_a_step_slower(seed: int) -> None:
@@ -317,6 +319,7 @@ def test_what_is_faster_never_makes_a_step_slower(seed: int) -> None:
         assert weigh(replace(of, hardware=other)).best.time.total <= before * AS_GOOD / 0.98
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
 @examples(12)
 @given(seed=SEEDS)
@@ -328,11 +331,12 @@ def test_more_memory_never_harms(seed: int, overlap: Overlap) -> None:
     fastest: dict[tuple[int, int, bool], float] = {}
     for limit_bytes in sorted(choice.randint(least, max(least, most)) for _ in range(10)):
         chosen = weigh(deciding(of, host_limit_bytes=limit_bytes)).best
-        found = *depth(chosen), chosen.spilled_blocks > 0
+        found = *depth(chosen), chosen.spilled_segments > 0
         assert chosen.time.total <= AS_GOOD * fastest.get(found, chosen.time.total) / 0.98
         fastest[found] = min(fastest.get(found, chosen.time.total), chosen.time.total)
 
 
+@pytest.mark.full
 @examples(40)
 @given(seed=SEEDS)
 def test_more_gpu_memory_never_harms(seed: int) -> None:
@@ -352,6 +356,7 @@ def test_more_gpu_memory_never_harms(seed: int) -> None:
         fastest = min(fastest, chosen.time.total)
 
 
+@pytest.mark.full
 def test_a_gpu_with_a_byte_less_than_all_takes_swaps_less_and_not_nothing() -> None:
     num_partial = 0
     for seed in range(40):
@@ -379,7 +384,7 @@ def test_gradients_are_spilled_before_all_depth_is_given_up() -> None:
     limit_bytes = needed(problem(holds_gradients=True), deep(0, 0))
     chosen = weigh(problem(holds_gradients=True, limit_bytes=limit_bytes)).best
     assert depth(chosen) == (1, 1)
-    assert chosen.spilled_blocks > 0
+    assert chosen.spilled_segments > 0
     assert chosen.placement.resident_weights == frozenset()
 
 
@@ -387,14 +392,14 @@ def test_depth_is_given_up_where_it_gains_nothing() -> None:
     """Next to no time of computing to hide transfers in: what counts is how much is moved."""
     limit_bytes = needed(problem(SLOW_DRIVE, holds_gradients=True), deep(0, 0))
     chosen = weigh(problem(SLOW_DRIVE, holds_gradients=True, limit_bytes=limit_bytes)).best
-    assert (depth(chosen), chosen.spilled_blocks) == ((0, 0), 0)
+    assert (depth(chosen), chosen.spilled_segments) == ((0, 0), 0)
 
 
 @pytest.mark.parametrize("hardware", [SLOW_DEVICE, SLOW_DRIVE])
 def test_a_block_of_depth_is_given_up_before_gradients_are_spilled(hardware: HardwareProfile) -> None:
     limit_bytes = needed(problem(hardware, holds_gradients=True), deep(1, 1))
     chosen = weigh(problem(hardware, holds_gradients=True, limit_bytes=limit_bytes)).best
-    assert (depth(chosen), chosen.spilled_blocks) == ((1, 1), 0)
+    assert (depth(chosen), chosen.spilled_segments) == ((1, 1), 0)
 
 
 def test_with_too_little_memory_for_inputs_they_are_spilled() -> None:
@@ -515,7 +520,7 @@ def test_updates_are_deferred_where_forward_has_time_to_spare(overlap: Overlap, 
     assert chosen.time.total < 0.98 * without.time.total
     assert moved(chosen) == moved(without)
     # In memory, whatever it is: here the rule says nothing of spilling.
-    assert chosen.spilled_blocks == 0
+    assert chosen.spilled_segments == 0
     assert chosen.memory.held_gradients == 2 * sum(
         spec.blocks[index].num_elements for index in chosen.placement.deferred
     )

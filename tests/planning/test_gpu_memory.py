@@ -350,7 +350,7 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     needed = with_window(resident.window_bytes)
     units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
-    least_bytes = max(least_leaving_bytes(block) for block in spec.blocks[1:-1])
+    least_bytes = max(least_leaving_bytes(layer) for layer in spec.layers)
     more_bytes, layer_bytes = resident.leaving_bytes - least_bytes, BFLOAT16.gradient * spec.blocks[1].num_elements
     spare_bytes = int(0.9 * max(0, limit_bytes - needed))
     waiting_bytes = tied_bytes(spec, workload)

@@ -87,6 +87,7 @@ def planned(problem: Problem) -> Choice | DoesNotFit:
     return choice
 
 
+@pytest.mark.full
 @examples(40)
 @given(seed=SEEDS)
 def test_no_size_is_better(seed: int) -> None:
@@ -162,6 +163,7 @@ def test_chunks_grow_with_the_card(gib: int, least: int) -> None:
         assert 0.15 < small.time.backward.compute - plan.time.backward.compute < 0.35
 
 
+@pytest.mark.full
 def test_a_recorded_step_does_not_change_what_a_new_run_would_choose() -> None:
     """The first start knows only shapes, even if the operators were measured before."""
     forecaster, setting = paper_13b(24)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import Placement, block_schedule, needs_read, tensors_ahead, window_bytes
+from ratel_cli.planning.placement import Placement, needs_read, step_schedule, tensors_ahead, window_bytes
 from tests.planning.shapes import gpt
 
 
 def order(spec: ModelSpec) -> list[tuple[int, str]]:
-    return [(use.block.index, use.stage) for use in block_schedule(spec)]
+    return [(use.segment.index, use.stage) for use in step_schedule(spec)]
 
 
 def walk(blocks: list[int], prefetch_blocks: int, *, tied_head: int | None) -> list[bool]:
@@ -61,26 +61,26 @@ def test_a_tied_embedding_is_used_next_to_the_head() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_still_open_is_shared(num_layers: int, prefetch_blocks: int, tied: bool) -> None:
     spec = gpt(num_layers=num_layers, tied=tied)
-    uses, placement = block_schedule(spec), Placement(prefetch_blocks=prefetch_blocks)
-    reads = walk([use.block.index for use in uses], prefetch_blocks, tied_head=len(spec.blocks) - 1 if tied else None)
+    uses, placement = step_schedule(spec), Placement(prefetch_blocks=prefetch_blocks)
+    reads = walk([use.segment.index for use in uses], prefetch_blocks, tied_head=len(spec.blocks) - 1 if tied else None)
     assert [needs_read(uses, position, placement) for position in range(len(uses))] == reads
 
 
 def test_with_two_blocks_ahead_the_last_layer_is_read_once() -> None:
-    uses = block_schedule(gpt(num_layers=3))
+    uses = step_schedule(gpt(num_layers=3))
     assert [needs_read(uses, 5, Placement(prefetch_blocks=ahead)) for ahead in (0, 1, 2)] == [True, True, False]
 
 
 def test_what_is_resident_is_never_read() -> None:
-    uses = block_schedule(gpt(num_layers=3))
+    uses = step_schedule(gpt(num_layers=3))
     placement = Placement(resident_weights=frozenset({0, 4}))
-    read = [use.block.index for position, use in enumerate(uses) if needs_read(uses, position, placement)]
+    read = [use.segment.index for position, use in enumerate(uses) if needs_read(uses, position, placement)]
     assert read == [1, 2, 3, 3, 2, 1]
 
 
 def test_a_window_holds_each_block_once_and_no_resident_one() -> None:
     spec = gpt(num_layers=3)
-    uses, (embedding, layer, _, _, head) = block_schedule(spec), [block.num_elements for block in spec.blocks]
+    uses, (embedding, layer, _, _, head) = step_schedule(spec), [block.num_elements for block in spec.blocks]
 
     def window(position: int, ahead: int, resident: frozenset[int] = frozenset(), num_open: int = 1) -> int:
         placement = Placement(prefetch_blocks=ahead, resident_weights=resident)

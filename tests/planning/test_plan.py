@@ -78,15 +78,15 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         gpu=GpuMemory(SPEC, WORKLOAD, PROFILE),
         has_sums=False,
     )
-    memory, spilled_blocks = step.fit(made.placement, made.offloaded, limit_bytes=limit_bytes)
-    assert (made.memory, made.spilled_blocks) == (memory, spilled_blocks)
+    memory, spilled_segments = step.fit(made.placement, made.offloaded, limit_bytes=limit_bytes)
+    assert (made.memory, made.spilled_segments) == (memory, spilled_segments)
     assert made.memory.total <= limit_bytes
     assert made.traffic == step_traffic(
         SPEC,
         made.placement,
         made.offloaded,
         holds_gradients=holds_gradients,
-        spilled_blocks=spilled_blocks,
+        spilled_segments=spilled_segments,
         overlap=overlap,
     )
     profile = PROFILE.profiles[0]
@@ -108,7 +108,7 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
 
 def test_without_held_gradients_nothing_is_spilled() -> None:
     made = plan(limit_bytes=TIGHT)
-    assert (made.spilled_blocks, made.spilled_bytes, made.memory.held_gradients) == (0, 0, 0)
+    assert (made.spilled_segments, made.spilled_bytes, made.memory.held_gradients) == (0, 0, 0)
     assert made.held_in_memory_bytes is None
     assert made.nvme_bytes == 2 * (12 * sum(ELEMENTS) + TABLE) + made.offloaded.written_bytes
 
@@ -122,9 +122,9 @@ def test_held_gradients_that_fit_have_no_limit() -> None:
 @pytest.mark.parametrize(("holds_gradients", "overlap"), [(True, "optimized"), (False, "separate")])
 def test_the_limit_on_held_gradients_is_what_stays_in_memory(holds_gradients: bool, overlap: Overlap) -> None:
     made = plan(holds_gradients=holds_gradients, overlap=overlap, limit_bytes=504 * MIB, num_slots=3)
-    assert 0 < made.spilled_blocks < len(ELEMENTS)
-    assert made.spilled_bytes == 2 * sum(GRADIENTS[: made.spilled_blocks])
-    assert made.held_in_memory_bytes == 2 * sum(GRADIENTS[made.spilled_blocks :])
+    assert 0 < made.spilled_segments < len(ELEMENTS)
+    assert made.spilled_bytes == 2 * sum(GRADIENTS[: made.spilled_segments])
+    assert made.held_in_memory_bytes == 2 * sum(GRADIENTS[made.spilled_segments :])
     assert made.nvme_bytes == 3 * (12 * sum(ELEMENTS) + TABLE) + made.spilled_bytes + made.offloaded.written_bytes
     assert (made.placement.resident_weights, made.placement.resident_states) == (frozenset(), frozenset())
 
@@ -195,6 +195,7 @@ def test_what_the_device_has_no_room_for_has_no_plan() -> None:
         plan(device_limit_bytes=needed - 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activations", ["auto", "recompute", "swap_all"])
 def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: ActivationPolicy) -> None:
     """More GPU memory keeps more of them: never more than fit, never slower, and with less host memory."""

@@ -68,6 +68,7 @@ BY_MEMORY = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", sample(BY_MEMORY, every=len(BY_MEMORY)), ids=lambda case: f"{case[0]}-{case[1]}")
 def test_more_gpu_memory_never_harms(case: tuple[str, int, tuple[int, ...]]) -> None:
     """Any split, and the one that the plan chooses."""
@@ -81,6 +82,7 @@ STEPS = (1, 4, 16, 32, 64)
 BY_STEP = [("13b", 8), ("13b", 12), ("13b", 24), ("30b", 12), ("30b", 24), ("70b", 16), ("70b", 24), ("175b", 24)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", sample(BY_STEP, every=len(BY_STEP), offset=2), ids=lambda case: f"{case[0]}-{case[1]}")
 def test_more_rows_never_harm_where_the_plan_splits_them(case: tuple[str, int]) -> None:
     """In one micro-batch they would: the larger it is, the less GPU memory it leaves for what need not be recomputed.
@@ -103,6 +105,7 @@ LEAST_OF_LARGEST = 0.88
 """It leaves so little memory that some outputs are recomputed instead of swapped."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", sample(FIXED, every=len(FIXED), offset=1), ids=lambda case: f"{case[0]}-{case[1]}")
 def test_a_larger_micro_batch_costs_little(case: tuple[str, int]) -> None:
     """A step in one micro-batch whose size the user has fixed."""

@@ -33,7 +33,7 @@ class Walk:
     placement: Placement
     offloaded: OffloadedActivations
     holds_gradients: bool
-    spilled_blocks: int
+    spilled_segments: int
     overlap: Overlap
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     first: int = 0
@@ -79,7 +79,7 @@ class Walk:
             self.update(block, "backward")
             return
         self.put_off.append(block)
-        if block.index < self.spilled_blocks:
+        if block.index < self.spilled_segments:
             self.moved["backward", "written"] += block.num_elements * self.state.gradient
 
     def read_weights(self, block: BlockSpec, stage: str) -> None:
@@ -88,7 +88,7 @@ class Walk:
     def update(self, block: BlockSpec, stage: str) -> None:
         states = self.state.record - self.state.compute
         self.read("states", block, stage, states, self.placement.resident_states)
-        if block.index < self.spilled_blocks:
+        if block.index < self.spilled_segments:
             self.moved[stage, "read"] += block.num_elements * self.state.gradient
         self.moved[stage, "written"] += block.num_elements * self.state.record
 
@@ -114,7 +114,7 @@ def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tie
     holds_gradients = choice.random() < 0.5
     num_deferred = 0 if holds_gradients or overlap == "separate" else choice.randint(0, len(indices))
     can_spill = holds_gradients or overlap == "separate"
-    spilled_blocks = choice.randint(0, len(indices)) if can_spill else 0
+    spilled_segments = choice.randint(0, len(indices)) if can_spill else 0
     placement = Placement(
         prefetch_blocks=choice.randint(0, 4),
         resident_weights=frozenset(choice.sample(indices, choice.randint(0, len(indices)))),
@@ -126,7 +126,7 @@ def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tie
         num_micro_batches=2,
         spilled_units=choice.randint(0, 2 * (spec.num_layers - 1)),
     )
-    walk = Walk(spec, state, placement, offloaded, holds_gradients, spilled_blocks, overlap)
+    walk = Walk(spec, state, placement, offloaded, holds_gradients, spilled_segments, overlap)
     for _ in range(3):
         walk.step()
     walk.moved["forward", "written"] += checksum_bytes(spec)
@@ -135,7 +135,7 @@ def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tie
         placement,
         offloaded,
         holds_gradients=holds_gradients,
-        spilled_blocks=spilled_blocks,
+        spilled_segments=spilled_segments,
         overlap=overlap,
     )
     assert traffic == Traffic(
@@ -205,7 +205,7 @@ def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> Non
 )
 def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> None:
     spec = gpt()
-    spilled = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=True, spilled_blocks=num_blocks)
+    spilled = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=True, spilled_segments=num_blocks)
     none = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
     assert sum(gradient_bytes(spec, None)[:num_blocks]) == 2 * elements
     assert spilled.backward_written_bytes - none.backward_written_bytes == 2 * elements

@@ -75,6 +75,7 @@ def large(*, num_layers: int, wear: WearPolicy, holds_gradients: bool) -> Proble
     )
 
 
+@pytest.mark.full
 @examples(32)
 @given(seed=SEEDS)
 def test_every_rule_finds_the_best_of_all_levels_and_prefixes(seed: int) -> None:
@@ -94,6 +95,7 @@ def test_every_rule_finds_the_best_of_all_levels_and_prefixes(seed: int) -> None
         assert ignore.time.total <= AS_GOOD * best * (1 + 1e-12)
 
 
+@pytest.mark.full
 @examples(40)
 @given(seed=SEEDS)
 def test_a_percent_of_written_bytes_buys_half_a_percent_of_time(seed: int) -> None:
@@ -107,6 +109,7 @@ def test_a_percent_of_written_bytes_buys_half_a_percent_of_time(seed: int) -> No
         assert time[1] - time[2] <= 0.5 * (written[2] - written[1]) + 1e-9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wear", POLICIES)
 @examples(12)
 @given(seed=SEEDS)
@@ -120,7 +123,7 @@ def test_more_memory_never_costs_more_under_any_rule(seed: int, wear: WearPolicy
         written, seconds = (excess(of, chosen) if wear == "save" else 0), chosen.time.total
         if wear == "balanced":
             seconds += price * excess(of, chosen)
-        at = *depth(chosen), chosen.spilled_blocks > 0
+        at = *depth(chosen), chosen.spilled_segments > 0
         before = least.get(at, (written, seconds))
         assert written <= before[0]
         if written == before[0]:
@@ -146,6 +149,7 @@ def test_a_large_model_gets_no_slower_with_more_memory(
     assert wear != "save" or excesses == {0}
 
 
+@pytest.mark.full
 def test_a_plan_and_a_forecast_say_what_was_chosen_among() -> None:
     """Slow computing, so that spilling much gains something: less than half as much, in percent, as it writes."""
     of = deciding(large(num_layers=8, wear="balanced", holds_gradients=False), host_limit_bytes=48 * GIB)
@@ -166,6 +170,7 @@ def test_a_plan_and_a_forecast_say_what_was_chosen_among() -> None:
     assert roomy.to_json()["wear"] == {"tb_written_per_step": state_bytes(of) / 1e12, "trade": None}
 
 
+@pytest.mark.full
 def test_the_extremes_are_the_same_under_every_rule() -> None:
     for seed in range(20):
         for of in tight_problems(random.Random(seed), 2):
@@ -174,6 +179,7 @@ def test_the_extremes_are_the_same_under_every_rule() -> None:
             assert (choices[0].best.time, choices[2].best.time) == (choices[0].sparing.time, choices[0].fastest.time)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_written_in_addition_never_makes_a_step_slower(policy: WearPolicy) -> None:
     """Levels within half a percent count as equal, and the highest one is taken: it may be slower than a choice that

@@ -38,6 +38,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_steps", [1, 2, 60, 5000])
 def test_runs_of_any_length(num_steps: int) -> None:
     drawn = history(num_steps)
@@ -59,6 +60,7 @@ def test_no_finite_loss_at_all() -> None:
     assert size_of(draw_curves(steps)) == (960, 792)
 
 
+@pytest.mark.full
 def test_the_users_settings_have_no_influence() -> None:
     import matplotlib
 

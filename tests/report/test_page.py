@@ -209,6 +209,7 @@ def test_the_words_of_the_tables(tmp_path: Path) -> None:
     assert "waited for it" not in shown and "as predicted\n" not in shown
 
 
+@pytest.mark.full
 def test_the_script_reads_the_steps_that_are_drawn(tmp_path: Path) -> None:
     for count in (1, 42, 4001):
         text = page_of(report(made_run(tmp_path / str(count), steps(count))))
@@ -235,6 +236,7 @@ def test_names_of_the_users_are_text(tmp_path: Path) -> None:
     assert sum(each.count(hostile) for each in found.texts) >= 3
 
 
+@pytest.mark.full
 def test_a_long_run_is_a_small_file(tmp_path: Path) -> None:
     text = page_of(report(made_run(tmp_path, steps(5000, eval_every=100))))
     assert len(text) < 500_000

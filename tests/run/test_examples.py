@@ -47,6 +47,7 @@ def test_there_are_ten() -> None:
     assert len(EXAMPLES) == 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", sample(EXAMPLES, every=10, offset=7), ids=lambda path: path.stem)
 def test_it_is_planned(
     path: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -122,6 +122,7 @@ def test_families_that_no_list_names_are_exact(values: dict[str, object]) -> Non
     assert model.spec.architecture.lower().startswith(str(values["model_type"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("values", "num_parameters"),
     [
@@ -145,6 +146,7 @@ def test_keys_that_are_left_out_are_those_of_transformers() -> None:
     assert described(config).traits.num_heads == wanted.num_attention_heads
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("values", "settings"),
     [({**LLAMA, "hidden_size": 64}, {}), (LLAMA, {"dtype": "float16"}), (LLAMA, {"attn_implementation": "eager"})],
@@ -159,6 +161,7 @@ def test_a_change_is_described_anew(
     assert len(built) == 2
 
 
+@pytest.mark.full
 def test_other_software_describes_anew(built: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(LLAMA)
     described(config)

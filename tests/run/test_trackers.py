@@ -217,6 +217,7 @@ def test_a_tracker_that_fails_is_named_once(bench: Bench, trouble: str) -> None:
     assert reason in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trouble", sample(["hang:init", "hang:log 1", "hang:finish", "linger:finish"], every=3))
 def test_a_tracker_that_hangs_slows_no_step_and_is_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -240,6 +241,7 @@ def test_a_tracker_that_hangs_slows_no_step_and_is_ended(
         assert said.count("warning: report_to: mlflow did not finish in time") == 1, said
 
 
+@pytest.mark.full
 def test_one_that_hangs_does_not_hold_the_others_up(bench: Bench) -> None:
     bench.trouble("hang:experiment")  # only mlflow has experiments
     bench.finish_seconds = 2.0
@@ -362,6 +364,7 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
     assert values_of(row) == {"step/tokens": 7.0, "step/busy_seconds/a_b": 1.0}
 
 
+@pytest.mark.full
 def test_the_real_tensorboard_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     bench = Bench.__new__(Bench)

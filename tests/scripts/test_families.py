@@ -18,6 +18,7 @@ _DRAWN = random.Random(transformers.__version__).sample(FAMILIES, 12)
 """Other families with each version of transformers."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", sample(_DRAWN, every=6))
 def test_a_family_is_equal_or_refused(family: str) -> None:
     result = try_family(family)
@@ -25,6 +26,7 @@ def test_a_family_is_equal_or_refused(family: str) -> None:
     assert result.reason or result.verdict == "equal"
 
 
+@pytest.mark.full
 def test_other_bits_are_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*arguments: object) -> object:
         trained = train(*arguments)  # type: ignore[arg-type]

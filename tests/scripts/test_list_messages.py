@@ -53,6 +53,7 @@ def test_each_message_has_its_line() -> None:
     assert as_line(message) == "a.py:3: line: two words"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", [[], ["--without-lines"]])
 def test_the_package_is_listed(arguments: list[str]) -> None:
     command = [sys.executable, "scripts/list_messages.py", *arguments]

@@ -49,12 +49,14 @@ def small_repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_mutant_is_caught(small_repository: Path) -> None:
     trial = try_mutant(SMALL, small_repository)
     assert (trial.verdict, "test_small.py::test_more" in trial.note) == ("caught", True)
     assert "+ 1" in (small_repository / "ratel_cli/small.py").read_text()
 
 
+@pytest.mark.full
 def test_a_mutant_survives(small_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the tests that are named, all others have run."""
     monkeypatch.setattr(mutants, "GPU_TESTS", ("tests/test_other.py",))

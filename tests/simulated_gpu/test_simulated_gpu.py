@@ -262,6 +262,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_it_runs_where_torch_was_built_for_cuda() -> None:
     """A stand-in: torch reports CUDA, and finds no GPU."""
     named = "tests/gpu/test_device.py::test_an_upload_has_arrived_when_it_is_opened"
@@ -277,6 +278,7 @@ def test_it_runs_where_torch_was_built_for_cuda() -> None:
     assert "1 passed" in ended.stdout and ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.full
 def test_it_is_not_there_unless_asked_for() -> None:
     program = "from tests.simulated_gpu import *; install_if_asked(); print(has_gpu(), is_simulated())"
     ended = subprocess.run(

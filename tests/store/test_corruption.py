@@ -116,6 +116,7 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
     assert num_flips > 190_000
 
 
+@pytest.mark.full
 def test_a_flipped_bit_anywhere_in_the_file_is_noticed(stored: Stored) -> None:
     """Unless it is in the slot that is not used."""
     assert reopened(stored, stored.content) == []
@@ -132,6 +133,7 @@ def test_a_flipped_bit_anywhere_in_the_file_is_noticed(stored: Stored) -> None:
     assert num_noticed > NUM_FLIPS_IN_FILES // 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", sample(range(4), every=4))
 def test_a_stale_or_misplaced_chunk_is_noticed(stored: Stored, seed: int) -> None:
     """The chunk of the step before, of another place, or of the same field of another block."""

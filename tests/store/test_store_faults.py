@@ -239,6 +239,7 @@ def test_a_failed_write_of_a_header_is_an_error(tmp_path: Path, plain_queue: IoQ
     create_store([tmp_path], plain_queue).close()
 
 
+@pytest.mark.full
 def test_every_failing_transfer_leaves_the_last_step(tmp_path: Path) -> None:
     """Each transfer of a step fails in turn. The step is discarded and done again."""
     with FaultyQueue() as sound:

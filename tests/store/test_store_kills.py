@@ -83,12 +83,14 @@ def test_every_failpoint_is_tested() -> None:
     assert {kill_at.split(":")[0] for kill_at, _ in KILLS} == set(FAILPOINTS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kill_at", "step"), KILLS)
 def test_killed_at_a_failpoint(tmp_path: Path, paths: list[Path], queue: IoQueue, kill_at: str, step: int) -> None:
     run_until_killed(tmp_path, "steps", paths, kill_at)
     check_continues(paths, queue, step)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kill_at", "step"),
     [("create.reserved:1", 1), ("create.erased:1", NO_STORE), ("create.filled:1", NO_STORE), ("commit.published:1", 0)],
@@ -102,6 +104,7 @@ def test_killed_while_replacing_a_store(
     check_continues(paths, queue, step)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kill_at", "step", "pinned"),
     [
@@ -134,6 +137,7 @@ def test_killed_in_place(tmp_path: Path, paths: list[Path], queue: IoQueue, kill
         create_store(paths, queue)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_time(tmp_path: Path, paths: list[Path], queue: IoQueue, seed: int) -> None:
     """The store is at the step that was acknowledged last, or at the one after it."""

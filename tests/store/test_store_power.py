@@ -140,6 +140,7 @@ def test_broken_protocols_are_found(directory: Path, mutant: type[RecordingDrive
         recover(recording, per_event=16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", STORES)
 def test_stores_that_write_to_the_wrong_slot_are_found(directory: Path, mutant: type[Store]) -> None:
     recording = record(directory, RecordingDrive(), steps_with_pins, num_slots=4, store_class=mutant)
@@ -153,12 +154,14 @@ def test_a_recovery_that_accepts_torn_manifests_is_found(directory: Path) -> Non
         recover(recording, per_event=16, seen_as=without_crc_check)
 
 
+@pytest.mark.full
 def test_the_real_protocol_passes_where_mutants_fail(directory: Path) -> None:
     """The same work and the same cuts: what the tests find is the mutation."""
     assert recover(record(directory, RecordingDrive(), three_steps), per_event=16) > 300
     assert recover(record(directory / "pins", RecordingDrive(), steps_with_pins, num_slots=4), per_event=16) > 600
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lie", [NeverSyncs, SyncsOnlyTheFirstFile, SyncsAgain])
 def test_a_drive_that_loses_confirmed_writes_is_noticed(directory: Path, lie: type[RecordingDrive]) -> None:
     """A manifest may refer to bytes that never arrived. They are not used; the step before is, if it is whole."""

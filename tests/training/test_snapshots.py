@@ -103,6 +103,7 @@ def test_every_second_step_is_copied(machine: Machine, target: Store) -> None:
     assert machine.messages == []
 
 
+@pytest.mark.full
 def test_steps_that_are_due_during_a_copy_are_skipped_except_the_last(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target, bytes_per_second=5 * SLOW)
     machine.run(snapshots, 8)

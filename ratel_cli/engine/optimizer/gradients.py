@@ -12,9 +12,7 @@ parameter that got no gradient has none (AdamW skips it, as in torch); norms are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -86,6 +84,11 @@ class GradientSum(Closing):
         self._sum_lease: Lease | None = self._lease_for(self._sum_dtype) if device.is_host else None
         self._lease: Lease | None = self._sum_lease if self._sum_dtype == dtype else None
         """Host memory for the result."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of the block's parameters."""
+        return len(self._has_left)
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add one contribution: for each of the block's parameters, in their order, a gradient or None.
@@ -303,26 +306,6 @@ class GradientSum(Closing):
     def _part_of(self, lease: Lease, index: int, dtype: torch.dtype) -> torch.Tensor:
         parameter = self._block.parameters[index]
         return view(lease.memory, dtype)[parameter.start : parameter.stop]
-
-
-@contextmanager
-def adding_to(parameters: Sequence[torch.nn.Parameter], total: GradientSum, *, is_last: bool) -> Iterator[None]:
-    """While a backward runs inside: add each parameter's gradient to `total` as soon as autograd has made it.
-
-    So no more than one parameter's gradient is waiting. With `is_last`, each leaves at once.
-    """
-
-    def add(index: int, parameter: torch.Tensor) -> None:
-        total.add_one(index, taken_gradient(parameter), is_last=is_last)
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(add, index)) for index, parameter in enumerate(parameters)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor:

@@ -80,14 +80,13 @@ class Group:
 class GroupWork:
     """Reads, updates and writes groups, on the optimizer thread."""
 
-    def __init__(
-        self, adamw: GroupAdamW, store: Store, pool: BufferPool, *, timeline: Timeline, resident_states: frozenset[int]
-    ) -> None:
+    def __init__(self, adamw: GroupAdamW, store: Store, pool: BufferPool, *, timeline: Timeline) -> None:
         self._adamw = adamw
         self._store = store
         self._pool = pool
         self._timeline = timeline
-        self._resident = resident_states
+        self._resident: frozenset[int] = frozenset()
+        """Blocks whose states stay in memory."""
         self.waits_for: Resource = "optimizer"
         """The resource that the thread waits for or works on. Other threads may read it."""
         self._states: dict[int, dict[str, Lease]] = {}

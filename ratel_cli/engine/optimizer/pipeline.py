@@ -107,8 +107,8 @@ class UpdatePipeline(Closing):
         self._wait(lambda: update.is_written)
 
     def wait_unfinished(self, *, at_most: int) -> None:
-        """Return when at most `at_most` submitted updates are not written yet."""
-        self._wait(lambda: len(self._updates) <= at_most)
+        """Return when updates that were submitted and are not written yet are of at most `at_most` segments."""
+        self._wait(lambda: len({each.gradient.block.segment for each in self._updates.values()}) <= at_most)
 
     @property
     def waits_for(self) -> Resource:

@@ -49,6 +49,7 @@ from ratel_cli.io.scratch import Scratch
 from ratel_cli.planning.clipping import COUNTED_ALIKE, SpeculationCosts
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.store.store import Store
 
 
@@ -56,7 +57,6 @@ from ratel_cli.store.store import Store
 class UpdateSettings:
     """Settings of the update that do not change during a run."""
 
-    gradient_dtype: torch.dtype
     max_grad_norm: float | None
     """Clip the global gradient norm to this; None does not clip."""
     hold: bool
@@ -80,7 +80,7 @@ class Updates:
         self,
         settings: UpdateSettings,
         placement: Placement,
-        blocks: Sequence[BlockSpec],
+        segments: Sequence[Segment],
         store: Store,
         pipeline: UpdatePipeline,
         resident: ResidentWeights,
@@ -90,7 +90,10 @@ class Updates:
     ) -> None:
         self._settings = settings
         self._placement = placement
-        self._blocks = blocks
+        self._segments = segments
+        self._blocks = [block for segment in segments for block in segment.blocks]
+        """In the order in which forward uses them."""
+        self._trained = [block for block in self._blocks if block.is_trained]
         self._store = store
         self._pipeline = pipeline
         self._resident = resident
@@ -100,7 +103,7 @@ class Updates:
         """By block: which of its parameters had a gradient in the first step."""
         self._speculation: Speculation | None = None
         if settings.max_grad_norm is not None:
-            num_elements = sum(block.num_elements for block in blocks)
+            num_elements = sum(segment.trained_elements for segment in segments)
             costs = settings.speculation or COUNTED_ALIKE
             self._speculation = Speculation(settings.max_grad_norm, costs, num_elements=num_elements)
         self._unknown_norms: deque[BlockGradient] = deque()
@@ -129,8 +132,8 @@ class Updates:
         self._settings, self._placement, self._scratch = settings, placement, scratch
         if self._speculation is not None:
             self._speculation.costs = settings.speculation or COUNTED_ALIKE
-        self._resident.follow(placement.resident_weights)
-        self._pipeline.follow(placement.groups, resident_states=placement.resident_states)
+        self._resident.follow(self._blocks_of(placement.resident_weights))
+        self._pipeline.follow(placement.groups, resident_states=self._blocks_of(placement.resident_states))
 
     @property
     def is_unsettled(self) -> bool:
@@ -190,10 +193,11 @@ class Updates:
             self._speculation.begin()
         self._mode = self._choose_mode()
         if self._mode == "deferred":
-            self._pipeline.fill(self._blocks)  # nothing is updated in this backward, so drives may be idle
+            self._pipeline.fill(self._trained)  # nothing is updated in this backward, so drives may be idle
         else:
             self._begin_writing()
-            self._pipeline.expect([block for block in reversed(self._blocks) if not self._is_deferred(block)])
+            arriving = (block for segment in reversed(self._segments) for block in segment.trained)
+            self._pipeline.expect([block for block in arriving if not self._is_deferred(block)])
 
     def hand_over(self, total: GradientSum, weights: HostWeights) -> None:
         """Take over a block's summed gradient: start its update on `weights`, or hold it.
@@ -216,7 +220,7 @@ class Updates:
         self._start(gradient, weights.share())
 
     def wait_pending(self) -> None:
-        """Return when no more updates are unfinished than the placement allows."""
+        """Return when updates of no more segments are unfinished than the placement allows."""
         with self._timeline.stalled_on(self._pipeline.waits_for):
             self._pipeline.wait_unfinished(at_most=self._placement.pending_updates)
 
@@ -303,10 +307,14 @@ class Updates:
         if self._mode == "speculative" and self._speculation.is_clipping_certain:
             self._discard()
             self._mode = "deferred"
-            self._pipeline.fill(self._blocks)
+            self._pipeline.fill(self._trained)
+
+    def _blocks_of(self, segments: frozenset[int]) -> frozenset[int]:
+        """Indices of the blocks of these segments."""
+        return frozenset(block.index for block in self._blocks if block.segment in segments)
 
     def _is_deferred(self, block: BlockSpec) -> bool:
-        return self._mode == "eager" and block.index in self._placement.deferred
+        return self._mode == "eager" and block.segment in self._placement.deferred
 
     def _begin_writing(self) -> None:
         if not self._is_writing:
@@ -336,7 +344,7 @@ class Updates:
         self._pipeline.submit(update)
 
     def _write_all(self) -> None:
-        for block in self._blocks:
+        for block in self._trained:
             gradient = self._deferred.pop(block.index, None)
             if gradient is not None:
                 self._start(gradient, self._resident.get(block))

@@ -1,4 +1,4 @@
-"""Measures what a model's blocks cost, without training the model.
+"""Measures what a model's segments cost, without training the model.
 
 One micro-batch goes through embedding, layers and head, forward and backward, one block after another (Ratel section
 IV-B: the unoptimised iteration). Times and sizes depend on shapes and not on values, so the weights are random numbers
@@ -24,19 +24,21 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.gpu import translate_errors
 from ratel_cli.engine.embedding_rows import rows_suffice
 from ratel_cli.engine.loss import loss_and_gradients
-from ratel_cli.engine.optimizer.gradients import GradientSum, adding_to
+from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.engine.state import place
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.io.views import VALUE_DTYPES
+from ratel_cli.model.blocks import DecoderModel, trained_of
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
 from ratel_cli.model.operators import tensors_in
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 
 _NUM_RUNS = 5
 """Runs of each block; fewer if they take longer than `_ENOUGH_SECONDS`. The first warms up (code is loaded, memory
@@ -100,7 +102,7 @@ class BlockProfiler:
         self._device = device
         self._torch_device = device.torch_device
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
-        largest = max(model.spec.block_elements)
+        largest = max(block.num_elements for block in model.spec.blocks)
         generator = torch.Generator(self._torch_device).manual_seed(0)
         weights = torch.empty(largest, dtype=dtype, device=self._torch_device)
         self._weights = weights.normal_(std=_DEVIATION, generator=generator)
@@ -114,16 +116,16 @@ class BlockProfiler:
         *,
         most_runs: int = _NUM_RUNS,
         beside: Beside | None = None,
-        progress: Callable[[BlockSpec], None] = lambda block: None,
+        progress: Callable[[Segment], None] = lambda segment: None,
     ) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
-        """Run every kind of block on one micro-batch, tensors `[batch, tokens]`, each at most `most_runs` times.
+        """Run every kind of segment on one micro-batch, tensors `[batch, tokens]`, each at most `most_runs` times.
 
-        Returns the operators of every layer, by (block, sample), and the seconds of a block on one micro-batch, by
-        block. `beside`: work next to which the first layer runs once more, for `sharing`. `progress` is called with
-        each block before it runs.
-        Raises BadInput if a block cannot run, with its name and why; DoesNotFit if a GPU has too little memory.
+        Returns the operators of every layer, by (segment, sample), and the seconds of a segment on one micro-batch, by
+        segment. `beside`: work next to which the first layer runs once more, for `sharing`. `progress` is called with
+        each segment before it runs.
+        Raises BadInput if a segment cannot run, with its name and why; DoesNotFit if a GPU has too little memory.
         """
-        embedding, *layers, head = self._model.spec.blocks
+        embedding, *layers, head = self._model.spec.segments
         [batch] = place([batch], self._torch_device)
         # As in a step: on a thread of its own, backward would drop its last tensors whenever that is scheduled.
         with torch.autograd.set_multithreading_enabled(False):
@@ -131,51 +133,51 @@ class BlockProfiler:
                 hidden, calls = self._embedding(embedding, batch, most_runs)
             runs: dict[int, list[_Run]] = {}
             kinds: dict[object, int] = {}
-            for block, call in zip(layers, calls, strict=True):
+            for layer, call in zip(layers, calls, strict=True):
                 kind = (
-                    tuple(parameter.shape for parameter in block.parameters),
+                    tuple(parameter.shape for parameter in layer.parameters),
                     tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords))),
                 )
-                first = kinds.setdefault(kind, block.index)
-                if first != block.index:
-                    runs[block.index] = runs[first]
+                first = kinds.setdefault(kind, layer.index)
+                if first != layer.index:
+                    runs[layer.index] = runs[first]
                     continue
-                with self._running(block, progress):
-                    runs[block.index], hidden = self._layer(block, call, hidden, most_runs, beside)
+                with self._running(layer, progress):
+                    runs[layer.index], hidden = self._layer(layer, call, hidden, most_runs, beside)
                 beside = None
             with self._running(head, progress):
                 self._head(head, embedding, batch, hidden, most_runs)
         num_samples = min(len(samples) for samples in runs.values())
         units = {
-            (block, sample): run.unit
-            for block, samples in runs.items()
+            (index, sample): run.unit
+            for index, samples in runs.items()
             for sample, run in enumerate(samples[:num_samples])
             if run.unit is not None
         }
-        return units, {block: _seconds(samples) for block, samples in (runs | self._outside).items()}
+        return units, {index: _seconds(samples) for index, samples in (runs | self._outside).items()}
 
     @contextlib.contextmanager
-    def _running(self, block: BlockSpec, progress: Callable[[BlockSpec], None]) -> Iterator[None]:
-        """Raises what goes wrong inside as an error about the block."""
-        progress(block)
+    def _running(self, segment: Segment, progress: Callable[[Segment], None]) -> Iterator[None]:
+        """Raises what goes wrong inside as an error about the segment."""
+        progress(segment)
         try:
             with translate_errors("measuring the model needs more than is available"):
                 yield
         except _CANNOT_RUN as error:
             dtype, device = str(self._weights.dtype).removeprefix("torch."), self._torch_device.type
             raise BadInput(
-                f"{self._model.spec.architecture}: its {block.name} cannot run forward and backward in {dtype} "
+                f"{self._model.spec.architecture}: its {segment.name} cannot run forward and backward in {dtype} "
                 f"on {device}: {first_line(error)}",
                 "another dtype, device or attn_implementation may run it; if transformers trains this model, "
                 "please report it",
             ) from error
 
     def _embedding(
-        self, block: BlockSpec, batch: MicroBatch, most_runs: int
+        self, segment: Segment, batch: MicroBatch, most_runs: int
     ) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
         tokens = self._distinct_tokens(batch)
         holds, is_single = self._device.is_host and not self._model.spec.tied, self._sums.num_micro_batches == 1
-        with self._bound(block, tokens) as parameters, self._sum_of(block, holds, is_single=is_single) as total:
+        with self._bound(segment, tokens) as parameters, self._sum_of(segment, holds, is_single=is_single) as total:
 
             def run() -> _Run:
                 self._begin_again(total)
@@ -183,10 +185,10 @@ class BlockProfiler:
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
                 middle = self._now()
                 gradient = torch.zeros_like(embedded.hidden)
-                _add(total, torch.autograd.grad(embedded.hidden, parameters, gradient, allow_unused=True))
+                _add(total, torch.autograd.grad(embedded.hidden, trained_of(parameters), gradient, allow_unused=True))
                 return _Run(middle - start, self._now() - middle)
 
-            self._outside[block.index] = self._with_rounding(_samples(run, most_runs), total)
+            self._outside[segment.index] = self._with_rounding(_samples(run, most_runs), total)
             with torch.no_grad():
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
         return embedded.hidden, embedded.calls
@@ -198,19 +200,20 @@ class BlockProfiler:
         return DistinctTokens.of([batch.input_ids.cpu()], self._torch_device)
 
     def _layer(
-        self, block: BlockSpec, call: LayerCall, hidden: torch.Tensor, most_runs: int, beside: Beside | None
+        self, layer: Segment, call: LayerCall, hidden: torch.Tensor, most_runs: int, beside: Beside | None
     ) -> tuple[list[_Run], torch.Tensor]:
-        layer = block.index - 1
-        module = self._layer_runner.layers[layer]
+        place = layer.index - 1
+        module = self._layer_runner.layers[place]
         outputs: list[torch.Tensor] = []
         holds, is_single = self._sums.holds_layers, self._sums.num_micro_batches == 1
-        with self._bound(block) as parameters, self._sum_of(block, holds, is_single=is_single) as total:
+        with self._bound(layer) as parameters, self._sum_of(layer, holds, is_single=is_single) as total:
+            trained = trained_of(parameters)
 
             def recorded(recorder: Recorder) -> torch.Tensor:
                 """Forward as a step runs it. Returns its input."""
                 leaf = hidden.detach().requires_grad_()
                 with recorder.recording():
-                    outputs[:] = [self._layer_runner.run_layer(layer, leaf, call).detach()]
+                    outputs[:] = [self._layer_runner.run_layer(place, leaf, call).detach()]
                 return leaf
 
             def run() -> _Run:
@@ -221,35 +224,34 @@ class BlockProfiler:
                 tape, _ = recorder.finish()
                 middle = self._now()
                 with Replayer(tape):
-                    again = self._layer_runner.run_layer(layer, leaf, call)
-                with _dropping(parameters) if total is None else adding_to(parameters, total, is_last=False):
-                    again.backward(torch.zeros_like(again), inputs=[leaf, *parameters])
+                    again = self._layer_runner.run_layer(place, leaf, call)
+                with _dropping(trained) if total is None else adding_to(trained, total, is_last=False):
+                    again.backward(torch.zeros_like(again), inputs=[leaf, *trained])
                 return _Run(middle - start, self._now() - middle)
 
             def operators() -> UnitRecord:
                 """What operators cost, which takes time of its own."""
                 recording = StepRecording()
-                recorder = recording.recorder(parameters, (), block=block.index, micro_batch=0, module=module)
+                recorder = recording.recorder(parameters, (), block=layer.index, micro_batch=0, module=module)
                 recorded(recorder)
                 recorder.finish()
                 self._now()
-                return recording.units()[block.index, 0]
+                return recording.units()[layer.index, 0]
 
             runs = [replace(each, unit=operators()) for each in _samples(run, most_runs)]
             if beside is not None and max(each.forward + each.backward for each in runs) > _LEAST_SECONDS:
                 self.sharing = _sharing(run, runs, beside)
             return self._with_rounding(runs, total), outputs[0]
 
-    def _head(
-        self, block: BlockSpec, embedding: BlockSpec, batch: MicroBatch, hidden: torch.Tensor, most_runs: int
-    ) -> None:
-        holds, number, is_tied = self._sums.holds_head, len(block.parameters), self._model.spec.tied
+    def _head(self, head: Segment, embedding: Segment, batch: MicroBatch, hidden: torch.Tensor, most_runs: int) -> None:
+        holds, is_tied = self._sums.holds_head, self._model.spec.tied
         with contextlib.ExitStack() as opened:
-            parameters = opened.enter_context(self._bound(block))
-            totals = [opened.enter_context(self._sum_of(block, holds))]
+            parameters = trained_of(opened.enter_context(self._bound(head)))
+            number = len(parameters)
+            totals = [opened.enter_context(self._sum_of(head, holds))]
             if is_tied:
                 parameters = (*parameters, self._model.tie(opened.enter_context(self._bound(embedding))))
-                totals.append(opened.enter_context(self._sum_of(embedding, holds)))
+                totals.append(opened.enter_context(self._sum_of(Segment(embedding.blocks[:1]), holds)))
 
             def take(contribution: Sequence[torch.Tensor | None]) -> None:
                 _add(totals[0], contribution[:number])
@@ -276,16 +278,16 @@ class BlockProfiler:
                 take(others)
                 return _Run(0.0, self._now() - start)
 
-            self._outside[block.index] = self._with_rounding(_samples(run, most_runs), *totals)
+            self._outside[head.index] = self._with_rounding(_samples(run, most_runs), *totals)
 
-    def _with_rounding(self, runs: Sequence[_Run], *totals: GradientSum | None) -> list[_Run]:
+    def _with_rounding(self, runs: Sequence[_Run], *totals: SegmentSum | None) -> list[_Run]:
         """The runs with their part of what a step does once with the block's sums, which end: rounding them, and taking
         their norms. On a GPU that is one pass over memory, and left out."""
         start = self._now()
         if self._device.is_host:
             for total in totals:
-                if total is not None:
-                    total.finish().release()
+                for each in total.blocks if total is not None else ():
+                    each.finish().release()
         seconds = (self._now() - start) / self._sums.num_micro_batches
         return [replace(each, backward=each.backward + seconds) for each in runs]
 
@@ -295,38 +297,44 @@ class BlockProfiler:
             torch.accelerator.synchronize(self._torch_device)
         return perf_counter()
 
-    def _begin_again(self, total: GradientSum | None) -> None:
+    def _begin_again(self, total: SegmentSum | None) -> None:
         """Forget the contribution to the sum of a step with a single micro-batch, which takes one."""
         if total is not None and self._sums.num_micro_batches == 1:
             total.clear()
 
     @contextlib.contextmanager
     def _bound(
-        self, block: BlockSpec, tokens: DistinctTokens | None = None
+        self, segment: Segment, tokens: DistinctTokens | None = None
     ) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-        """The block with random weights; with `tokens`, an embedding with their rows alone."""
-        weights = [self._weights[: block.num_elements]]
-        if tokens is not None:
-            rows, behind = len(tokens) * block.parameters[0].shape[1], block.num_elements
-            behind -= block.parameters[1].start if len(block.parameters) > 1 else behind
-            weights = [self._weights[:rows], self._weights[:behind]]
+        """The segment with random weights; with `tokens`, an embedding with their rows alone."""
+        parameters: list[torch.nn.Parameter] = []
         try:
-            yield self._model.bind(block, *weights, tokens=tokens)
+            for block in segment.blocks:
+                sizes, of_rows = [block.num_elements], tokens if block is self._model.spec.blocks[0] else None
+                if of_rows is not None:
+                    behind = block.parameters[1].start if len(block.parameters) > 1 else block.num_elements
+                    sizes = [len(of_rows) * block.parameters[0].shape[1], block.num_elements - behind]
+                weights = [self._weights[:size].to(VALUE_DTYPES[block.dtype]) for size in sizes]
+                parameters += self._model.bind(block, *weights, tokens=of_rows)
+            yield tuple(parameters)
         finally:
-            self._model.release(block)
+            self._model.release(segment)
 
     @contextlib.contextmanager
-    def _sum_of(self, block: BlockSpec, holds: bool, *, is_single: bool = False) -> Iterator[GradientSum | None]:
-        """The sum of a block's gradients; None where they are dropped."""
+    def _sum_of(self, segment: Segment, holds: bool, *, is_single: bool = False) -> Iterator[SegmentSum | None]:
+        """The sum of a segment's gradients; None where they are dropped."""
         if not holds:
             yield None
             return
-        dtype = self._weights.dtype
-        with GradientSum(block, self._pool, self._device, dtype=dtype, single=is_single) as total:
-            yield total
+        with contextlib.ExitStack() as opened:
+            sums = [
+                GradientSum(block, self._pool, self._device, dtype=VALUE_DTYPES[block.dtype], single=is_single)
+                for block in segment.trained
+            ]
+            yield opened.enter_context(SegmentSum(sums))
 
 
-def _add(total: GradientSum | None, gradients: Sequence[torch.Tensor | None]) -> None:
+def _add(total: SegmentSum | None, gradients: Sequence[torch.Tensor | None]) -> None:
     if total is not None:
         total.add(gradients)
 

@@ -34,7 +34,7 @@ class RatelEquations:
     """Memory for activations, of the host and of the GPU together; resident weights and states get what is left."""
     gpu_bytes: int = 0
     """The GPU's part of that: the same for every strategy that leaves as much in memory."""
-    spilled_blocks: int = 0
+    spilled_segments: int = 0
     moves_states: bool = True
 
     @cached_property
@@ -116,7 +116,7 @@ class RatelEquations:
             placement,
             NOTHING_OFFLOADED,
             holds_gradients=self.problem.decisions.holds_gradients,
-            spilled_blocks=self.spilled_blocks,
+            spilled_segments=self.spilled_segments,
             overlap=self.problem.decisions.overlap,
         )
 

@@ -21,7 +21,7 @@ from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -91,20 +91,20 @@ class RatelForecaster:
             placement=bare,
             available_bytes=unused_bytes + activation_bytes + plan.offloaded.gpu_bytes,
             gpu_bytes=plan.offloaded.gpu_bytes,
-            spilled_blocks=plan.spilled_blocks,
+            spilled_segments=plan.spilled_segments,
         )
 
     def deepest(self, setting: Setting) -> Depth | None:
         """The most layers like the last one that fit. Everything that can be lies on NVMe, so NVMe bounds them, and
         memory for what a step notes of each."""
 
-        def stored_bytes(block: BlockSpec) -> int:
+        def stored_bytes(segment: Segment) -> int:
             holds = self.decisions.holds_gradients or self.decisions.overlap == "separate"
-            return self.decisions.num_slots * block.record_bytes + (block.gradient_bytes if holds else 0)
+            return self.decisions.num_slots * segment.record_bytes + (segment.gradient_bytes if holds else 0)
 
-        number, layer = setting.workload.num_micro_batches, self.spec.blocks[-2]
+        number, layer = setting.workload.num_micro_batches, self.spec.layers[-1]
         unit_bytes = align_up(self._profile(setting).profiles[-1].input_bytes, PAGE_BYTES)
-        outside_bytes = stored_bytes(self.spec.blocks[0]) + stored_bytes(self.spec.blocks[-1])
+        outside_bytes = stored_bytes(self.spec.embedding) + stored_bytes(self.spec.head)
         available_bytes = setting.hardware.nvme.free_bytes - outside_bytes
         most_layers = available_bytes // (stored_bytes(layer) + number * unit_bytes)
         choices = range(1, most_layers + 1)
@@ -118,7 +118,7 @@ class RatelForecaster:
         """Whether the placement that takes the least memory fits with this many layers. Apart from what a step notes of
         each it takes the same for every depth."""
         device_limit_bytes = self._device_limit_bytes(setting)
-        layer_bytes = notes_bytes(self.spec.blocks[-2:-1], setting.workload)
+        layer_bytes = notes_bytes(self.spec.layers[-1:], setting.workload)
         limit_bytes = host_limit_bytes(setting) - (num_layers - self.spec.num_layers) * layer_bytes
         problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
         problem = problem.in_least_gpu_memory

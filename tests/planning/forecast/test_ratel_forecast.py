@@ -180,6 +180,7 @@ def test_the_deepest_fits_and_a_deeper_one_does_not(holds_gradients: bool) -> No
         assert not beyond.forecast(asked).fits
 
 
+@pytest.mark.full
 def test_memory_for_what_is_noted_of_each_layer_bounds_the_depth() -> None:
     machine = paper_machine()
     gpu_bytes, limit_bytes = least_memory(machine, holds_gradients=True)

@@ -1,0 +1,69 @@
+"""The sums of a segment's gradients: one for each of its trained blocks, addressed by their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from ratel_cli.closing import Closing
+from ratel_cli.engine.optimizer.gradients import GradientSum, taken_gradient
+
+
+class SegmentSum(Closing):
+    """Adds up the gradients of a segment's trained parameters."""
+
+    def __init__(self, blocks: Sequence[GradientSum]) -> None:
+        """`blocks`: the sum of each trained block, in the order of the segment."""
+        self.blocks = tuple(blocks)
+        self._places = [(each, index) for each in blocks for index in range(each.num_parameters)]
+        """For each of their parameters: its block's sum, and its number there."""
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add one contribution: for each of the parameters a gradient in its shape, or None."""
+        start = 0
+        for each in self.blocks:
+            each.add(gradients[start : start + each.num_parameters])
+            start += each.num_parameters
+
+    def add_one(self, index: int, gradient: torch.Tensor, *, is_last: bool = False) -> None:
+        """Add a contribution to the parameter at `index`; see `GradientSum.add_one`."""
+        total, number = self._places[index]
+        total.add_one(number, gradient, is_last=is_last)
+
+    def expect_last(self) -> None:
+        """The last micro-batch comes; see `GradientSum.expect_last`."""
+        for each in self.blocks:
+            each.expect_last()
+
+    def clear(self) -> None:
+        """Forget all contributions."""
+        for each in self.blocks:
+            each.clear()
+
+    def close(self) -> None:
+        """Give back the memory of what is not finished. Idempotent."""
+        for each in self.blocks:
+            each.close()
+
+
+@contextmanager
+def adding_to(parameters: Sequence[torch.nn.Parameter], total: SegmentSum, *, is_last: bool) -> Iterator[None]:
+    """While a backward runs inside: add each parameter's gradient to `total` as soon as autograd has made it.
+
+    So no more than one parameter's gradient is waiting. With `is_last`, each leaves at once.
+    """
+
+    def add(index: int, parameter: torch.Tensor) -> None:
+        total.add_one(index, taken_gradient(parameter), is_last=is_last)
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(add, index)) for index, parameter in enumerate(parameters)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

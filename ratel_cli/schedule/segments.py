@@ -1,0 +1,114 @@
+"""Segments, the unit of computing: the pieces of a model's own code that run one after another. Pure.
+
+The embedding, each layer and the head are one segment each. A segment binds its blocks, computes for every micro-batch,
+and gives them up. Its first block has the parameters that are trained in the model's dtype; what needs another dtype or
+another rule is in further blocks. What moves ahead of computing, waits behind it or stays in memory is counted in
+segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
+
+from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One piece of a model, and the blocks that it binds. Sizes are sums over these."""
+
+    blocks: tuple[BlockSpec, ...]
+
+    @cached_property
+    def index(self) -> int:
+        """Its place in the order of forward."""
+        return self.blocks[0].segment
+
+    @property
+    def kind(self) -> BlockKind:
+        """What of a decoder it is."""
+        return self.blocks[0].kind
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return self.blocks[0].name
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Those of all blocks, in their order. Each begins where its own block says."""
+        return tuple(parameter for block in self.blocks for parameter in block.parameters)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Where its weights may be cut, in bytes of `compute_bytes`: where a parameter begins, and at both ends."""
+        found, start = {0, self.compute_bytes}, 0
+        for block in self.blocks:
+            found.update(start + parameter.start * block.dtype_bytes for parameter in block.parameters)
+            start += block.compute_bytes
+        return tuple(sorted(found))
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled: in fp16."""
+        return self.blocks[0].scales_loss
+
+    @cached_property
+    def trained(self) -> tuple[BlockSpec, ...]:
+        """The blocks that have gradients."""
+        return tuple(block for block in self.blocks if block.is_trained)
+
+    @cached_property
+    def trained_elements(self) -> int:
+        """Elements of the flat arrays that have gradients."""
+        return sum(block.num_elements for block in self.trained)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(block.num_parameters for block in self.blocks)
+
+    @cached_property
+    def compute_bytes(self) -> int:
+        """Weights that the device computes with (P16)."""
+        return sum(block.compute_bytes for block in self.blocks)
+
+    @cached_property
+    def updated_bytes(self) -> int:
+        """The part of `compute_bytes` that an update changes."""
+        return sum(block.compute_bytes for block in self.trained)
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """All fields in the store: what updates write."""
+        return sum(block.record_bytes for block in self.blocks)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Fields that only the updates read."""
+        return sum(block.state_bytes for block in self.blocks)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Gradients as they leave the device and are held (G16)."""
+        return sum(block.gradient_bytes for block in self.blocks)
+
+    @cached_property
+    def sum_bytes(self) -> int:
+        """Sums of gradients over micro-batches, in fp32."""
+        return 4 * self.trained_elements
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """What the updates move in main memory."""
+        return sum(block.update_bytes for block in self.blocks)
+
+
+def segments_of(blocks: Sequence[BlockSpec]) -> Iterator[Segment]:
+    """The segments that these blocks belong to, in the order of forward."""
+    for _, group in groupby(sorted(blocks, key=attrgetter("segment")), key=attrgetter("segment")):
+        yield Segment(tuple(group))

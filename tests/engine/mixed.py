@@ -1,0 +1,34 @@
+"""Models whose layers have parameters of several kinds: what transformers keeps in fp32, what their code has frozen."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.sizes import DtypeName
+from scripts.family_configs import tiny_config
+from tests.reference import Recipe, kept_in_fp32
+
+IN_FP32, FROZEN, BOTH, TIED_AND_FROZEN = "hunyuan_v1_moe", "afmoe", "ernie4_5_moe", "marian"
+"""Routers of layers are kept in fp32; biases of experts are frozen; both, and some parameters are both at once; a table
+of positions next to a tied embedding is frozen."""
+MIXED = (IN_FP32, FROZEN, BOTH, TIED_AND_FROZEN)
+
+
+def mixed_config(family: str) -> PretrainedConfig:
+    return tiny_config(family, **({"is_encoder_decoder": False} if family == TIED_AND_FROZEN else {}))
+
+
+@cache
+def _kept(family: str, dtype: DtypeName) -> frozenset[str]:
+    with tempfile.TemporaryDirectory() as name:
+        return kept_in_fp32(mixed_config(family), DTYPES[dtype], Path(name))
+
+
+def mixed_recipe(family: str, dtype: DtypeName, *, max_grad_norm: float | None) -> Recipe:
+    scale = 1024.0 if dtype == "float16" else 1.0
+    return Recipe(dtype=DTYPES[dtype], kept=_kept(family, dtype), max_grad_norm=max_grad_norm, loss_scale=scale)
