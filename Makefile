@@ -14,8 +14,8 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(OPTIONS)
 GPU := tests/gpu tests/simulated_gpu
-FULL := -m "(full or hypothesis) and not nightly" --hypothesis-profile full
-NIGHTLY := -m nightly --hypothesis-profile full
+FULL := -m "full and not nightly"
+NIGHTLY := -m "nightly or hypothesis" --hypothesis-profile nightly
 
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
 export PYTHONDONTWRITEBYTECODE :=
@@ -30,7 +30,7 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/ratel finetune configs/demo.yaml
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
-test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (thirteen minutes)
+test: $(READY)  ## Run the short tier of the tests: every module, what takes about a second (about ten minutes)
 	RATEL_SIMULATED_GPU=1 $(PYTEST) --slowest=build/slowest/$@-gpu.txt $(GPU)
 	$(PYTEST) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
@@ -38,7 +38,7 @@ hostile: $(READY)  ## Run `make test` for a caller without variables, on a dumb 
 	umask 077 && env -i PATH="$(PATH)" TERM=dumb COLUMNS=20 LC_ALL=C TZ=Asia/Kathmandu \
 		$(MAKE) test WORKERS="$(WORKERS)" OPTIONS="--random-order --random-order-seed=$(SEED)"
 
-check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (forty-five minutes)
+check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (half an hour)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) --slowest=build/slowest/$@-gpu.txt $(GPU)

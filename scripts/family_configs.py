@@ -65,6 +65,11 @@ _INDEXER: Mapping[str, object] = {
     "indexer_n_heads": 32, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
     "indexer_compress_ratio": 1, "hc_lowrank": 8, "ple_embed_dim": 32, "ngram_vocab_size_base": 100,
 }  # fmt: skip
+_DECODERS_IF_ASKED = (
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Encoders by default: their tokens see each other."""
 _CHANGES: Mapping[str, Mapping[str, object]] = {
     "blt": {
         "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3], "local_attention_window_len": 16,
@@ -109,7 +114,8 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     """A small configuration of the family, with `changes` to its values."""
     default = AutoConfig.for_model(family).to_dict()
     values = _shrink(default)
-    for key, value in {**_CHANGES.get(family, {}), **changes}.items():
+    is_decoder = {"is_decoder": True} if family in _DECODERS_IF_ASKED else {}
+    for key, value in {**is_decoder, **_CHANGES.get(family, {}), **changes}.items():
         _put(values, key.split("."), value)
     values.pop("model_type", None)
     return AutoConfig.for_model(family, **values)

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 COPIED_FOLDERS = ("ratel_cli", "tests", "scripts", "examples", "configs", "docs", "kernels", ".ci")
 GPU_TESTS = ("tests/gpu", "tests/simulated_gpu")
 FULL_TESTS = ("tests/gpu/test_simulated_time.py", "tests/gpu/test_exposed_uploads.py")
-"""Of the full tier alone."""
+"""Of the nightly tier alone."""
 TEXTS = "tests/scripts/test_mutants.py"
 """Would notice every mutant, since it looks for the old texts."""
 SECONDS = 1800

@@ -178,7 +178,7 @@ def _gradients(
             _collect(model, sums)
             continue
         with _Seeding(model, recipe.seed, step, position):
-            keywords = {"position_ids": batch.position_ids} if _takes_positions(model) else {}
+            keywords = {"position_ids": batch.position_ids} if _is_packed(batch) and _takes_positions(model) else {}
             logits = model(input_ids=batch.input_ids, use_cache=False, **keywords).logits
         flat, targets = logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
         cross_entropy = nn.functional.cross_entropy(flat.float(), targets, ignore_index=-100, reduction="sum")
@@ -265,6 +265,14 @@ def _copy_down(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters[name])
+
+
+def _is_packed(batch: Batch) -> bool:
+    """Whether a row has several samples. Otherwise the model's code counts positions by itself."""
+    return not torch.equal(
+        batch.position_ids,
+        torch.arange(batch.position_ids.shape[1], device=batch.position_ids.device).expand_as(batch.position_ids),
+    )
 
 
 def _takes_positions(model: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from ratel_cli.model.passed_on import reject_what_is_passed_on
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
-from ratel_cli.model.separation import samples_stay_apart
+from ratel_cli.model.separation import counts_positions_from_zero, looks_ahead, samples_stay_apart
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec, lay_out_block
@@ -125,6 +125,19 @@ class DecoderModel:
         assert self._device.type == "cpu"
         before, *layers, after = self._parameters_by_segment()
         return samples_stay_apart(
+            self.layer_runner,
+            (*before, *after),
+            layers,
+            vocab_size=self.spec.vocab_size,
+            num_positions=self._num_positions,
+        )
+
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """Whether a token's result depends on tokens behind it. As `packs`, found when asked."""
+        assert self._device.type == "cpu"
+        before, *layers, after = self._parameters_by_segment()
+        return looks_ahead(
             self.layer_runner,
             (*before, *after),
             layers,
@@ -243,6 +256,8 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside}, first.name, lookup)
     reject_what_is_passed_on(layer_runner, outside, inside, vocab_size=first.shape[0])
     before, after = _split(outside, usage, first, tied=tied)
+    if layer_runner.takes_positions:
+        layer_runner.takes_positions = counts_positions_from_zero(layer_runner, outside, vocab_size=first.shape[0])
     found: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
         ("embedding", "embedding", before),
         *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),

@@ -74,7 +74,7 @@ class LayerRunner:
         self.layers = tuple(layers)
         self._forwards = tuple(layer.forward for layer in layers)
         self.takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
-        """Whether the model accepts position ids. If not, samples cannot be packed."""
+        """Whether the model gets position ids. If not, samples cannot be packed."""
         self._wrap = _WRAPS[0]
         self._calls: list[LayerCall] = []
         self._expected: torch.Tensor | None = None
@@ -126,6 +126,15 @@ class LayerRunner:
             f"{type(self.model).__name__}: its code takes more from its layers than hidden states{reason};"
             " such models cannot be streamed"
         )
+
+    @contextlib.contextmanager
+    def without_positions(self) -> Iterator[None]:
+        """A context in which the model's code gets no positions."""
+        before, self.takes_positions = self.takes_positions, False
+        try:
+            yield
+        finally:
+            self.takes_positions = before
 
     def learn_state(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, num_positions: int) -> None:
         """Learn by trials which tensors outside the layers the model's code writes to: they will be copied.

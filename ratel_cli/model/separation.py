@@ -1,4 +1,4 @@
-"""Finds out by numbers whether samples that are packed into one sequence stay apart.
+"""Finds out by numbers whether samples that are packed into one sequence stay apart, and whether tokens look ahead.
 
 Attention masks say little: convolutions and recurrences reach over the end of a sample whatever the mask is. So three
 samples are packed, the tokens of the first and the last change, and the one between must stay as it is: behind the
@@ -8,12 +8,17 @@ shapes and the same arguments. Weights are random stand-ins, so this reads no fi
 The first sample is longer than the chunks of 64 tokens in which some recurrences compute, so that a state that goes
 from chunk to chunk is met as well as one inside a chunk.
 
-Invariant: a model that cannot be tried is not packed.
+Whether a token's result depends on tokens behind it is found in the same way: the second half of a row changes, and the
+first half must stay as it is. A model that looks ahead cannot be trained to predict the next token, and what fills up
+a row would be seen.
+
+Invariant: a model that cannot be tried is not packed, and does not count as one that looks ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -48,13 +53,68 @@ def samples_stay_apart(
     """
     samples = [min(size, num_positions or size) for size in _SAMPLES]
     watched = slice(samples[0], samples[0] + samples[1])
+    positions = torch.cat([torch.arange(size) for size in samples])
+    return _stays_as_it_is(layer_runner, outside, layers, positions, watched, vocab_size) is True
+
+
+def looks_ahead(
+    layer_runner: LayerRunner,
+    outside: Sequence[StandsIn],
+    layers: Sequence[Sequence[StandsIn]],
+    *,
+    vocab_size: int,
+    num_positions: int | None,
+) -> bool:
+    """Whether a token's result depends on tokens behind it. Arguments as in `samples_stay_apart`."""
+    num_tokens = min(sum(_SAMPLES), num_positions or sum(_SAMPLES))
+    positions, first_half = torch.arange(num_tokens), slice(0, num_tokens // 2)
+    return _stays_as_it_is(layer_runner, outside, layers, positions, first_half, vocab_size) is False
+
+
+def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[StandsIn], *, vocab_size: int) -> bool:
+    """Whether the positions that a model's code takes by default are 0, 1, 2 and so on. Some begin behind the id of the
+    token that fills up rows. True if it cannot be tried. Arguments as in `samples_stay_apart`."""
+    input_ids = ordinary_tokens(layer_runner.model, vocab_size, _SAMPLES[1], seed=1)
+    positions = torch.arange(_SAMPLES[1]).unsqueeze(0)
+    try:
+        with _trying(layer_runner) as stand_ins, stand_ins.bound(outside):
+            given = layer_runner.embed(input_ids, positions)
+            with layer_runner.without_positions():
+                default = layer_runner.embed(input_ids, positions)
+    except (*CANNOT_RUN, BadInput):
+        return True
+    found, wanted = (tensors_in((each.hidden, list(map(_arguments, each.calls)))) for each in (given, default))
+    # A layer may get positions that were given, and none by default.
+    extra = [each for each in found if each is not positions] if len(found) > len(wanted) else found
+    return len(extra) == len(wanted) and all(map(torch.equal, extra, wanted))
+
+
+def _stays_as_it_is(
+    layer_runner: LayerRunner,
+    outside: Sequence[StandsIn],
+    layers: Sequence[Sequence[StandsIn]],
+    positions: torch.Tensor,
+    watched: slice,
+    vocab_size: int,
+) -> bool | None:
+    """Whether the watched tokens of a row with these positions `[tokens]` have the same results whatever the other
+    tokens are; None if the model cannot be tried."""
+    try:
+        with _trying(layer_runner) as stand_ins:
+            row = positions.unsqueeze(0)
+            return _is_independent(layer_runner, outside, layers, stand_ins, row, watched, vocab_size)
+    except (*CANNOT_RUN, BadInput):
+        return None
+
+
+@contextlib.contextmanager
+def _trying(layer_runner: LayerRunner) -> Iterator[StandIns]:
+    """A context in which the model computes with stand-ins, without draws."""
     training = layer_runner.model.training
     layer_runner.model.eval()
     try:
         with torch.no_grad(), StandIns() as stand_ins:
-            return _stay_apart(layer_runner, outside, layers, stand_ins, samples, watched, vocab_size)
-    except (*CANNOT_RUN, BadInput):
-        return False
+            yield stand_ins
     finally:
         layer_runner.model.train(training)
 
@@ -70,17 +130,16 @@ def ordinary_tokens(model: nn.Module, vocab_size: int, num_tokens: int, seed: in
     return ordinary[chosen]
 
 
-def _stay_apart(
+def _is_independent(
     layer_runner: LayerRunner,
     outside: Sequence[StandsIn],
     layers: Sequence[Sequence[StandsIn]],
     stand_ins: StandIns,
-    samples: Sequence[int],
+    positions: torch.Tensor,
     watched: slice,
     vocab_size: int,
 ) -> bool:
-    positions = torch.cat([torch.arange(size) for size in samples]).unsqueeze(0)
-    input_ids = [ordinary_tokens(layer_runner.model, vocab_size, sum(samples), seed) for seed in (1, 2)]
+    input_ids = [ordinary_tokens(layer_runner.model, vocab_size, positions.shape[1], seed) for seed in (1, 2)]
     input_ids[1][:, watched] = input_ids[0][:, watched]
     with stand_ins.bound(outside):
         embedded = [layer_runner.embed(ids, positions) for ids in input_ids]
@@ -124,7 +183,11 @@ def one_of_each_kind(
 
 
 def _identity(call: LayerCall) -> tuple[object, ...]:
-    return tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
+    return tuple(id(tensor) for tensor in tensors_in(_arguments(call)))
+
+
+def _arguments(call: LayerCall) -> object:
+    return call.arguments, call.keywords
 
 
 def _modules(layer: nn.Module, index: int) -> tuple[object, ...]:

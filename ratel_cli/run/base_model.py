@@ -60,6 +60,11 @@ def silence_transformers() -> None:
 def read_base(config: RunConfig, log: RunLog) -> Base:
     """Find the config's base model and build its skeleton. Raises BadInput, EnvironmentFailure."""
     base = build_base(config)
+    if base.model.looks_ahead:
+        raise BadInput(
+            f"{base.model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
+            "set is_decoder: true in the model's config.json, if its class can be a decoder",
+        )
     if base.attention != config.attn_implementation:
         log.notice(f"{why_unsupported(base.config, config.attn_implementation)}; using {base.attention}")
     return base

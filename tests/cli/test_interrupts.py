@@ -65,7 +65,7 @@ def test_plan(tmp_path: Path, number: signal.Signals, code: int) -> None:
     assert (process.returncode, stderr.splitlines()) == (code, [STOPPED])
 
 
-@pytest.mark.parametrize(("number", "code"), [CODES[0], pytest.param(*CODES[1], marks=pytest.mark.full)])
+@pytest.mark.parametrize(("number", "code"), [CODES[0], pytest.param(*CODES[1], marks=pytest.mark.nightly)])
 def test_profile(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """A signal while the command measures."""
     with start("profile", "--storage", str(tmp_path), cache=tmp_path / "cache") as process:

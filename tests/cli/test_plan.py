@@ -142,7 +142,7 @@ def test_the_paper_s_13b(ask: Ask) -> None:
     assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in result.out
 
 
-@pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.full), "paper"])
+@pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.nightly), "paper"])
 def test_the_plan_splits_the_step(ask: Ask, cost_model: str) -> None:
     """As fast as the best of the splits written out, whose advice names it."""
     arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=512GiB"]
@@ -245,7 +245,7 @@ def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: P
     assert of_config.row("run").endswith("% of the drives' rated endurance")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_what_the_rule_for_wear_holds_back_is_told_and_advised(ask: Ask, here: Path) -> None:
     """On a slow GPU, so that to spill much gains something, but not half as much, in percent, as it writes."""
     (here / "wide.yaml").write_text(WIDE)
@@ -420,7 +420,7 @@ def test_a_picture_that_cannot_be_drawn(
     assert f"hint: {pip_install('ratel-cli[plot]')}\n" in result.err
 
 
-@pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.full), "paper"])
+@pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.nightly), "paper"])
 def test_other_strategies(ask: Ask, cost_model: str) -> None:
     pytest.importorskip("scipy")
     arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=128GiB", "micro_batch_size=8"]

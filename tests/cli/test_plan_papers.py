@@ -65,7 +65,7 @@ def test_it_fits(plan: Plan, run: tuple[str, int, str]) -> None:
     assert plan(*run)["memory"]["fits"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "rows", "tflops"), TFLOPS)
 def test_it_is_predicted_to_be_as_fast_as_in_the_paper(plan: Plan, model: str, rows: int, tflops: float) -> None:
     """The paper clips no step: its figures are those of unclipped ones. Nothing but the batch is set."""
@@ -73,7 +73,7 @@ def test_it_is_predicted_to_be_as_fast_as_in_the_paper(plan: Plan, model: str, r
     assert (throughput["unclipped_tflops_model"] or throughput["tflops_model"]) >= tflops
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_clipping_costs_the_commonest_run_nothing_where_no_step_is_clipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,7 +239,7 @@ def test_a_missing_gpu_is_an_error(target: ProfileTarget) -> None:
     assert measured.link is None, "auto takes the CPU"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_whole_command(target: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
     """The second time, the profile is there at once. Nothing remains except the profile."""
     start = time.perf_counter()

@@ -86,7 +86,7 @@ def test_another_rate_batch_and_length_from_a_saved_step(make_config: MakeConfig
     assert origin == {"run": str(output_of(source).resolve()), "step": 4, "fresh_optimizer": False}
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_from_the_last_step_in_bfloat16_with_other_data(make_config: MakeConfig, tmp_path: Path, base: Path) -> None:
     """RUN as a config; the data is other rows, in another order."""
     lines = [{"prompt": f"{number}?", "completion": "yes" * (1 + number % 5)} for number in range(40)]
@@ -99,7 +99,7 @@ def test_from_the_last_step_in_bfloat16_with_other_data(make_config: MakeConfig,
     assert_same_weights(weights_of(branch), trained_in_memory(begun, branch, base, step=3, num_steps=5))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, dtype: str) -> None:
     first, branch, whole = (make_config(name, dtype=dtype, max_steps=5) for name in ("first", "branch", "whole"))
     succeed(first, "max_steps=3")
@@ -123,7 +123,7 @@ def test_a_fresh_optimizer_is_a_run_of_the_exported_weights(make_config: MakeCon
     assert_same_result(branch, begun)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_fresh_optimizer_keeps_the_masters(make_config: MakeConfig, dtype: str) -> None:
     """Their fp32 bits, which no export in the compute dtype has: without a step to do, both stores export the same."""
@@ -152,7 +152,7 @@ def test_the_same_command_resumes(make_config: MakeConfig, source: Path) -> None
     assert_rejected(finetune(whole, *arguments), 2, "has begun already, at its base model")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_starting_over_forgets_the_origin(make_config: MakeConfig, source: Path, plain_run: Path) -> None:
     branch = make_config("branch")
     succeed(branch, "--from", f"{output_of(source)}@2")
@@ -161,7 +161,7 @@ def test_starting_over_forgets_the_origin(make_config: MakeConfig, source: Path,
     assert not (output_of(branch) / "run" / "origin.json").exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_what_the_other_run_wrote_does_not_count(make_config: MakeConfig, source: Path) -> None:
     """A limit that allows the copy and two steps allows two steps, whatever step they are."""
     size = store_of(source).stat().st_size / 5  # of one generation: three are saved, two are for training
@@ -193,7 +193,7 @@ def test_what_cannot_start(make_config: MakeConfig, source: Path, base: Path, ti
         assert not store_of(branch).exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_without_its_store(make_config: MakeConfig) -> None:
     first, branch = make_config("first"), make_config("branch", max_steps=9)
     succeed(first)
@@ -203,7 +203,7 @@ def test_a_run_without_its_store(make_config: MakeConfig) -> None:
     assert "hint: to train its exported model, set base_model to the directory of the export" in ended.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_dry_run_writes_nothing(make_config: MakeConfig, source: Path) -> None:
     branch = make_config("branch", max_steps=9)
     before = file_hash(store_of(source))
@@ -231,7 +231,7 @@ def test_what_a_run_cannot_change_leads_to_a_new_one(make_config: MakeConfig, so
     assert "hint: for a new run, set another output_dir; to resume that run, set them back" in ended.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_runs_that_share_the_drives(make_config: MakeConfig, tmp_path: Path) -> None:
     """Each has a store of its own in the same `storage.paths`."""
     storage = {"engine": "threads", "paths": [str(tmp_path / "drive")]}

@@ -119,7 +119,7 @@ def test_what_commands_say_of_a_finished_run(work: Path, rows: Path) -> None:
     assert_rejected(branch, 2, f"--from {run}: the store in", DELETED)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_that_starts_over_has_a_store_again(work: Path) -> None:
     """A store that is lost later is not said to be deleted."""
     config = work / "run.yaml"
@@ -158,7 +158,7 @@ def test_a_run_without_an_export(work: Path, option: str) -> None:
     assert (row["step"], row["store_deleted"]) == (1, True)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_with_a_snapshot(make_config: MakeConfig, tmp_path: Path) -> None:
     """The snapshot stays, and the store comes back from it."""
     copy = tmp_path / "s"

@@ -155,7 +155,7 @@ def test_without_a_model_those_here_are_named(base: Path) -> None:
     assert not Path("run.yaml").exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_with_data_the_place_of_the_model_is_kept(base: Path, rows: Path) -> None:
     ended = init("--data", str(rows), "-o", "my.yaml")
     assert ended.code == 0 and "put it where my.yaml has OWNER/NAME" in ended.stderr, ended.stderr

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from ratel_cli.units import MIB
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 ROWS = [[(number * 37 + place * 11) % 512 for place in range(40 + number)] for number in range(12)]
 MORE_MIB = (16, 200)

@@ -77,10 +77,10 @@ def check_same(config: Path, trained: Trained, learning_rates: list[float]) -> N
     ("scheduler", "dtype"),
     [
         ("linear", "float32"),
-        pytest.param("cosine", "bfloat16", marks=pytest.mark.full),
-        pytest.param("linear", "bfloat16", marks=pytest.mark.full),
-        pytest.param("cosine", "float32", marks=pytest.mark.full),
-        pytest.param("constant_with_warmup", "float32", marks=pytest.mark.full),
+        pytest.param("cosine", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("linear", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("cosine", "float32", marks=pytest.mark.nightly),
+        pytest.param("constant_with_warmup", "float32", marks=pytest.mark.nightly),
     ],
 )
 def test_a_finished_run_gets_more_steps(make_config: MakeConfig, base: Path, scheduler: str, dtype: str) -> None:
@@ -112,7 +112,7 @@ def test_epochs_are_added(make_config: MakeConfig) -> None:
     assert_same_result(extended, whole)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_that_was_killed_gets_more_steps(make_config: MakeConfig, base: Path) -> None:
     """The steps that it had done are those of the earlier length, though that run never ended."""
     config = make_config(**WARMED_UP | {"max_steps": 6})
@@ -124,7 +124,7 @@ def test_a_run_that_was_killed_gets_more_steps(make_config: MakeConfig, base: Pa
     check_same(config, reference(config, base, expected), expected)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_without_the_files_of_the_run(make_config: MakeConfig, plain_run: Path) -> None:
     """The store alone is enough; only the notice needs the earlier config."""
     config = make_config(max_steps=2)
@@ -136,7 +136,7 @@ def test_without_the_files_of_the_run(make_config: MakeConfig, plain_run: Path) 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_planned_split_stays(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store has the split, whatever the length."""
     split = {"tokens_per_step": 256, "micro_batch_size": None, "gradient_accumulation_steps": None}
@@ -168,7 +168,7 @@ def test_fewer_steps_than_are_done(make_config: MakeConfig, base: Path) -> None:
     check_same(config, reference(config, base, expected), expected)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_no_step_to_go_back_to(make_config: MakeConfig) -> None:
     config = make_config(max_steps=3)
     succeed(config)

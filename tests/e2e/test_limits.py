@@ -28,7 +28,7 @@ def larger_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("models") / "larger", num_layers=6, hidden_size=256)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes",
     [{"max_grad_norm": 0}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "val_set_size": 8, "eval_steps": 1}],
@@ -66,7 +66,7 @@ def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, ch
     assert swapped[0] < max(swapped)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_budget_of_the_compute_device_is_a_limit(make_config: MakeConfig, larger_base: Path) -> None:
     config = make_config(base=larger_base, limits={"host_memory": "8GiB", "gpu_memory": "16MiB"})
     code, stderr = run(config)

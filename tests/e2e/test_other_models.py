@@ -251,6 +251,13 @@ CASES = [
     ),
     Case(
         "layers",
+        "an encoder",
+        saved("bert", **TEXT),
+        ("BertLMHeadModel: its tokens see those behind them",),
+        "is_decoder: true",
+    ),
+    Case(
+        "layers",
         "parts that it replaces",
         saved("big_bird", is_decoder=True, attention_type="block_sparse", **TEXT),
         ("BigBirdForCausalLM: its code sets bert.encoder.layer.", "before its layers run"),

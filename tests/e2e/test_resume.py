@@ -88,7 +88,7 @@ def test_killed_again_and_again(
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full), (signal.SIGKILL, -9)],
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly), (signal.SIGKILL, -9)],
 )
 def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number: int, code: int) -> None:
     config = make_config(**CHANGES)

@@ -52,7 +52,7 @@ def test_everything_is_equal(name: str, tmp_path: Path) -> None:
     assert trainer.steps[-1].loss < trainer.steps[0].loss - 1, "the run learns"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", list(MODELS))
 def test_any_number_of_targets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 116 targets in a step the losses are rounded at other places. Everything else is equal."""
@@ -63,7 +63,7 @@ def test_any_number_of_targets(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert [step.loss for step in trainer.steps] == pytest.approx([step.loss for step in ratel.steps], rel=3e-7)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", ["weight_decay=0.101", "warmup_steps=3", "max_grad_norm=0", "adam_beta2=0.998"])
 def test_other_settings_are_not_equal(change: str, tmp_path: Path) -> None:
     trainer, ratel = run_both("qwen3", tmp_path / "qwen3", with_changes(change))
@@ -131,7 +131,7 @@ def bf16_in_trainer(base: Path, rows: Path, directory: Path, *, masters: bool) -
     )
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", list(MODELS))
 def test_bf16_weights_need_fp32_masters(name: str, tmp_path: Path) -> None:
     """`dtype: bfloat16` is bf16 weights with fp32 masters: equal to Trainer only if it gets an optimizer that has them.
@@ -178,7 +178,7 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.Ca
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_program(tmp_path: Path) -> None:
     """As a user runs it, both models. The documents show what it prints."""
     command = [sys.executable, "examples/same_as_trainer.py", "--directory", str(tmp_path / "runs")]

@@ -78,14 +78,14 @@ def test_a_tied_model_stays_tied(make_config: MakeConfig, tied_base: Path) -> No
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_half_precision_scales_its_loss(make_config: MakeConfig, base: Path) -> None:
     config = make_config(dtype="float16", max_steps=1)
     succeed(config)
     check_same(config, reference(config, base, loss_scale=2.0**16), "float16")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_step_that_overflows_is_not_applied(make_config: MakeConfig, base: Path) -> None:
     """At this rate the second step's gradients are too large for fp16 times 65536."""
     config = make_config(dtype="float16")
@@ -103,7 +103,7 @@ def test_a_step_that_overflows_is_not_applied(make_config: MakeConfig, base: Pat
     assert (progress.step, progress.updates, progress.loss_scale) == (4, 3, 2.0**15)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_random_weights_from_the_initialiser(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """No weight file is read. The same seed gives the same weights."""
     for path in base.iterdir():
@@ -123,7 +123,7 @@ def test_random_weights_from_the_initialiser(make_config: MakeConfig, base: Path
 @pytest.mark.parametrize("changes", [
     pytest.param({"engine": "io_uring"}, marks=pytest.mark.io_uring),
     {"engine": "threads", "durability": "none"},
-    pytest.param({"engine": "threads", "keep_generations": 2}, marks=pytest.mark.full),
+    pytest.param({"engine": "threads", "keep_generations": 2}, marks=pytest.mark.nightly),
     {"engine": "threads", "paths": ["a", "b"]},
 ], ids=["io_uring", "in place", "more slots", "two directories"])  # fmt: skip
 def test_where_the_state_lies_does_not_matter(

@@ -24,7 +24,7 @@ from tests.e2e.conftest import MakeConfig
 from tests.recordings import keep
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.nightly,
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
 ]
 

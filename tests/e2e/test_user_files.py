@@ -47,7 +47,7 @@ def _in_the_tree(planted: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS, offset=5, full_every=4))
+@pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS, offset=5))
 def test_they_survive_every_command_in_every_order(planted: Tree, group: int) -> None:
     codes = set()
     for number in range(NUM_SEQUENCES):

@@ -100,10 +100,10 @@ def test_json(saved: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"dtype": "float16"}, marks=pytest.mark.full),
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.nightly),
         {"dtype": "float32"},
         {"base": "tied"},
-        pytest.param({"random_init": True}, marks=pytest.mark.full),
+        pytest.param({"random_init": True}, marks=pytest.mark.nightly),
         {"attn_implementation": "flash_attention_2"},
     ],
     ids=["float16", "float32", "tied", "drawn", "flash"],

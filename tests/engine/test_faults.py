@@ -80,7 +80,7 @@ def calls_of(bench: Bench, first: int, *, every: int = EVERY) -> range:
     return range(first, bench.undisturbed.num_calls, every)
 
 
-@pytest.mark.parametrize(("name", "first"), rotating(list(KINDS), range(EVERY), full_every=4))
+@pytest.mark.parametrize(("name", "first"), rotating(list(KINDS), range(EVERY)))
 def test_updated_on_arrival(directory: Path, name: str, first: int) -> None:
     bench = Bench(directory, ON_ARRIVAL)
     for call in calls_of(bench, first):
@@ -88,9 +88,7 @@ def test_updated_on_arrival(directory: Path, name: str, first: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "first"), rotating(["EIO", "a flipped bit", "lost"], range(EVERY_ON_DISK), full_every=4)
-)
+@pytest.mark.parametrize(("name", "first"), rotating(["EIO", "a flipped bit", "lost"], range(EVERY_ON_DISK)))
 def test_gradients_and_activations_on_disk(directory: Path, name: str, first: int) -> None:
     bench = Bench(directory, HELD_ON_DISK)
     for call in calls_of(bench, first, every=EVERY_ON_DISK):

@@ -29,7 +29,7 @@ def peak_bytes(num_layers: int) -> tuple[int, int]:
     return parameters, peak
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_peak_does_not_grow_from_8_to_32_layers_at_64_tokens_a_step() -> None:
     shallow_parameters, shallow = peak_bytes(8)
     deep_parameters, deep = peak_bytes(32)

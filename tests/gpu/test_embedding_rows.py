@@ -119,7 +119,7 @@ def test_the_norm_is_that_of_the_whole_matrix(tmp_path: Path, num_micro_batches:
     check_training(gpu_machine, tmp_path, config, RECIPE, steps=steps, placement=AHEAD)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_more_tokens_than_a_gpu_compares_with_each_other(tmp_path: Path) -> None:
     """A GPU sorts more than 3072 of them first."""
     config = gpu_config("llama", num_hidden_layers=1, vocab_size=5000, max_position_embeddings=2048)

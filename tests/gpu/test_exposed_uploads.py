@@ -18,7 +18,7 @@ from tests.simulated_gpu.timed import Rates, timed, work_so_far
 
 pytestmark = [
     *NEEDS_GPU,
-    pytest.mark.full,
+    pytest.mark.nightly,
     pytest.mark.skipif(not is_simulated(), reason="a real GPU has its own time"),
 ]
 

@@ -37,7 +37,7 @@ def test_equals_plain_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("placement", "family", "max_grad_norm"), rotating(list(PLACEMENTS), MIXED, [None, 0.5], every=18, full_every=12)
+    ("placement", "family", "max_grad_norm"), rotating(list(PLACEMENTS), MIXED, [None, 0.5], every=18)
 )
 def test_wherever_bytes_rest(tmp_path: Path, placement: str, family: str, max_grad_norm: float | None) -> None:
     recipe = mixed_recipe(family, "bfloat16", max_grad_norm=max_grad_norm)

@@ -95,7 +95,7 @@ def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfi
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "tied", "holds_sums"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=3, offset=3, full_every=24),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=3, offset=3),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_a_step_takes_what_was_planned(
@@ -114,7 +114,6 @@ def test_a_step_takes_what_was_planned(
         [False, True],
         [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]],
         every=3,
-        full_every=24,
     ),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
@@ -136,7 +135,7 @@ def test_so_it_does_where_host_memory_has_the_sums_of_the_head(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "num_micro_batches", "tied", "chunk_tokens"),
-    rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES), full_every=24),
+    rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES)),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_where_the_logits_are_large(
@@ -148,7 +147,7 @@ def test_so_it_does_where_the_logits_are_large(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "share"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=3, offset=1, full_every=24),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=3, offset=1),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_with_swapped_outputs(
@@ -160,7 +159,7 @@ def test_so_it_does_with_swapped_outputs(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "share"),
-    rotating(SHAPES, ["llama", "opt"], [3, 1], [0.0, 0.5], every=3, offset=2, full_every=24),
+    rotating(SHAPES, ["llama", "opt"], [3, 1], [0.0, 0.5], every=3, offset=2),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_where_two_units_do_not_fit(

@@ -116,7 +116,7 @@ def test_the_export_is_what_pytorch_trains(tmp_path: Path, base: Path, rows: Pat
     check_same(config, reference(config, base), dtype)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("activations", ["recompute", "swap_all"])
 def test_the_plan_changes_no_bit(tmp_path: Path, base: Path, rows: Path, activations: str) -> None:
     plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
@@ -127,7 +127,7 @@ def test_the_plan_changes_no_bit(tmp_path: Path, base: Path, rows: Path, activat
     assert export_hash(plain) == export_hash(other)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: Path) -> None:
     plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
     killed = write_config(tmp_path / "killed", base=base, rows=rows, **BFLOAT16)
@@ -151,7 +151,7 @@ def test_too_little_gpu_memory_is_reported_before_anything_is_written(tmp_path: 
     assert not store_of(config).parent.exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_keeps_the_head_s_chunks_on_another_machine(tmp_path: Path, rows: Path) -> None:
     """A micro-batch of 2048 tokens has 128 MiB of logits: one chunk on the GPU, two on the CPU."""
     base = save_base(tmp_path / "base", vocab_size=16384)
@@ -167,7 +167,7 @@ def test_a_run_keeps_the_head_s_chunks_on_another_machine(tmp_path: Path, rows: 
     assert "other settings: head_chunk was 134217728, is now 67108864" in finetune(elsewhere, "head_chunk=64MiB").stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_too_little_host_memory_is_reported_with_the_need(tmp_path: Path, base: Path, rows: Path) -> None:
     """Even if the limit is below what this process has, so that nothing is left for measuring the drives."""
     config = write_config(tmp_path, base=base, rows=rows, limits={"host_memory": "200MiB"}, **BFLOAT16)
@@ -179,7 +179,7 @@ def test_too_little_host_memory_is_reported_with_the_need(tmp_path: Path, base: 
     assert not store_of(config).parent.exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_limit_is_respected(tmp_path: Path, base: Path, rows: Path) -> None:
     limit_bytes = 2 << 30
     config = write_config(
@@ -191,7 +191,7 @@ def test_a_limit_is_respected(tmp_path: Path, base: Path, rows: Path) -> None:
     assert plan["memory"]["gpu_bytes"] <= limit_bytes
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_profile_and_plan_know_the_gpu(
     tmp_path: Path, base: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

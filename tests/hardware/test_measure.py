@@ -141,7 +141,7 @@ def test_directories_that_do_not_exist_yet_may_share_their_parent(tmp_path: Path
     assert alone.mixed_bytes_per_second == profile.nvme.mixed_bytes_per_second, "one drive alone is all drives together"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
     """The disk twice, and main memory: both entries of the disk have the same weight, and memory at least as much."""
     memory = Path("/dev/shm")

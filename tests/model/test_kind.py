@@ -47,7 +47,7 @@ def config_of(model_type: str) -> PretrainedConfig | None:
     return config
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_causal_language_models_pass_and_others_are_named() -> None:
     """Every type of transformers: the class of its causal language model passes, and so does a class of unknown name;
     other types are named."""

@@ -122,7 +122,7 @@ def test_a_model_that_cannot_run_on_stand_ins_is_not_packed() -> None:
     assert not find_blocks(skeleton, name="fails").packs
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("which", ["dense", "experts"])
 def test_a_large_model_takes_little_memory(which: str) -> None:
     changes: dict[str, object] = (
@@ -138,3 +138,33 @@ def test_a_large_model_takes_little_memory(which: str) -> None:
     before = resident_bytes()
     assert model.packs
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < 1 << 30
+
+
+@pytest.mark.parametrize(("is_decoder", "looks_ahead"), [(True, False), (False, True)])
+def test_a_model_whose_tokens_see_those_behind_them(is_decoder: bool, looks_ahead: bool) -> None:
+    assert decoder(tiny_config("bert", is_decoder=is_decoder)).looks_ahead is looks_ahead
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "mpt", "mixtral", "gpt2"])
+def test_decoders_do_not_look_ahead(architecture: str) -> None:
+    assert not decoder(tiny_config(architecture)).looks_ahead
+
+
+def test_what_cannot_be_tried_does_not_count_as_looking_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> object:
+        raise RuntimeError("no kernel")
+
+    model = decoder(tiny_config("bert", is_decoder=False))
+    monkeypatch.setattr(model.layer_runner, "run_layer", fail)
+    assert not model.looks_ahead
+
+
+@pytest.mark.parametrize(("family", "takes_positions"), [("roberta", False), ("bert", True), ("gpt2", True)])
+def test_positions_that_do_not_count_from_zero_are_left_to_the_model(family: str, takes_positions: bool) -> None:
+    """RoBERTa's begin behind the id of the token that fills up rows."""
+    config = family_configs.tiny_config(family)
+    assert decoder(config).layer_runner.takes_positions is takes_positions
+    whole, tokens = plain(config).eval(), torch.arange(5, 12).unsqueeze(0)
+    with torch.no_grad():
+        default, given = whole(tokens), whole(tokens, position_ids=torch.arange(7).unsqueeze(0))
+    assert torch.equal(default.logits, given.logits) is takes_positions

@@ -144,7 +144,7 @@ def paper_13b(gib: int) -> tuple[RatelForecaster, Setting]:
 
 @pytest.mark.parametrize(
     ("gib", "least"),
-    [pytest.param(8, 64 * MIB, marks=pytest.mark.full), (12, 64 * MIB), (24, 512 * MIB), (48, GIB)],
+    [pytest.param(8, 64 * MIB, marks=pytest.mark.nightly), (12, 64 * MIB), (24, 512 * MIB), (48, GIB)],
 )
 def test_chunks_grow_with_the_card(gib: int, least: int) -> None:
     """13B, 32 rows of 1024 tokens in the fastest split that fits. Ten bytes per parameter of the head and chunk at

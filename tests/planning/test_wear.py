@@ -133,7 +133,7 @@ def test_more_memory_never_costs_more_under_any_rule(seed: int, wear: WearPolicy
 
 @pytest.mark.parametrize("holds_gradients", [False, True])
 @pytest.mark.parametrize("wear", POLICIES)
-@pytest.mark.parametrize("num_layers", [8, pytest.param(80, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_layers", [8, pytest.param(80, marks=pytest.mark.nightly)])
 def test_a_large_model_gets_no_slower_with_more_memory(
     num_layers: int, wear: WearPolicy, holds_gradients: bool
 ) -> None:

@@ -120,8 +120,8 @@ def test_it_fits_the_screen(browser: str, place: Path, device: str) -> None:
     [
         ("desktop", "light"),
         ("phone", "dark"),
-        pytest.param("desktop", "dark", marks=pytest.mark.full),
-        pytest.param("phone", "light", marks=pytest.mark.full),
+        pytest.param("desktop", "dark", marks=pytest.mark.nightly),
+        pytest.param("phone", "light", marks=pytest.mark.nightly),
     ],
 )
 def test_a_picture_of_it(browser: str, place: Path, device: str, theme: str) -> None:

@@ -14,7 +14,7 @@ from ratel_cli import _native
 SCRIPT = "scripts.bench.adamw"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_smoke() -> None:
     run = subprocess.run(
         [sys.executable, "-m", SCRIPT, "--smoke"], capture_output=True, text=True, timeout=600, check=True

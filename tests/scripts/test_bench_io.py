@@ -17,7 +17,7 @@ from ratel_cli.io.queue import open_queue
 SCRIPT = "scripts.bench.io"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
@@ -39,7 +39,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_without_a_ceiling_there_is_no_result(tmp_path: Path) -> None:
     """Neither a compiler nor fio is on an empty PATH."""
     command = [sys.executable, "-m", SCRIPT, "--smoke", "--directory", tmp_path]

@@ -23,7 +23,7 @@ def run(script: str, *arguments: str) -> tuple[str, dict[str, dict[str, float]]]
     return output, json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("clip", [(), ("--clip",)], ids=["unclipped", "clipped"])
 def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> None:
     output, summary = run("bench.step", *TINY, *clip, "--contestants", "plain", "ratel", "--directory", str(tmp_path))
@@ -36,7 +36,7 @@ def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @in_real_time
 def test_clipping_costs_only_when_it_bites(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_clipping_costs_only_when_it_bites(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)  # the first time, DeepSpeed compiles its extensions
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_a_step_next_to_deepspeed(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_step_next_to_deepspeed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_a_missing_deepspeed_is_reported_with_how_to_install_it() -> None:
     command = [sys.executable, "-m", "scripts.bench.step", *TINY, "--contestants", "zero"]
@@ -71,7 +71,7 @@ def test_a_missing_deepspeed_is_reported_with_how_to_install_it() -> None:
     assert "pip install deepspeed" in refused.stderr and "Traceback" not in refused.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     output, summary = run("bench.overlap", *TINY, "--directory", str(tmp_path), "--trace", str(trace))
@@ -81,7 +81,7 @@ def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [trace]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_plan_next_to_measured_steps(tmp_path: Path) -> None:
     picture, store = tmp_path / "plan.svg", tmp_path / "store"
     store.mkdir()
@@ -98,7 +98,7 @@ def test_the_plan_next_to_measured_steps(tmp_path: Path) -> None:
     assert list(store.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_cost_of_durability(tmp_path: Path) -> None:
     output, summary = run("bench.durability", *TINY[:-2], "--turn", "2", "--directory", str(tmp_path))
     assert "for durability and checksums" in output
@@ -106,7 +106,7 @@ def test_the_cost_of_durability(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
     """On the CPU, which only shows that it runs."""
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--steps", "1")
@@ -120,7 +120,7 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_benchmark_of_a_gpu_leaves_out_parts_when_time_is_up(tmp_path: Path) -> None:
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--minutes", "0")
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
@@ -129,7 +129,7 @@ def test_the_benchmark_of_a_gpu_leaves_out_parts_when_time_is_up(tmp_path: Path)
     assert not summary["plain"] and not summary["steps"] and not summary["sweep"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_benchmark_of_a_gpu_needs_a_gpu() -> None:
     command = [sys.executable, "-m", "scripts.bench.gpu"]
@@ -138,7 +138,7 @@ def test_the_benchmark_of_a_gpu_needs_a_gpu() -> None:
     assert "PyTorch finds no CUDA device" in refused.stderr and "Traceback" not in refused.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_optimizer_alone(tmp_path: Path) -> None:
     _, summary = run("bench.optimizer", "--parameters", "200000", "--rounds", "2", "--directory", str(tmp_path))
     assert all(len(summary[name]["seconds"]) == 2 for name in ("NVMe", "AdamW", "optimized", "naive"))  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_the_optimizer_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_notes_survive_when_results_are_written_again(tmp_path: Path) -> None:
     def run_all() -> str:
         command = [sys.executable, "-m", "scripts.bench.all", "optimizer", "--smoke", "--results", str(tmp_path)]
@@ -170,7 +170,7 @@ def test_an_unknown_benchmark_is_rejected() -> None:
     assert "unknown: optimiser; there are io, adamw, optimizer" in refused.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_what_a_run_predicts_next_to_what_its_steps_take(tmp_path: Path) -> None:
     tiny = ("--cases", "tiny:16", "--rounds", "1", "--steps", "5", "--directory", str(tmp_path))
     output, summary = run("bench.predictions", *tiny)

@@ -91,7 +91,7 @@ def test_close_ends_every_ticket(fds: list[int], pool: BufferPool) -> None:
     queue.close()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_optimizer_keeps_twelve_drives_busy(tmp_path: Path) -> None:
     """At 90 % of their summed rate with the groups that a plan chooses; groups for one drive leave them idle.
 
@@ -117,7 +117,7 @@ def test_every_request_of_a_group_is_counted(tmp_path: Path) -> None:
     assert all(seconds >= 0 for seconds in found.values())
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_python_does_little_for_a_large_group(tmp_path: Path) -> None:
     """In CPU time, twice the goal of 0.3 ms: caches are colder on a loaded machine. The best of three counts."""
     found = []

@@ -32,7 +32,7 @@ def queue() -> Iterator[IoQueue]:
         yield opened
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_transfers_are_no_faster_than_the_rate(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     throttled = ThrottledQueue(queue, read_bytes_per_second=20 * MIB, write_bytes_per_second=10 * MIB)
     contents = bytes(range(256)) * (MIB // 256)

@@ -34,10 +34,7 @@ NUM_SHORT_WALKS = 4
 STATES_PER_SHORT_WALK = 1_000 // NUM_SHORT_WALKS
 WALKS = [
     *(pytest.param(seed, 2, STATES_PER_SHORT_WALK) for seed in range(NUM_SHORT_WALKS)),
-    *(
-        pytest.param(seed, 16, STATES_PER_WALK, marks=pytest.mark.nightly if seed else pytest.mark.full)
-        for seed in range(NUM_WALKS)
-    ),
+    *(pytest.param(seed, 16, STATES_PER_WALK, marks=pytest.mark.nightly) for seed in range(NUM_WALKS)),
 ]
 OTHER = replace(IDENTITY, seed=7)
 

@@ -15,7 +15,7 @@ from ratel_cli.store.barrier import FAILPOINTS
 from tests.stress.conftest import Begin
 from tests.stress.lives import Disturbance, Outcome, Phase, report
 
-pytestmark = [pytest.mark.stress, pytest.mark.full]
+pytestmark = [pytest.mark.stress, pytest.mark.nightly]
 
 NUM_KILLS = int(os.environ.get("RATEL_STRESS_KILLS", "50"))
 A_LIFE: tuple[Phase, ...] = (

@@ -13,7 +13,7 @@ from tests.e2e.runs import start, stderr_of, wait, wait_for_step
 from tests.stress.conftest import Begin
 from tests.stress.lives import Disturbance, Outcome, Phase, report
 
-pytestmark = [pytest.mark.stress, pytest.mark.full]
+pytestmark = [pytest.mark.stress, pytest.mark.nightly]
 
 NUM_SIGNALS = 50
 AT_MOST_SECONDS = 60.0

@@ -165,7 +165,7 @@ def test_another_room_in_main_memory_may_be_assumed() -> None:
     assert all(point.spilled_bytes == point.swapped_bytes for point in search(equations, available_bytes=0).points)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @in_real_time
 def test_a_thousand_elements_are_searched_in_under_50_ms() -> None:
     operators = tuple(
