@@ -35,8 +35,10 @@ from ratel_cli import _native
 ROOT = Path(__file__).parents[1]
 COPIED_FOLDERS = ("ratel_cli", "tests", "scripts", "examples", "configs", "docs", "kernels", ".ci")
 GPU_TESTS = ("tests/gpu", "tests/simulated_gpu")
-FULL_TESTS = ("tests/gpu/test_simulated_time.py", "tests/gpu/test_exposed_uploads.py")
+NIGHTLY_TESTS = ("tests/gpu/test_simulated_time.py", "tests/gpu/test_exposed_uploads.py")
 """Of the nightly tier alone."""
+_BY_DAY = ("-m", "not nightly")
+"""The short and the full tier."""
 TEXTS = "tests/scripts/test_mutants.py"
 """Would notice every mutant, since it looks for the old texts."""
 SECONDS = 1800
@@ -517,16 +519,16 @@ def run_tests(root: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 def pytest_calls(tests: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
     """The environment and the arguments of each call. Tests of the GPU run on the simulated one, and apart."""
-    full = [name for name in tests if name in FULL_TESTS]
-    on_gpu = [name for name in tests if name.startswith(GPU_TESTS) and name not in full]
-    others = [name for name in tests if name not in (*on_gpu, *full)]
+    nightly = [name for name in tests if name in NIGHTLY_TESTS]
+    on_gpu = [name for name in tests if name.startswith(GPU_TESTS) and name not in nightly]
+    others = [name for name in tests if name not in (*on_gpu, *nightly)]
     if others or not tests:
         ignored = GPU_TESTS if tests else (*GPU_TESTS, TEXTS)
-        yield {}, [*others, *(f"--ignore={name}" for name in ignored)]
+        yield {}, [*_BY_DAY, *others, *(f"--ignore={name}" for name in ignored)]
     if on_gpu or not tests:
-        yield {"RATEL_SIMULATED_GPU": "1"}, on_gpu or list(GPU_TESTS)
-    if full:
-        yield {"RATEL_SIMULATED_GPU": "1"}, ["-m", "full", *full]
+        yield {"RATEL_SIMULATED_GPU": "1"}, [*_BY_DAY, *(on_gpu or GPU_TESTS)]
+    if nightly:
+        yield {"RATEL_SIMULATED_GPU": "1"}, ["-m", "nightly", *nightly]
 
 
 def first_failure(output: str) -> str:

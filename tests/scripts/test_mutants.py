@@ -75,11 +75,12 @@ def test_tests_that_cannot_run_are_no_verdict(small_repository: Path) -> None:
 
 
 def test_tests_of_the_gpu_run_apart() -> None:
-    apart = ({"RATEL_SIMULATED_GPU": "1"}, ["tests/gpu/test_link.py"])
+    by_day = ["-m", "not nightly"]
+    apart = ({"RATEL_SIMULATED_GPU": "1"}, [*by_day, "tests/gpu/test_link.py"])
     assert list(pytest_calls(["tests/gpu/test_link.py"])) == [apart]
     both = list(pytest_calls(["tests/gpu/test_link.py", "tests/io"]))
-    assert both == [({}, ["tests/io", "--ignore=tests/gpu", "--ignore=tests/simulated_gpu"]), apart]
-    timed = ({"RATEL_SIMULATED_GPU": "1"}, ["-m", "full", "tests/gpu/test_simulated_time.py"])
+    assert both == [({}, [*by_day, "tests/io", "--ignore=tests/gpu", "--ignore=tests/simulated_gpu"]), apart]
+    timed = ({"RATEL_SIMULATED_GPU": "1"}, ["-m", "nightly", "tests/gpu/test_simulated_time.py"])
     assert list(pytest_calls(["tests/gpu/test_simulated_time.py", "tests/gpu/test_link.py"])) == [apart, timed]
     assert [environment for environment, _ in pytest_calls([])] == [{}, {"RATEL_SIMULATED_GPU": "1"}]
 
