@@ -140,10 +140,11 @@ class WeightReader:
             if segment.index in self._gpu_weights and any(coming.segment is segment for coming in self._uses):
                 self._on_gpu[segment.index] = use.uploads
             self._prepare()
+            return SegmentWeights(self._model, use, close=partial(self._close, use))
         except BaseException:
+            self._model.release(segment)
             self._close(use)
             raise
-        return SegmentWeights(self._model, use, close=partial(self._close, use))
 
     def reset(self) -> None:
         """Forget the announced uses, which will not come, and release what was issued for them."""
@@ -218,10 +219,14 @@ class WeightReader:
     def _ahead_bytes(self, use: _Use) -> list[int]:
         """Bytes of each piece (`_pieces`) that go up while the segment before computes: those of the first parameters,
         as many as fit into the window."""
+        blocks, sizes, segment = use.segment.blocks, list[int](), use.segment
         if use.rows is not None:
-            return [*use.rows.parts_ahead(self._gpu_window_bytes)]
-        left_bytes, sizes = bytes_ahead(use.segment, self._gpu_window_bytes), list[int]()
-        for block in use.segment.blocks:
+            sizes += use.rows.parts_ahead(self._gpu_window_bytes)
+            blocks, segment = blocks[1:], Segment((use.rows.packed, *blocks[1:]))
+        left_bytes = bytes_ahead(segment, self._gpu_window_bytes)
+        if use.rows is not None:
+            left_bytes = max(0, left_bytes - use.rows.packed.compute_bytes)
+        for block in blocks:
             sizes.append(min(left_bytes, block.compute_bytes))
             left_bytes -= sizes[-1]
         return sizes

@@ -335,7 +335,8 @@ def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     except (AttributeError, NotImplementedError):
         embedding, head = None, None
     for module, role in ((embedding, "input embedding"), (head, "output head")):
-        if module is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or (module is embedding and not weight.requires_grad):
             raise BadInput(f"{type(skeleton).__name__} has no {role}; only causal language models can be fine-tuned")
     assert embedding is not None and head is not None
     return embedding, head

@@ -85,8 +85,8 @@ def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[Stan
         return True
     found, wanted = (tensors_in((each.hidden, list(map(_arguments, each.calls)))) for each in (given, default))
     # A layer may get positions that were given, and none by default.
-    extra = [each for each in found if each is not positions] if len(found) > len(wanted) else found
-    return len(extra) == len(wanted) and all(map(torch.equal, extra, wanted))
+    compared = [each for each in found if each is not positions] if len(found) > len(wanted) else found
+    return len(compared) == len(wanted) and all(map(torch.equal, compared, wanted))
 
 
 def _stays_as_it_is(
@@ -165,9 +165,12 @@ def _is_independent(
 
 
 def _is_same(outputs: Sequence[torch.Tensor], watched: slice) -> bool:
-    """Whether the numbers `[1, tokens, ..]` of the watched tokens are finite and equal in both outputs."""
+    """Whether the numbers `[1, tokens, ..]` of the watched tokens are equal in both outputs. Raises RuntimeError if
+    they are not finite, which says nothing."""
     first, second = (each[:, watched] for each in outputs)
-    return bool((first - second).abs().max() <= _TOLERANCE * first.abs().max())  # False if one is NaN
+    if not (first.isfinite().all() and second.isfinite().all()):
+        raise RuntimeError("stand-ins give numbers that are not finite")
+    return bool((first - second).abs().max() <= _TOLERANCE * first.abs().max())
 
 
 def one_of_each_kind(

@@ -180,14 +180,14 @@ def num_head_chunks(spec: ModelSpec, workload: Workload) -> int:
 def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits) -> ModelProfile:
     """The profile of one micro-batch, without seconds. Layers whose parameters have equal shapes share a profile."""
     profiles: list[LayerProfile] = []
-    known: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
+    known: dict[object, int] = {}
     layers = []
     for layer in spec.layers:
-        shapes = tuple((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
-        if shapes not in known:
-            known[shapes] = len(profiles)
+        kind = layer.kinds, *((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
+        if kind not in known:
+            known[kind] = len(profiles)
             profiles.append(_layer_profile(spec, layer, workload, traits))
-        layers.append(known[shapes])
+        layers.append(known[kind])
     tokens, norm = workload.micro_batch_tokens, traits.norm
     if norm is None:
         vectors_bytes = segment_activation_bytes(spec, spec.head, tokens=1)

@@ -32,6 +32,7 @@ from ratel_cli.planning.activations import (
     tied_rows_bytes,
     tied_sum_bytes,
 )
+from ratel_cli.planning.gpu_gradients import largest_elements
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import (
     Overlap,
@@ -276,7 +277,7 @@ class _SegmentMemory:
             return gradient_bytes + (segment.sum_bytes + segment.updated_bytes if is_summed else 0)
         rounded_bytes = sum(block.gradient_bytes for block in segment.trained if block.gradient_dtype_bytes < 4)
         summed_bytes = segment.sum_bytes + rounded_bytes if is_summed else segment.gradient_bytes
-        norm_bytes = 4 * max((parameter.num_elements for parameter in segment.parameters), default=0)
+        norm_bytes = 4 * max(map(largest_elements, segment.trained), default=0)
         return max(computing, summed_bytes + norm_bytes)
 
 
@@ -302,10 +303,10 @@ class _PlacedStep:
         if memory.on_gpu and not placement.gpu_holds_head:
             if spec.tied:
                 rows_bytes = tied_rows_bytes(spec, memory.workload)
-                self._tied_head_bytes = spec.embedding.compute_bytes + rows_bytes
+                self._tied_head_bytes = spec.embedding.blocks[0].compute_bytes + rows_bytes
                 self._head_bytes = self._tied_head_bytes + memory.tied_sum
             else:
-                self._head_bytes = spec.head.sum_bytes + spec.head.compute_bytes
+                self._head_bytes = spec.head.sum_bytes + spec.head.updated_bytes
         if self._gradients[0] != spec.embedding.gradient_bytes:  # the rows of one group's gradient are spread out
             embedding = spec.embedding.blocks[0]
             self._groups += min(placement.groups.elements, embedding.num_elements) * embedding.gradient_dtype_bytes

@@ -34,11 +34,10 @@ def others_leaving_bytes(segment: Segment) -> int:
     return min(least_leaving_bytes(segment), segment.gradient_bytes - largest_bytes(segment))
 
 
-def summed_elements(segment: Segment) -> int:
-    """The elements of a segment whose sums may be on the GPU at once where host memory has them: those of its largest
+def summed_elements(block: BlockSpec) -> int:
+    """The elements of a block whose sums may be on the GPU at once where host memory has them: those of its largest
     parameter and of norms and biases, whose gradients come next to those of matrices."""
-    vectors = sum(map(_vector_elements, segment.trained))
-    return min(segment.trained_elements, max(map(largest_elements, segment.trained), default=0) + vectors)
+    return min(block.num_elements, largest_elements(block) + _vector_elements(block))
 
 
 def returned_bytes(segment: Segment) -> int:

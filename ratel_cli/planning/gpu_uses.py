@@ -248,7 +248,7 @@ class Uses:
         made_bytes = self._gradient(segment, is_summed=is_summed)
         replay_bytes = replay_held_bytes = 0
         if is_embedding:  # its parameters get their gradients all at once, and leave one after another
-            gradients_bytes = segment.compute_bytes + self._vectors_bytes(segment) // 2
+            gradients_bytes = segment.updated_bytes + self._vectors_bytes(segment) // 2
             working_bytes = gradients_bytes
             if self._holds_head or not self._spec.tied:
                 working_bytes = max(working_bytes, self._gradient(self._with_gradients, is_summed=is_summed))
@@ -273,7 +273,7 @@ class Uses:
         elif self._holds_sums and is_summed:  # what leaves makes room for itself
             passing_bytes = segment.sum_bytes + before_bytes
         else:
-            sum_bytes = 4 * summed_elements(segment) if is_summed else 0
+            sum_bytes = 4 * sum(map(summed_elements, segment.trained)) if is_summed else 0
             own_bytes = least_leaving_bytes(segment)
             passing_bytes = max(before_bytes, own_bytes + sum_bytes)
         around_bytes = self._window(position) + passing_bytes + self._hidden_bytes

@@ -193,7 +193,7 @@ def run_summary(totals: RunTotals, *, endurance_tb: float | None = None) -> list
 
 
 def _model(spec: ModelSpec, dtype: str) -> str:
-    size = f"{format_count(spec.num_parameters)} parameters in {counted(len(spec.blocks), 'block')}"
+    size = f"{format_count(spec.num_parameters)} parameters in {counted(len(spec.segments), 'block')}"
     return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}, master weights and moments in fp32"
 
 

@@ -60,11 +60,6 @@ def silence_transformers() -> None:
 def read_base(config: RunConfig, log: RunLog) -> Base:
     """Find the config's base model and build its skeleton. Raises BadInput, EnvironmentFailure."""
     base = build_base(config)
-    if base.model.looks_ahead:
-        raise BadInput(
-            f"{base.model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
-            "set is_decoder: true in the model's config.json, if its class can be a decoder",
-        )
     if base.attention != config.attn_implementation:
         log.notice(f"{why_unsupported(base.config, config.attn_implementation)}; using {base.attention}")
     return base
@@ -80,6 +75,11 @@ def build_base(config: RunConfig) -> Base:
     attention = supported_attention(model_config, config.attn_implementation)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name, gradient_dtype=config.resolved_gradient_dtype)
+    if model.looks_ahead:
+        raise BadInput(
+            f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
+            "set is_decoder: true in the model's config.json, if its class can be a decoder",
+        )
     return Base(
         directory=directory,
         config=model_config,
@@ -121,8 +121,10 @@ def model_hash(config: RunConfig, spec: ModelSpec) -> str:
     The origin is the base model as the run has recorded it, whatever its path is from here.
     """
     origin = as_recorded_by_run(config).base_model
-    shapes = [(p.name, p.shape, p.start) for block in spec.blocks for p in block.parameters]
-    return hash_of([spec.architecture, shapes, config.dtype, str(origin), config.random_init])
+    blocks = [
+        (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters]) for each in spec.blocks
+    ]
+    return hash_of([spec.architecture, blocks, config.dtype, str(origin), config.random_init])
 
 
 def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:

@@ -409,6 +409,10 @@ def position_table(model: DecoderModel, model_config: PretrainedConfig) -> tuple
     # A table of positions has a row for each position, and in some models a few more rows.
     for parameter in model.spec.embedding.parameters[1:]:
         if trained is not None and len(parameter.shape) == 2 and trained <= parameter.shape[0] <= trained + 8:
+            module = model.skeleton.get_submodule(parameter.name.rpartition(".")[0])
+            filling = getattr(module, "padding_idx", None)
+            if filling is not None and not model.layer_runner.takes_positions:  # they begin behind it
+                return parameter.name, min(trained, parameter.shape[0] - filling - 1)
             return parameter.name, trained
     return None
 

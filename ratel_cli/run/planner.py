@@ -111,7 +111,7 @@ class Planner:
         host, lost_seconds = self.hardware.host, 0.0
         if self.hardware.link is None:
             share = 1 / host.num_cores if profile.adamw_share is None else profile.adamw_share
-            lost_seconds = share * sum(self.spec.block_elements) / host.adam_parameters_per_second
+            lost_seconds = share * self.spec.trained_elements / host.adam_parameters_per_second
         return _block_seconds(spans, lost_seconds=lost_seconds)
 
     def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:

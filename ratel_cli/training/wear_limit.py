@@ -20,7 +20,7 @@ class WearLimit:
     max_bytes: int
     """The most that may be written to it."""
     store_bytes: int
-    """The size of all its files."""
+    """What making it writes: the size of all its files, and once more what is frozen, at the import."""
     slot_bytes: int
     """The size of a generation."""
     first_step: int

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.hardware.host import resident_bytes
 from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.layer_runner import LayerCall
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.run.inputs import num_positions, position_table
 from scripts import family_configs
 from tests.engine.architectures import tiny_config
 from tests.tiers import sample
@@ -168,3 +170,30 @@ def test_positions_that_do_not_count_from_zero_are_left_to_the_model(family: str
     with torch.no_grad():
         default, given = whole(tokens), whole(tokens, position_ids=torch.arange(7).unsqueeze(0))
     assert torch.equal(default.logits, given.logits) is takes_positions
+
+
+@pytest.mark.parametrize(("family", "num_fewer"), [("roberta", 2), ("bert", 0), ("gpt2", 0)])
+def test_rows_end_where_the_table_of_positions_does(family: str, num_fewer: int) -> None:
+    """RoBERTa's positions begin at 2, with 1 as the id of the token that fills up rows."""
+    config = family_configs.tiny_config(family, **({"pad_token_id": 1} if family == "roberta" else {}))
+    model = decoder(config)
+    table = position_table(model, config)
+    assert table is not None
+    assert table[1] == num_positions(config) - num_fewer
+    whole = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        whole(torch.full((1, table[1]), 7))
+        with pytest.raises((IndexError, RuntimeError)):
+            whole(torch.full((1, table[1] + 1), 7))
+
+
+def test_numbers_that_are_not_finite_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(tiny_config("llama"))
+    run_layer = model.layer_runner.run_layer
+
+    def overflow(index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        return run_layer(index, hidden, call) * float("inf")
+
+    monkeypatch.setattr(model.layer_runner, "run_layer", overflow)
+    assert not model.looks_ahead
+    assert not model.packs

@@ -57,6 +57,7 @@ class FakeStore:
 
     slot_bytes = SLOT_BYTES
     nvme_bytes = 2 * SLOT_BYTES
+    frozen_bytes = 0
 
     def __init__(self, events: list[str], *, step: int = 0, loss_scale: float = 65536.0) -> None:
         self.progress = Progress(step=step, updates=step, loss_scale=loss_scale, good_steps=0, tokens=10 * step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 
@@ -46,13 +44,13 @@ class GradientSums:
             host_sums = self._host_sums(block, leaving_bytes=leaving_bytes) if is_on_host else None
             return self._open(block, single=single, scale=scale, leaving_bytes=leaving_bytes, host_sums=host_sums)
 
-        return _all_of(map(opened, layer.trained))
+        return SegmentSum.of(map(opened, layer.trained))
 
     def of_head(self, head: Segment, *, is_tied: bool, scale: float) -> SegmentSum:
         """A tied head has no matrix of its own: what it has is small."""
         if is_tied or self._holds_head:
             return self._on_device(head, single=False, scale=scale)
-        return _all_of(self._on_host(block, self._host_sums(block), scale=scale) for block in head.trained)
+        return SegmentSum.of(self._on_host(block, self._host_sums(block), scale=scale) for block in head.trained)
 
     def of_embedding(
         self, embedding: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
@@ -78,7 +76,7 @@ class GradientSums:
         """That of all of a tied embedding."""
         leaving_bytes = self._leaving_bytes_of(embedding)
         opened = partial(self._open, single=single, scale=scale, leaving_bytes=leaving_bytes)
-        return _all_of(chain([tied.total], map(opened, embedding.trained[1:])))
+        return SegmentSum.of(chain([tied.total], map(opened, embedding.trained[1:])))
 
     def _on_device(
         self, segment: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
@@ -90,7 +88,7 @@ class GradientSums:
             own = rows if rows is not None and rows.block is block else None
             return self._open(block, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=own)
 
-        return _all_of(map(opened, segment.trained))
+        return SegmentSum.of(map(opened, segment.trained))
 
     def _on_host(self, block: BlockSpec, sums: HostSums, *, scale: float) -> GradientSum:
         """A sum that host memory has from the first contribution to its rounding."""
@@ -125,11 +123,3 @@ class GradientSums:
 
     def _leaving_bytes_of(self, segment: Segment) -> int:
         return max(self._leaving_bytes, least_leaving_bytes(segment))
-
-
-def _all_of(sums: Iterable[GradientSum]) -> SegmentSum:
-    """The sums of a segment's blocks, opened one after another; if one cannot be, none stays open."""
-    with ExitStack() as opened:
-        found = SegmentSum([opened.enter_context(each) for each in sums])
-        opened.pop_all()
-    return found

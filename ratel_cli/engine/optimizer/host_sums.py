@@ -31,7 +31,6 @@ from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import view
 from ratel_cli.planning.gpu_gradients import summed_elements
 from ratel_cli.schedule.blocks import BlockSpec
-from ratel_cli.schedule.segments import Segment
 
 ADDED_AT_ONCE = 1 << 18
 """Elements that are added at once. Torch makes an fp32 copy of them first: 1 MiB, which stays in the cache. So one core
@@ -174,7 +173,7 @@ class HostSums(Closing):
             index = self._to_fetch[-1]
             if index in self._additions:
                 num_elements = sum(self._block.parameters[each].num_elements for each in (*self._ahead, index))
-                if num_elements > summed_elements(Segment((self._block,))):
+                if num_elements > summed_elements(self._block):
                     return
                 self._ahead[index] = self._upload(index)
             self._to_fetch.pop()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Self
 
 import torch
 
@@ -20,6 +21,14 @@ class SegmentSum(Closing):
         self.blocks = tuple(blocks)
         self._places = [(each, index) for each in blocks for index in range(each.num_parameters)]
         """For each of their parameters: its block's sum, and its number there."""
+
+    @classmethod
+    def of(cls, sums: Iterable[GradientSum]) -> Self:
+        """Those sums, opened one after another; if one cannot be, none stays open."""
+        with ExitStack() as opened:
+            found = cls([opened.enter_context(each) for each in sums])
+            opened.pop_all()
+        return found
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add one contribution: for each of the parameters a gradient in its shape, or None."""

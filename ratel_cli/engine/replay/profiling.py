@@ -135,6 +135,7 @@ class BlockProfiler:
             kinds: dict[object, int] = {}
             for layer, call in zip(layers, calls, strict=True):
                 kind = (
+                    layer.kinds,
                     tuple(parameter.shape for parameter in layer.parameters),
                     tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords))),
                 )
@@ -326,12 +327,12 @@ class BlockProfiler:
         if not holds:
             yield None
             return
-        with contextlib.ExitStack() as opened:
-            sums = [
-                GradientSum(block, self._pool, self._device, dtype=VALUE_DTYPES[block.dtype], single=is_single)
-                for block in segment.trained
-            ]
-            yield opened.enter_context(SegmentSum(sums))
+        sums = (
+            GradientSum(block, self._pool, self._device, dtype=VALUE_DTYPES[block.dtype], single=is_single)
+            for block in segment.trained
+        )
+        with SegmentSum.of(sums) as total:
+            yield total
 
 
 def _add(total: SegmentSum | None, gradients: Sequence[torch.Tensor | None]) -> None:

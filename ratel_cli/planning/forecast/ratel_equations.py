@@ -87,18 +87,18 @@ class RatelEquations:
 
     @cached_property
     def _level_bytes(self) -> list[int]:
-        """Bytes that stay at each level: none; the first block's weights; the first two's; ...; then states too."""
-        blocks = self.problem.spec.blocks
-        weights, states = [block.compute_bytes for block in blocks], [block.state_bytes for block in blocks]
+        """Bytes that stay at each level: none; the first segment's weights; the first two's; ...; then states too."""
+        segments = self.problem.spec.segments
+        weights, states = [each.compute_bytes for each in segments], [each.state_bytes for each in segments]
         return list(accumulate((*weights, *states), initial=0))
 
     def _at_level(self, level: int) -> tuple[Placement, Traffic]:
         if level not in self._levels:
-            num_blocks = len(self.problem.spec.blocks)
+            num_segments = len(self.problem.spec.segments)
             placement = replace(
                 self.placement,
-                resident_weights=frozenset(range(min(level, num_blocks))),
-                resident_states=frozenset(range(max(0, level - num_blocks))),
+                resident_weights=frozenset(range(min(level, num_segments))),
+                resident_states=frozenset(range(max(0, level - num_segments))),
             )
             self._levels[level] = placement, self._state_traffic(placement)
         return self._levels[level]

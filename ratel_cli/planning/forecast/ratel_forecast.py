@@ -100,7 +100,9 @@ class RatelForecaster:
 
         def stored_bytes(segment: Segment) -> int:
             holds = self.decisions.holds_gradients or self.decisions.overlap == "separate"
-            return self.decisions.num_slots * segment.record_bytes + (segment.gradient_bytes if holds else 0)
+            frozen_bytes = segment.compute_bytes - segment.updated_bytes
+            records_bytes = self.decisions.num_slots * segment.record_bytes + frozen_bytes
+            return records_bytes + (segment.gradient_bytes if holds else 0)
 
         number, layer = setting.workload.num_micro_batches, self.spec.layers[-1]
         unit_bytes = align_up(self._profile(setting).profiles[-1].input_bytes, PAGE_BYTES)
