@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -219,17 +220,12 @@ class WeightReader:
     def _ahead_bytes(self, use: _Use) -> list[int]:
         """Bytes of each piece (`_pieces`) that go up while the segment before computes: those of the first parameters,
         as many as fit into the window."""
-        blocks, sizes, segment = use.segment.blocks, list[int](), use.segment
-        if use.rows is not None:
-            sizes += use.rows.parts_ahead(self._gpu_window_bytes)
-            blocks, segment = blocks[1:], Segment((use.rows.packed, *blocks[1:]))
-        left_bytes = bytes_ahead(segment, self._gpu_window_bytes)
-        if use.rows is not None:
-            left_bytes = max(0, left_bytes - use.rows.packed.compute_bytes)
-        for block in blocks:
-            sizes.append(min(left_bytes, block.compute_bytes))
-            left_bytes -= sizes[-1]
-        return sizes
+        rows, window_bytes = use.rows, self._gpu_window_bytes
+        if rows is None:
+            return _shares(use.segment.blocks, bytes_ahead(use.segment, window_bytes))
+        others = use.segment.blocks[1:]
+        left_bytes = bytes_ahead(Segment((rows.packed, *others)), window_bytes) - rows.packed.compute_bytes
+        return [*rows.parts_ahead(window_bytes), *_shares(others, max(0, left_bytes))]
 
     def _parts(self, use: _Use) -> list[tuple[BlockSpec, memoryview]]:
         """What goes up, in order: the pieces, cut where the window ends."""
@@ -308,3 +304,9 @@ class SegmentWeights(Closing):
         self.unbind()
         self.parameters = self.trained = ()
         self._close()
+
+
+def _shares(blocks: Sequence[BlockSpec], num_bytes: int) -> list[int]:
+    """What each block has of the first bytes of their weights."""
+    ends = [min(end, num_bytes) for end in accumulate((block.compute_bytes for block in blocks), initial=0)]
+    return [end - start for start, end in pairwise(ends)]

@@ -32,9 +32,9 @@ from ratel_cli.model.passed_on import reject_what_is_passed_on
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
-from ratel_cli.model.separation import counts_positions_from_zero, looks_ahead, samples_stay_apart
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, is_matrix
+from ratel_cli.model.trials import Trial, counts_positions_from_zero
 from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
 from ratel_cli.schedule.segments import Segment
@@ -122,47 +122,34 @@ class DecoderModel:
         takes seconds for a large model; then the model must be on the CPU, with no block bound."""
         if not self._masks_separate:
             return False
-        assert self._device.type == "cpu"
-        before, *layers, after = self._parameters_by_segment()
-        return samples_stay_apart(
-            self.layer_runner,
-            (*before, *after),
-            layers,
-            vocab_size=self.spec.vocab_size,
-            num_positions=self._num_positions,
-        )
+        return self._trial.samples_stay_apart()
 
     @cached_property
     def looks_ahead(self) -> bool:
         """Whether a token's result depends on tokens behind it. As `packs`, found when asked."""
-        assert self._device.type == "cpu"
-        before, *layers, after = self._parameters_by_segment()
-        return looks_ahead(
-            self.layer_runner,
-            (*before, *after),
-            layers,
-            vocab_size=self.spec.vocab_size,
-            num_positions=self._num_positions,
-        )
+        return self._trial.looks_ahead()
 
     @cached_property
     def row_multiple(self) -> int:
         """The number that must divide the tokens of a row; 1 for nearly all models. As `packs`, found when asked."""
-        assert self._device.type == "cpu"
-        before, *layers, after = self._parameters_by_segment()
-        return row_multiple(self.layer_runner, (*before, *after), layers, num_positions=self._num_positions)
-
-    def _parameters_by_segment(self) -> list[list[_PlacedParameter]]:
-        return [
-            [each for block in segment.blocks for each in self._parameters[block.index]]
-            for segment in self.spec.segments
-        ]
+        trial = self._trial
+        return row_multiple(trial.layer_runner, trial.outside, trial.layers, num_positions=trial.num_positions)
 
     @property
-    def _num_positions(self) -> int | None:
-        """The most tokens in a row, if the configuration says."""
+    def _trial(self) -> Trial:
+        assert self._device.type == "cpu"
+        before, *layers, after = (
+            [each for block in segment.blocks for each in self._parameters[block.index]]
+            for segment in self.spec.segments
+        )
         number = getattr(self.skeleton.config, "max_position_embeddings", None)
-        return number if isinstance(number, int) else None
+        return Trial(
+            layer_runner=self.layer_runner,
+            outside=(*before, *after),
+            layers=layers,
+            vocab_size=self.spec.vocab_size,
+            num_positions=number if isinstance(number, int) else None,
+        )
 
     def place(self, device: torch.device) -> None:
         """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""

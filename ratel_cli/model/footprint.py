@@ -101,7 +101,7 @@ def _measured_traits(model: DecoderModel) -> LayerTraits:
         with torch.no_grad():
             calls = model.layer_runner.embed(torch.zeros_like(positions), positions).calls
         for layer, call in zip(model.spec.layers, calls, strict=True):
-            shapes = layer.kinds, *(parameter.shape for parameter in layer.parameters)
+            shapes = layer.block_kinds, *(parameter.shape for parameter in layer.parameters)
             arguments = tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
             kinds.setdefault((shapes, arguments), (layer, call))
             numbers[shapes, arguments] += 1

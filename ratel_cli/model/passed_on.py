@@ -21,8 +21,8 @@ import torch
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.layer_runner import Argument, Embedded, LayerCall, LayerRunner, last_hidden_state
-from ratel_cli.model.separation import CANNOT_RUN, one_of_each_kind, ordinary_tokens
 from ratel_cli.model.stand_ins import StandIns, StandsIn
+from ratel_cli.model.trials import CANNOT_RUN, one_of_each_kind, ordinary_tokens
 
 _TOKENS = 12
 _Output: TypeAlias = "tuple[torch.Tensor, tuple[Argument, ...]]"

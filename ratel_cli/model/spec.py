@@ -111,27 +111,22 @@ class ModelSpec:
     def with_gradients(self, dtype: DtypeName) -> Self:
         """The model with gradients that leave the device, and are held, in `dtype`; those of blocks that need another
         dtype than the model's stay as they are."""
-        return replace(
-            self,
-            blocks=tuple(
-                replace(block, gradient_dtype=dtype if block.dtype == self.dtype else block.dtype)
-                for block in self.blocks
-            ),
-        )
+        blocks = (replace(block, gradient_dtype=self.dtype_of(block, dtype)) for block in self.blocks)
+        return replace(self, blocks=tuple(blocks))
 
     @property
     def frozen_names(self) -> frozenset[str]:
         """The names of the parameters that no step changes."""
         return frozenset(each.name for block in self.blocks if not block.is_trained for each in block.parameters)
 
+    def dtype_of(self, block: BlockSpec, dtype: DtypeName) -> DtypeName:
+        """What a block has instead, where the model's own dtype becomes `dtype`."""
+        return dtype if block.dtype == self.dtype else block.dtype
+
     def exported_dtypes(self, dtype: DtypeName) -> dict[str, DtypeName]:
         """By name of the parameter, the dtype of an export in `dtype`; what needs another dtype than the model's has
         it there too."""
-        return {
-            parameter.name: dtype if block.dtype == self.dtype else block.dtype
-            for block in self.blocks
-            for parameter in block.parameters
-        }
+        return {each.name: self.dtype_of(block, dtype) for block in self.blocks for each in block.parameters}
 
     def to_json(self) -> dict[str, object]:
         """The content of `run/model.json`."""

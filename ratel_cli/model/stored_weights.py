@@ -44,7 +44,7 @@ class StoredWeights(Closing):
         self._generation, self._progress = generation, progress
         self._group_elements = min(group_elements, max(spec.block_elements))
         self._placed = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
-        self._dtypes = [dtype if block.dtype == spec.dtype else block.dtype for block in spec.blocks]
+        self._dtypes = [spec.dtype_of(block, dtype) for block in spec.blocks]
         """By block: of its values."""
         self._read_fields = list(map(fields_for, (block.record for block in generation.blocks), self._dtypes))
         self._decoded_fields = [(*fields, *([W32] if len(fields) > 1 else [])) for fields in self._read_fields]

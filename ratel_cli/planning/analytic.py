@@ -183,7 +183,7 @@ def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits
     known: dict[object, int] = {}
     layers = []
     for layer in spec.layers:
-        kind = layer.kinds, *((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
+        kind = layer.block_kinds, *((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
         if kind not in known:
             known[kind] = len(profiles)
             profiles.append(_layer_profile(spec, layer, workload, traits))

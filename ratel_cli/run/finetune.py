@@ -318,7 +318,7 @@ def _check_wear_limit(
     if limit is None or first_step >= inputs.num_steps:
         return
     if store is not None:
-        limit = replace(limit, store_bytes=store.nvme_bytes + store.frozen_bytes, slot_bytes=store.slot_bytes)
+        limit = replace(limit, store_bytes=store.made_bytes, slot_bytes=store.slot_bytes)
     warning = limit.warning(inputs.num_steps, done=first_step)
     if warning is not None and limit.last_step <= first_step:
         raise EnvironmentFailure(warning, "increase storage.max_tb_written")

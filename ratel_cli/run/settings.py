@@ -125,7 +125,7 @@ def wear_limit(
     geometry = new_geometry(config, blocks, shares=weights)
     return WearLimit(
         max_bytes=int(config.storage.max_tb_written * 1e12),
-        store_bytes=sum(geometry.file_bytes()) + geometry.frozen.num_bytes,
+        store_bytes=geometry.made_bytes,
         slot_bytes=geometry.slot.num_bytes,
         first_step=first_step,
     )

@@ -130,9 +130,7 @@ class Training(Closing):
             store_bytes=plan.nvme_bytes,
             free_bytes=partial(free_bytes, config.storage.paths),
             written_bytes=written_bytes(
-                first_step - self._first_step,
-                store_bytes=self._store.nvme_bytes + self._store.frozen_bytes,
-                slot_bytes=self._store.slot_bytes,
+                first_step - self._first_step, store_bytes=self._store.made_bytes, slot_bytes=self._store.slot_bytes
             ),
             state_bytes=self._store.slot_bytes,
             max_bytes_written=self._max_bytes_written,

@@ -58,7 +58,7 @@ class Segment:
         return self.blocks[0].scales_loss
 
     @cached_property
-    def kinds(self) -> tuple[tuple[str, bool, int], ...]:
+    def block_kinds(self) -> tuple[tuple[str, bool, int], ...]:
         """Of each block its dtype, whether it is trained, and how many parameters it has: what shapes do not tell."""
         return tuple((block.dtype, block.is_trained, len(block.parameters)) for block in self.blocks)
 

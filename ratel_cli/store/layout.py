@@ -277,6 +277,11 @@ class Geometry:
         """Size of each data file."""
         return self.stripes().file_bytes(self.slot_address(self.num_slots))
 
+    @property
+    def made_bytes(self) -> int:
+        """What making a store writes before its first generation: all files, and then what is frozen."""
+        return sum(self.file_bytes()) + self.frozen.num_bytes
+
     def _region(self, *, is_frozen: bool) -> Region:
         records, chunks = RecordMap(self.blocks, is_frozen=is_frozen), None
         if self.chunk_elements and (records.num_bytes or not is_frozen):

@@ -103,6 +103,8 @@ class Store(Closing):
         """Size of the frozen region with its checksums, which the import writes."""
         self.nvme_bytes = sum(geometry.file_bytes())
         """Size of all data files together."""
+        self.made_bytes = geometry.made_bytes
+        """What making it has written before its first generation."""
         self._lock = lock
         self._commits = Commits(lock, manifest, previous_sha256, barrier)
         self._files = StripedFiles(lock.fds, geometry.stripes(), queue)

@@ -177,7 +177,7 @@ class TrainingLoop:
             return
         limit = WearLimit(
             max_bytes=settings.max_bytes_written,
-            store_bytes=self._store.nvme_bytes + self._store.frozen_bytes,
+            store_bytes=self._store.made_bytes,
             slot_bytes=self._store.slot_bytes,
             first_step=settings.first_step,
         )

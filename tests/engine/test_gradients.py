@@ -12,8 +12,10 @@ from torch import nn
 
 from ratel_cli.engine.device.device import Download, HostDevice
 from ratel_cli.engine.optimizer.gradients import GradientSum, clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.errors import DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.scratch import Scratch
@@ -272,4 +274,12 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
                 rows.add_embedding(embedding[tokens])
             assert torch.equal(total.values(0).view(vocab, width), wanted)
             total.finish().release()
+        assert pool.leased_bytes == 0
+
+
+def test_sums_that_were_opened_are_closed_if_one_cannot_be(block: BlockSpec) -> None:
+    with BufferPool(block.compute_bytes) as pool:
+        sums = (GradientSum(each, pool, HOST, dtype=torch.bfloat16, single=True) for each in (block, block))
+        with pytest.raises(DoesNotFit):
+            SegmentSum.of(sums)
         assert pool.leased_bytes == 0

@@ -10,11 +10,12 @@ import torch
 from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.import_weights import import_weights, overlaps
-from ratel_cli.model.records import encode_record
+from ratel_cli.model.records import RecordBuffers, encode_record
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import Field
 from ratel_cli.store.store import Store
 from tests.fakes import values_of
 from tests.model.tiny import imported_store
@@ -124,3 +125,14 @@ def test_what_is_no_number_stays_none() -> None:
     _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], joined)
     assert torch.equal(joined.isnan(), master.isnan())
     assert torch.equal(joined[5:], master[5:])
+
+
+def test_fields_of_one_name_in_two_dtypes_have_memory_of_their_own() -> None:
+    """As those of frozen blocks in fp32 and in 16 bit."""
+    narrow, wide = Field("frozen", "bfloat16"), Field("frozen", "float32")
+    with BufferPool(None) as pool, RecordBuffers(pool, [narrow, wide], 8, "test") as buffers:
+        one, other = (buffers.tensors([field], 8)["frozen"] for field in (narrow, wide))
+        assert (one.dtype, other.dtype) == (torch.bfloat16, torch.float32)
+        one.zero_()
+        other.fill_(1.0)
+        assert not one.any()

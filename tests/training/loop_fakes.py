@@ -56,8 +56,7 @@ class FakeStore:
     """Generations without bytes."""
 
     slot_bytes = SLOT_BYTES
-    nvme_bytes = 2 * SLOT_BYTES
-    frozen_bytes = 0
+    made_bytes = 2 * SLOT_BYTES
 
     def __init__(self, events: list[str], *, step: int = 0, loss_scale: float = 65536.0) -> None:
         self.progress = Progress(step=step, updates=step, loss_scale=loss_scale, good_steps=0, tokens=10 * step)

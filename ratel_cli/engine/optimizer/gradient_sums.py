@@ -37,12 +37,13 @@ class GradientSums:
 
     def of_layer(self, layer: Segment, *, single: bool, scale: float) -> SegmentSum:
         """`single`: each parameter gets one contribution."""
+        if single or self._holds_sums:
+            return self._on_device(layer, single=single, scale=scale)
         leaving_bytes = self._leaving_bytes_of(layer)
 
         def opened(block: BlockSpec) -> GradientSum:
-            is_on_host = not single and not self._holds_sums
-            host_sums = self._host_sums(block, leaving_bytes=leaving_bytes) if is_on_host else None
-            return self._open(block, single=single, scale=scale, leaving_bytes=leaving_bytes, host_sums=host_sums)
+            sums = self._host_sums(block, leaving_bytes=leaving_bytes)
+            return self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes, host_sums=sums)
 
         return SegmentSum.of(map(opened, layer.trained))
 

@@ -135,7 +135,7 @@ class BlockProfiler:
             kinds: dict[object, int] = {}
             for layer, call in zip(layers, calls, strict=True):
                 kind = (
-                    layer.kinds,
+                    layer.block_kinds,
                     tuple(parameter.shape for parameter in layer.parameters),
                     tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords))),
                 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -38,42 +39,68 @@ CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, K
 """What a model's code raises if it cannot run on stand-ins."""
 
 
-def samples_stay_apart(
-    layer_runner: LayerRunner,
-    outside: Sequence[StandsIn],
-    layers: Sequence[Sequence[StandsIn]],
-    *,
-    vocab_size: int,
-    num_positions: int | None,
-) -> bool:
-    """Whether no sample of a packed sequence depends on another one's tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A model whose parameters are unbound and on the CPU, to be tried."""
 
-    `outside` and `layers` are the model's parameters, unbound and on the CPU. `num_positions`: the most tokens in a
-    sample; None if there is no limit.
-    """
-    samples = [min(size, num_positions or size) for size in _SAMPLES]
-    watched = slice(samples[0], samples[0] + samples[1])
-    positions = torch.cat([torch.arange(size) for size in samples])
-    return _stays_as_it_is(layer_runner, outside, layers, positions, watched, vocab_size) is True
+    layer_runner: LayerRunner
+    outside: Sequence[StandsIn]
+    """The parameters outside the layers."""
+    layers: Sequence[Sequence[StandsIn]]
+    vocab_size: int
+    num_positions: int | None
+    """The most tokens in a sample; None if there is no limit."""
 
+    def samples_stay_apart(self) -> bool:
+        """Whether no sample of a packed sequence depends on another one's tokens."""
+        samples = [min(size, self.num_positions or size) for size in _SAMPLES]
+        positions = torch.cat([torch.arange(size) for size in samples])
+        return self._stays_as_it_is(positions, slice(samples[0], samples[0] + samples[1])) is True
 
-def looks_ahead(
-    layer_runner: LayerRunner,
-    outside: Sequence[StandsIn],
-    layers: Sequence[Sequence[StandsIn]],
-    *,
-    vocab_size: int,
-    num_positions: int | None,
-) -> bool:
-    """Whether a token's result depends on tokens behind it. Arguments as in `samples_stay_apart`."""
-    num_tokens = min(sum(_SAMPLES), num_positions or sum(_SAMPLES))
-    positions, first_half = torch.arange(num_tokens), slice(0, num_tokens // 2)
-    return _stays_as_it_is(layer_runner, outside, layers, positions, first_half, vocab_size) is False
+    def looks_ahead(self) -> bool:
+        """Whether a token's result depends on tokens behind it."""
+        num_tokens = min(sum(_SAMPLES), self.num_positions or sum(_SAMPLES))
+        return self._stays_as_it_is(torch.arange(num_tokens), slice(0, num_tokens // 2)) is False
+
+    def _stays_as_it_is(self, positions: torch.Tensor, watched: slice) -> bool | None:
+        """Whether the watched tokens of a row with these positions `[tokens]` have the same results whatever the other
+        tokens are; None if the model cannot be tried."""
+        try:
+            with _trying(self.layer_runner) as stand_ins:
+                return self._is_independent(stand_ins, positions.unsqueeze(0), watched)
+        except (*CANNOT_RUN, BadInput):
+            return None
+
+    def _is_independent(self, stand_ins: StandIns, positions: torch.Tensor, watched: slice) -> bool:
+        layer_runner = self.layer_runner
+        input_ids = [ordinary_tokens(layer_runner.model, self.vocab_size, positions.shape[1], seed) for seed in (1, 2)]
+        input_ids[1][:, watched] = input_ids[0][:, watched]
+        with stand_ins.bound(self.outside):
+            embedded = [layer_runner.embed(ids, positions) for ids in input_ids]
+            if not _is_same([each.hidden for each in embedded], watched):
+                return False
+            hidden = [stand_ins.random(each.hidden.shape) for each in embedded]
+            hidden[1][:, watched] = hidden[0][:, watched]
+            finished = [
+                last_hidden_state(layer_runner.finish(each, ids, positions))
+                for each, ids in zip(hidden, input_ids, strict=True)
+            ]
+            if not _is_same(finished, watched):
+                return False
+        for index in one_of_each_kind(layer_runner, self.layers, embedded):
+            with stand_ins.bound(self.layers[index]):
+                outputs = [
+                    layer_runner.run_layer(index, each, call.calls[index])
+                    for each, call in zip(hidden, embedded, strict=True)
+                ]
+            if not _is_same(outputs, watched):
+                return False
+        return True
 
 
 def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[StandsIn], *, vocab_size: int) -> bool:
     """Whether the positions that a model's code takes by default are 0, 1, 2 and so on. Some begin behind the id of the
-    token that fills up rows. True if it cannot be tried. Arguments as in `samples_stay_apart`."""
+    token that fills up rows. True if it cannot be tried. `outside`: parameters outside the layers, as in `Trial`."""
     input_ids = ordinary_tokens(layer_runner.model, vocab_size, _SAMPLES[1], seed=1)
     positions = torch.arange(_SAMPLES[1]).unsqueeze(0)
     try:
@@ -87,24 +114,6 @@ def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[Stan
     # A layer may get positions that were given, and none by default.
     compared = [each for each in found if each is not positions] if len(found) > len(wanted) else found
     return len(compared) == len(wanted) and all(map(torch.equal, compared, wanted))
-
-
-def _stays_as_it_is(
-    layer_runner: LayerRunner,
-    outside: Sequence[StandsIn],
-    layers: Sequence[Sequence[StandsIn]],
-    positions: torch.Tensor,
-    watched: slice,
-    vocab_size: int,
-) -> bool | None:
-    """Whether the watched tokens of a row with these positions `[tokens]` have the same results whatever the other
-    tokens are; None if the model cannot be tried."""
-    try:
-        with _trying(layer_runner) as stand_ins:
-            row = positions.unsqueeze(0)
-            return _is_independent(layer_runner, outside, layers, stand_ins, row, watched, vocab_size)
-    except (*CANNOT_RUN, BadInput):
-        return None
 
 
 @contextlib.contextmanager
@@ -128,40 +137,6 @@ def ordinary_tokens(model: nn.Module, vocab_size: int, num_tokens: int, seed: in
     ordinary = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in special] or [0])
     chosen = torch.randint(len(ordinary), (1, num_tokens), generator=torch.Generator().manual_seed(seed))
     return ordinary[chosen]
-
-
-def _is_independent(
-    layer_runner: LayerRunner,
-    outside: Sequence[StandsIn],
-    layers: Sequence[Sequence[StandsIn]],
-    stand_ins: StandIns,
-    positions: torch.Tensor,
-    watched: slice,
-    vocab_size: int,
-) -> bool:
-    input_ids = [ordinary_tokens(layer_runner.model, vocab_size, positions.shape[1], seed) for seed in (1, 2)]
-    input_ids[1][:, watched] = input_ids[0][:, watched]
-    with stand_ins.bound(outside):
-        embedded = [layer_runner.embed(ids, positions) for ids in input_ids]
-        if not _is_same([each.hidden for each in embedded], watched):
-            return False
-        hidden = [stand_ins.random(each.hidden.shape) for each in embedded]
-        hidden[1][:, watched] = hidden[0][:, watched]
-        finished = [
-            last_hidden_state(layer_runner.finish(each, ids, positions))
-            for each, ids in zip(hidden, input_ids, strict=True)
-        ]
-        if not _is_same(finished, watched):
-            return False
-    for index in one_of_each_kind(layer_runner, layers, embedded):
-        with stand_ins.bound(layers[index]):
-            outputs = [
-                layer_runner.run_layer(index, each, call.calls[index])
-                for each, call in zip(hidden, embedded, strict=True)
-            ]
-        if not _is_same(outputs, watched):
-            return False
-    return True
 
 
 def _is_same(outputs: Sequence[torch.Tensor], watched: slice) -> bool:
