@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil
+from math import ceil, inf
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
@@ -126,7 +126,8 @@ def adamw_threads(spec: ModelSpec, hardware: HardwareProfile) -> int:
     """Number of AdamW threads: enough to keep up with the drives, at most one per core.
 
     Where a GPU computes, the cores have little else to do, and states in host memory wait for no drive: then enough to
-    keep up with main memory, too, at most one for every second core.
+    keep up with main memory, too, at most one for every second core, and that many if its rate was not measured. What
+    the last two blocks take is exposed: 0.5 s of a step of 13 s with one thread (H200, 16 cores, 2026-11).
     """
     nvme, host = hardware.nvme, hardware.host
     # For one element: the states that are read and the record that is written; and what main memory moves.
@@ -135,9 +136,9 @@ def adamw_threads(spec: ModelSpec, hardware: HardwareProfile) -> int:
     needed = nvme.mixed_bytes_per_second / stored / host.adam_parameters_per_second
     most = host.num_cores
     if hardware.link is not None:
-        memory = (host.memory_bytes_per_second or 0) / moved / host.adam_parameters_per_second
+        memory = (host.memory_bytes_per_second or inf) / moved / host.adam_parameters_per_second
         needed, most = max(needed, memory), max(1, most // 2)
-    return max(1, min(most, ceil(needed)))
+    return max(1, ceil(min(most, needed)))
 
 
 def shape_for(num_drives: int) -> GroupShape:

@@ -183,7 +183,7 @@ def overlapped_step(
         edges = _update_edges(
             spec,
             placement,
-            hardware.nvme,
+            hardware,
             head_seconds=compute.head,
             backward_seconds=backward_seconds,
             idle_seconds=_idle_nvme_seconds(forward, offloaded),
@@ -409,7 +409,7 @@ class _Stages:
 def _update_edges(
     spec: ModelSpec,
     placement: Placement,
-    nvme: Nvme,
+    hardware: HardwareProfile,
     *,
     head_seconds: float,
     backward_seconds: float,
@@ -424,17 +424,13 @@ def _update_edges(
     stays = first.index in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.index in placement.resident_states else beyond
+    moved = first.record.state_bytes(read), first.record.num_bytes(beyond if stays else first.num_elements)
+    updated_per_second = placement.adamw_threads * hardware.host.adam_parameters_per_second
     pending = sum(segment.record_bytes for segment in spec.segments[: placement.pending_updates])
     deferred_share = len(placement.deferred) / max(1, spec.num_layers)
     return _UpdateEdges(
         begin_seconds=head_seconds + deferred_share * max(0.0, backward_seconds - head_seconds),
-        rest_seconds=sum(
-            nvme_seconds(
-                nvme,
-                first.record.state_bytes(read),
-                first.record.num_bytes(beyond if stays else first.num_elements),
-            )
-        ),
+        rest_seconds=max(sum(nvme_seconds(hardware.nvme, *moved)), beyond / updated_per_second),
         drained_bytes=min(pending, first.record.num_bytes(ahead)) if stays else 0,
         drained_seconds=idle_seconds,
     )

@@ -68,7 +68,8 @@ def block_flops_per_second(
 
         def work() -> None:
             output = model.layer_runner.run_layer(0, leaf, embedded.calls[0])
-            torch.autograd.grad(output, (leaf, *parameters), torch.ones_like(output))
+            with torch.autograd.set_multithreading_enabled(False):  # as the engine does
+                torch.autograd.grad(output, (leaf, *parameters), torch.ones_like(output))
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
 

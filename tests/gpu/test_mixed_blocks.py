@@ -14,13 +14,9 @@ from tests.engine.exactness import AHEAD, PLACEMENTS, check_training
 from tests.engine.machine import initial_weights, random_steps
 from tests.engine.mixed import IN_FP32, MIXED, TIED_AND_FROZEN, mixed_config, mixed_recipe
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
-from tests.simulated_gpu import is_simulated
 from tests.tiers import rotating
 
-pytestmark = [
-    *NEEDS_GPU,
-    pytest.mark.skipif(not is_simulated(), reason="experts have no deterministic kernels on a real GPU"),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize(

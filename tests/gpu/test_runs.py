@@ -237,7 +237,7 @@ def test_the_allocator_is_told_directly_where_it_can_be(monkeypatch: pytest.Monk
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="this torch has no setter")
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch has no getter")
 def test_torch_takes_the_settings() -> None:
     torch._C._accelerator_setAllocatorSettings(gpu._ALLOCATOR_SETTINGS)
     assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"

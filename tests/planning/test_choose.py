@@ -111,7 +111,8 @@ def test_threads_of_adamw_keep_up_with_the_drives_and_on_a_gpus_machine_with_mai
     assert adamw_threads(SPEC, replace(on_gpu, host=replace(host, num_cores=12))) == 6
     assert adamw_threads(SPEC, on_gpu) == 4
     assert adamw_threads(SPEC, replace(on_gpu, host=replace(host, num_cores=1))) == 1
-    assert adamw_threads(SPEC, replace(on_gpu, host=replace(host, memory_bytes_per_second=None))) == 3
+    assert adamw_threads(SPEC, replace(on_gpu, host=replace(host, memory_bytes_per_second=None))) == 4
+    assert adamw_threads(SPEC, replace(on_cpu, host=replace(host, memory_bytes_per_second=None))) == 3
 
 
 def each_faster(hardware: HardwareProfile, factor: float) -> Iterator[HardwareProfile]:

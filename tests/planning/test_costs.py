@@ -20,7 +20,7 @@ from ratel_cli.planning.costs import (
 )
 from ratel_cli.planning.link import link_seconds
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Overlap, Placement, Workload
+from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
 from ratel_cli.planning.step_time import StageTime, StepTime
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
 from tests.planning.profiles import candidate, estimated, layer, model
@@ -497,6 +497,18 @@ def test_the_next_step_waits_for_an_embedding_that_does_not_stay() -> None:
     assert backward.total == pytest.approx(1000 + embedding)
     stays = replace(DEEP, resident_weights=frozenset({0}))
     assert step_time(slow, compute=replace(COMPUTE, backward=1000.0), placement=stays).backward.total == 1000
+
+
+def test_the_next_step_waits_for_the_update_of_the_embedding() -> None:
+    """Also where the drive is faster than AdamW: for what is not updated when its gradient is there."""
+    long = replace(COMPUTE, backward=1000.0)
+    groups = GroupShape(elements=1, in_flight=1)
+    for threads in (1, 2):
+        placement = replace(DEEP, adamw_threads=threads, groups=groups)
+        rate = ELEMENTS / 500.0
+        found = step_time(machine(adam_parameters_per_second=rate), compute=long, placement=placement).backward
+        waited = (SPEC.blocks[0].num_elements - 2) / (rate * threads)
+        assert waited > 1.0 and found.total == pytest.approx(1000.0 + waited)
 
 
 @pytest.mark.parametrize("spare", [0.0, 0.001, 1e9])

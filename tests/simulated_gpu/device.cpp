@@ -223,8 +223,6 @@ void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* st
         bytes += double(tensor.nbytes());
     });
     const bool draws = operation.hasTag(at::Tag::nondeterministic_seeded);
-    TORCH_CHECK(!(schema.name() == "aten::kthvalue" && at::globalContext().deterministicAlgorithms()),
-                "kthvalue does not have a deterministic implementation");  // for tests: CUDA rejects it too
     const auto before = std::pair(std::exchange(current_stream, kComputes), std::exchange(is_computing, true));
     if (draws) exchange_generators();
     const auto restore = [&] {
@@ -246,6 +244,8 @@ void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* st
 
 // The CPU has no such kernel for integers.
 at::Tensor histc(const at::Tensor& values, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+    TORCH_CHECK(!(values.is_floating_point() && at::globalContext().deterministicAlgorithms()),
+                "_histc_cuda with floating point input does not have a deterministic implementation");
     return at::histc(on_host(values).to(at::kDouble), bins, low, high).to(values.scalar_type()).to(kDevice);
 }
 
