@@ -115,7 +115,7 @@ class _PackedUnit:
             index: tuple(place(tensor) for tensor in tensors) for index, tensors in unit.offloaded.items()
         }
         self.num_bytes = align_up(position, PAGE_BYTES)
-        self.num_tokens = unit.leaf.shape[:2].numel()
+        self.num_elements = unit.leaf.numel()
         self.lease: Lease | None = None
         self.download: Download | None = None
         self.write: Ticket | None = None
@@ -196,9 +196,10 @@ class ActivationOffloader:
         *,
         device: Device,
         timeline: Timeline,
-        micro_batch_tokens: int | None = None,
+        micro_batch_elements: int | None = None,
     ) -> None:
-        """`micro_batch_tokens`: the most tokens of a micro-batch, which the plan counts; None if it is not known."""
+        """`micro_batch_elements`: the most elements of a layer's input, which the plan counts; None if it is not
+        known."""
         assert scratch is not None or not placement.spilled_units
         self._pool = pool
         self._scratch = scratch
@@ -210,7 +211,7 @@ class ActivationOffloader:
         """Outputs of the unit that forward makes."""
         self._device = device
         self._timeline = timeline
-        self._micro_batch_tokens = micro_batch_tokens
+        self._micro_batch_elements = micro_batch_elements
         self._order: list[tuple[int, int]] = []
         """Keys (block, micro-batch) of the units that were put and not fetched yet. Backward fetches the last first."""
         self._in_place: dict[tuple[int, int], Unit] = {}
@@ -411,8 +412,8 @@ class ActivationOffloader:
         # Buffers of the window serve any block. The others are leased all at once, each size once for each layer.
         purpose = purpose_of_units(packed.block) if packed.offset is None else WINDOW_PURPOSE
         at_most_bytes = packed.num_bytes
-        if self._micro_batch_tokens is not None:
-            at_most_bytes = -(-packed.num_bytes * self._micro_batch_tokens // packed.num_tokens)
+        if self._micro_batch_elements is not None:
+            at_most_bytes = -(-packed.num_bytes * self._micro_batch_elements // packed.num_elements)
         packed.lease = self._pool.lease(packed.num_bytes, purpose, at_most_bytes=at_most_bytes)
         if packed.offset is not None:
             self._window.append(packed)

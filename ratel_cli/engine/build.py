@@ -144,7 +144,8 @@ class EngineParts(Closing):
                 placement,
                 device=device,
                 timeline=timeline,
-                micro_batch_tokens=settings.micro_batch_tokens,
+                micro_batch_elements=settings.micro_batch_tokens
+                and settings.micro_batch_tokens * model.spec.hidden_size,
             ),
             GradientSums(self._pool, device, self._sums, placement),
             self._sums,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,8 +23,8 @@ from ratel_cli.engine.loss import loss_only
 from ratel_cli.engine.state import place
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
-from ratel_cli.model.operators import tensors_in
+from ratel_cli.model.carried import Carried, Embedded
+from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.units import format_bytes
 
@@ -43,15 +44,19 @@ class _Passing:
 
     hidden: torch.Tensor
     """The output of the last block that has run: `[batch, tokens, hidden]`."""
-    calls: tuple[LayerCall, ...]
+    embedded: Embedded
+    carried: Carried
     """What each layer gets besides."""
+
+    carried_bytes: int
+    """What layers leave for others."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that wait between two blocks."""
-        arguments = tensors_in([(call.arguments, call.keywords) for call in self.calls])
+        arguments = [tensor for call in self.embedded.calls for tensor in call.tensors]
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in arguments}
-        return self.hidden.nbytes + sum(storages.values())
+        return self.hidden.nbytes + sum(storages.values()) + self.carried_bytes
 
 
 class BlockwiseForward:
@@ -151,14 +156,18 @@ class BlockwiseForward:
 
     def _embedded(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> _Passing:
         embedded = self._model.layer_runner.embed(input_ids, position_ids)
-        return _Passing(hidden=embedded.hidden, calls=embedded.calls)
+        carried_bytes = input_ids.numel() * self._model.spec.carried_bytes
+        return _Passing(
+            hidden=embedded.hidden, embedded=embedded, carried=Carried(embedded), carried_bytes=carried_bytes
+        )
 
     def _run_layers(self, passing: Sequence[_Passing], progress: Callable[[int], None]) -> None:
         """Run every layer on all micro-batches."""
         for index, layer in enumerate(self._model.spec.layers):
             with self._reader.bound(layer):
                 for item in passing:
-                    item.hidden = self._model.layer_runner.run_layer(index, item.hidden, item.calls[index])
+                    run = partial(self._model.layer_runner.run_layer, index, item.hidden)
+                    item.hidden = item.carried.forward(index, run)
             progress(len(passing))
 
     @contextmanager

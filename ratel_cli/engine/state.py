@@ -19,7 +19,7 @@ from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Tapes
-from ratel_cli.model.layer_runner import LayerCall
+from ratel_cli.model.carried import Carried
 from ratel_cli.model.row_lookup import DistinctTokens
 
 
@@ -66,8 +66,8 @@ class StepState:
         self.loss_scale = loss_scale
         self.gradient_scale = 1.0 / loss_scale
         self.num_targets = sum(batch.num_targets for batch in batches)
-        self.calls: list[tuple[LayerCall, ...]] = []
-        """For each micro-batch: the arguments of every layer apart from its input."""
+        self.carried: list[Carried] = []
+        """For each micro-batch: what later uses get besides hidden states."""
         self.tapes = Tapes()
         self.recording = recording
         self.resources = contextlib.ExitStack()

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -50,6 +51,7 @@ from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.carried import Carried, LayerCall, LayerOutput, Roots
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.placement import Stage, step_schedule
@@ -213,7 +215,7 @@ class StepEngine(Closing):
             for number, batch in enumerate(state.batches):
                 state.seed_draws(segment.index, number)
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
-                state.calls.append(embedded.calls)
+                state.carried.append(Carried(embedded))
                 hidden.append(embedded.hidden.detach())
         self._trim()
         return hidden
@@ -229,8 +231,12 @@ class StepEngine(Closing):
                     state.seed_draws(layer.index, number)
                     leaf = hidden[number].requires_grad_()
                     recorder = self._recorder(state, weights, number)
-                    with recorder.recording():
-                        output = self._run_layer(state, layer, number, leaf)
+
+                    def run(call: LayerCall, leaf: torch.Tensor = leaf, recorder: Recorder = recorder) -> LayerOutput:
+                        with recorder.recording():
+                            return self._layer_runner.run_layer(layer.index - 1, leaf, call)
+
+                    output = state.carried[number].forward(layer.index - 1, run, returns=True)
                     hidden[number] = output.detach()
                     tape, offloaded = recorder.finish()
                     state.tapes.put(layer.index, number, tape)
@@ -250,11 +256,6 @@ class StepEngine(Closing):
             module=self._layer_runner.layers[index - 1],
             on_output=self._activations.limit_downloads,
         )
-
-    def _run_layer(self, state: StepState, layer: Segment, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """One layer on one micro-batch: `[batch, tokens, hidden]` to the same shape."""
-        index = layer.index - 1
-        return self._layer_runner.run_layer(index, hidden, state.calls[number][index])
 
     def _head(
         self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
@@ -331,22 +332,31 @@ class StepEngine(Closing):
                 if is_last:
                     total.expect_last()
                 with self._activations.fetch(layer.index, number) as unit, self._computing(layer, "backward"):
-                    output = self._replay(state, layer, number, unit)
+                    output, roots = self._replay(state, layer, number, unit)
                     with (
                         adding_to(weights.trained, total, is_last=is_last),
                         self._activations.preparing_more(layer, weights.trained),
                     ):
-                        output.backward(gradients[number], inputs=[unit.leaf, *weights.trained])
+                        torch.autograd.backward(
+                            [output, *roots.tensors],
+                            [gradients[number], *roots.gradients],
+                            inputs=[unit.leaf, *weights.trained, *roots.inputs],
+                        )
                     gradients[number] = taken_gradient(unit.leaf)
-                    del unit, output
+                    del unit, output, roots
             self._hand_over(total, weights)
 
-    def _replay(self, state: StepState, layer: Segment, number: int, unit: Unit) -> torch.Tensor:
-        """A layer's output `[batch, tokens, hidden]`, with the autograd graph that forward dropped."""
-        with Replayer(state.tapes.take(layer.index, number), unit.offloaded) as replayer:
-            output = self._run_layer(state, layer, number, unit.leaf)
-        replayer.check_complete()
-        return output
+    def _replay(self, state: StepState, layer: Segment, number: int, unit: Unit) -> tuple[torch.Tensor, Roots]:
+        """A layer's output `[batch, tokens, hidden]`, with the autograd graph that forward dropped, and what else its
+        backward begins with."""
+
+        def run(call: LayerCall) -> LayerOutput:
+            with Replayer(state.tapes.take(layer.index, number), unit.offloaded) as replayer:
+                output = self._layer_runner.run_layer(layer.index - 1, unit.leaf, call)
+            replayer.check_complete()
+            return output
+
+        return state.carried[number].replay(layer.index - 1, run)
 
     def _embedding_backward(
         self, state: StepState, gradients: list[torch.Tensor], tied: TiedSum | HostTiedSum | None
@@ -368,15 +378,19 @@ class StepEngine(Closing):
                 for number, batch in enumerate(state.batches):
                     state.seed_draws(embedding.index, number)
                     embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
+                    roots = state.carried[number].root_embedding(embedded)
                     first, *others = torch.autograd.grad(
-                        embedded.hidden, weights.trained, gradients[number], allow_unused=True
+                        (embedded.hidden, *roots.tensors),
+                        weights.trained,
+                        (gradients[number], *roots.gradients),
+                        allow_unused=True,
                     )
                     if tied:
                         tied.add_embedding(first[state.distinct_tokens] if rows is None else first)
                     else:
                         total.add_one(0, first)
                     total.add([None, *others])
-                    del embedded, first, others
+                    del embedded, roots, first, others
             self._hand_over(total, weights)
 
     def _decide(self, loss_total: float) -> tuple[float, str | None]:
@@ -402,11 +416,13 @@ class StepEngine(Closing):
         self._reader.expect([*layers, *([embedding] if self._model.spec.tied else []), head], "forward")
         with self._reader.open(embedding), self._computing(embedding, "forward"):
             embedded = [self._layer_runner.embed(batch.input_ids, batch.position_ids) for batch in batches]
-        hidden = [item.hidden for item in embedded]
+        hidden, carried = [item.hidden for item in embedded], list(map(Carried, embedded))
+        del embedded
         for index, layer in enumerate(layers):
             with self._reader.open(layer), self._computing(layer, "forward"):
-                for number, item in enumerate(embedded):
-                    hidden[number] = self._layer_runner.run_layer(index, hidden[number], item.calls[index])
+                for number, item in enumerate(carried):
+                    run = partial(self._layer_runner.run_layer, index, hidden[number])
+                    hidden[number] = item.forward(index, run)
         total = 0.0
         with self._tied_embedding(), self._reader.open(head), self._computing(head, "forward"):
             for last, batch in zip(hidden, batches, strict=True):

@@ -28,17 +28,17 @@ from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.layer_runner import LayerRunner
-from ratel_cli.model.passed_on import reject_what_is_passed_on
-from ratel_cli.model.probe import Usage, probe_usage, separates_samples
+from ratel_cli.model.passed_on import reject_what_passes_all_layers
+from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, is_matrix
-from ratel_cli.model.trials import Trial, counts_positions_from_zero
+from ratel_cli.model.trials import Trial, carried_bytes, counts_positions_from_zero
 from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import VALUE_BYTES, DtypeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     first = next(each for each in outside if each.unbound is embedding.weight)
     lookup = RowLookup(embedding)
     usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside}, first.name, lookup)
-    reject_what_is_passed_on(layer_runner, outside, inside, vocab_size=first.shape[0])
+    reject_what_passes_all_layers(layer_runner, outside, vocab_size=first.shape[0])
     before, after = _split(outside, usage, first, tied=tied)
     if layer_runner.takes_positions:
         layer_runner.takes_positions = counts_positions_from_zero(layer_runner, outside, vocab_size=first.shape[0])
@@ -270,8 +270,17 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         ),
         tied=tied,
         dtype=dtype,
-        hidden_size=embedded.hidden.shape[-1],
+        hidden_size=embedded.hidden.numel() // SAMPLE_TOKENS,
         vocab_size=first.shape[0],
+        carried_bytes=carried_bytes(
+            layer_runner,
+            embedded,
+            outside,
+            inside,
+            vocab_size=first.shape[0],
+            num_probed=SAMPLE_TOKENS,
+            value_bytes=VALUE_BYTES[dtype],
+        ),
         looks_up_rows=usage.looks_up_rows,
     )
     return DecoderModel(

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -25,11 +24,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.model.blocks import DecoderModel, trained_of
-from ratel_cli.model.layer_runner import LayerCall, last_hidden_state, loss_sum
+from ratel_cli.model.carried import Carried, Embedded
+from ratel_cli.model.layer_runner import last_hidden_state, loss_sum
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import (
@@ -45,7 +44,7 @@ from ratel_cli.schedule.segments import Segment
 _TOKENS = 61
 _FIRST_SAMPLE = 30
 """Tokens of the first of two samples in the row, so that attention gets a mask where samples can be packed."""
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, LookupError)
 """What fake tensors raise where values would decide what runs, and models that take fewer tokens."""
 _ATTENTION_NAME = "scaled_dot_product"
 _PRODUCTS = frozenset(
@@ -95,26 +94,34 @@ def _silent_fake_tensors() -> Iterator[None]:
 
 def _measured_traits(model: DecoderModel) -> LayerTraits:
     positions = torch.cat([torch.arange(_FIRST_SAMPLE), torch.arange(_TOKENS - _FIRST_SAMPLE)]).unsqueeze(0)
-    kinds: dict[object, tuple[Segment, LayerCall]] = {}
-    numbers: Counter[object] = Counter()
     try:
         with torch.no_grad():
-            calls = model.layer_runner.embed(torch.zeros_like(positions), positions).calls
-        for layer, call in zip(model.spec.layers, calls, strict=True):
-            shapes = layer.block_kinds, *(parameter.shape for parameter in layer.parameters)
-            arguments = tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
-            kinds.setdefault((shapes, arguments), (layer, call))
-            numbers[shapes, arguments] += 1
-        measured = [_layer(model, layer, call) for layer, call in kinds.values()]
+            embedded = model.layer_runner.embed(torch.zeros_like(positions), positions)
+        measured = _layers(model, embedded)
         traits = replace(model.traits, activations=_most([activations for activations, _ in measured]))
     except _CANNOT_RUN:
         return model.traits
     try:
-        norm, head = _norm(model, positions)
+        norm, head = _norm(model, positions, embedded.hidden.shape)
     except _CANNOT_RUN:
         return traits
-    layers = zip(numbers.values(), (moved for _, moved in measured), strict=True)
-    return replace(traits, norm=norm, moved=_mean([each for number, each in layers for _ in range(number)], head))
+    return replace(traits, norm=norm, moved=_mean([moved for _, moved in measured], head))
+
+
+def _layers(model: DecoderModel, embedded: Embedded) -> list[tuple[LayerActivations, _Moved]]:
+    """What every layer takes and moves. Of each kind one is measured."""
+    kinds: dict[object, tuple[LayerActivations, _Moved]] = {}
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        calls = tuple(call.changed(fake.from_tensor) for call in embedded.calls)
+        extras = tuple(each if each is None else fake.from_tensor(each) for each in embedded.extras)
+        carried = Carried(replace(embedded, calls=calls, extras=extras))
+        for index, layer in enumerate(model.spec.layers):
+            kind = (layer.block_kinds, *(each.shape for each in layer.parameters), embedded.cost_key(index))
+            if kind not in kinds or carried.links_layers:  # layers above may read what this one leaves
+                kinds[kind] = _layer(model, layer, carried, embedded.hidden.shape)
+            found.append(kinds[kind])
+    return found
 
 
 def _mean(layers: Sequence[_Moved], head: _Moved) -> MovedBytes:
@@ -152,14 +159,15 @@ def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
     )
 
 
-def _norm(model: DecoderModel, positions: torch.Tensor) -> tuple[NormActivations, _Moved]:
-    """What is between the last layer and the head, on `positions` `[1, tokens]`, and what norm and loss move."""
+def _norm(model: DecoderModel, positions: torch.Tensor, shape: Sequence[int]) -> tuple[NormActivations, _Moved]:
+    """What is between the last layer and the head, on `positions` `[1, tokens]`, and what norm and loss move. `shape`:
+    of hidden states."""
     head, dtype = model.spec.head, DTYPES[model.spec.dtype]
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = _weights(head)
         parameters = _bound(model, head, weights)
         try:
-            leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
+            leaf = torch.empty(shape, dtype=dtype, requires_grad=True)
             with _ActivationWatch(weights) as watch:
                 finished = last_hidden_state(model.layer_runner.finish(leaf, torch.zeros_like(positions), positions))
                 gradient = torch.empty_like(finished)
@@ -201,43 +209,42 @@ def _bound(model: DecoderModel, segment: Segment, weights: Sequence[torch.Tensor
     return tuple(parameter for of_block in bound for parameter in of_block)
 
 
-def _layer(model: DecoderModel, layer: Segment, call: LayerCall) -> tuple[LayerActivations, _Moved]:
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-
-        def faked(leaf: object) -> object:
-            return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-        call = LayerCall(arguments=tree_map(faked, call.arguments), keywords=tree_map(faked, call.keywords))
-        weights = _weights(layer)
-        parameters = _bound(model, layer, weights)
-        try:
-            dtype = DTYPES[model.spec.dtype]
-            leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
-            gradient = torch.empty_like(leaf).detach()
-            with _NoDropoutInAttention(), torch.no_grad():
-                with _ActivationWatch(weights) as forward:
-                    model.layer_runner.run_layer(layer.index - 1, leaf, call)
-                with _ActivationWatch(weights, holds_products=True) as holding:
-                    model.layer_runner.run_layer(layer.index - 1, leaf, call)
-            least_bytes = max(parameter.nbytes for parameter in parameters) // 2
-            with (
-                _NoDropoutInAttention(),
-                _Moved() as moved,
-                _ActivationWatch(weights, weight_bytes=least_bytes) as watch,
-            ):
-                for each, parameter in zip(layer.parameters, parameters, strict=True):
-                    if not parameter.requires_grad:
-                        continue
-                    parameter.register_post_accumulate_grad_hook(
-                        partial(_forget, then=partial(watch.begin_part, name_in_layer(each.name)))
-                    )
-                output = model.layer_runner.run_layer(layer.index - 1, leaf, call)
-                moved.stage = "backward"
-                saved, used = dict(watch.live), set(watch.made_with.values())
-                replay, passing = dict(watch.peak), watch.most_that_has_ended()
-                output.backward(gradient, inputs=[leaf, *trained_of(parameters)])
-        finally:
-            model.release(layer)
+def _layer(
+    model: DecoderModel, layer: Segment, carried: Carried, shape: Sequence[int]
+) -> tuple[LayerActivations, _Moved]:
+    """What one layer takes and moves, for hidden states of this shape. `carried` has fake tensors."""
+    index = layer.index - 1
+    weights = _weights(layer)
+    parameters = _bound(model, layer, weights)
+    try:
+        dtype = DTYPES[model.spec.dtype]
+        leaf = torch.empty(tuple(shape), dtype=dtype, requires_grad=True)
+        gradient = torch.empty_like(leaf).detach()
+        run = partial(model.layer_runner.run_layer, index, leaf)
+        with _NoDropoutInAttention(), torch.no_grad():
+            with _ActivationWatch(weights) as forward:
+                carried.forward(index, run)
+            with _ActivationWatch(weights, holds_products=True) as holding:
+                carried.forward(index, run)
+        least_bytes = max(parameter.nbytes for parameter in parameters) // 2
+        with (
+            _NoDropoutInAttention(),
+            _Moved() as moved,
+            _ActivationWatch(weights, weight_bytes=least_bytes) as watch,
+        ):
+            for each, parameter in zip(layer.parameters, parameters, strict=True):
+                if not parameter.requires_grad:
+                    continue
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_forget, then=partial(watch.begin_part, name_in_layer(each.name)))
+                )
+            output = carried.forward(index, run)
+            moved.stage = "backward"
+            saved, used = dict(watch.live), set(watch.made_with.values())
+            replay, passing = dict(watch.peak), watch.most_that_has_ended()
+            output.backward(gradient, inputs=[leaf, *trained_of(parameters)])
+    finally:
+        model.release(layer)
     row, square = _TOKENS, _TOKENS**2
     saved[row] -= output.untyped_storage().nbytes()
     passing[row] += output.untyped_storage().nbytes()

@@ -8,18 +8,17 @@ follows the last layer. So a shim replaces every layer's `forward` on the instan
 * `logits`:  the owner's `forward` is replaced by its finished output, and the model's own head follows;
 * `running_whole`: the shims give way, and each layer runs its own code when the model's code calls it.
 
-Invariants, which every call checks: hidden states are the only trained tensor that a layer receives, or the gradients
-of a block would be incomplete; and they go from layer to layer unchanged, or there is code between the layers. A model
-that breaks one of them is rejected with its name.
+Invariants: hidden states go from layer to layer unchanged, or there is code between the layers; what else a layer gets
+is computed before the first one, or comes from layers below in a mapping that all of them get or in what they return
+(`model.carried`). A model that breaks one of them is rejected with its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,10 +26,9 @@ from torch.nn.functional import cross_entropy
 from transformers.utils.generic import ModelOutput
 
 from ratel_cli.errors import BadInput, first_line
+from ratel_cli.model.carried import Argument, Embedded, LayerCall, LayerOutput
 from ratel_cli.model.module_state import ModuleState
 from ratel_cli.sizes import IGNORED_TARGET
-
-Argument: TypeAlias = "torch.Tensor | str | int | float | bool | tuple[Argument, ...] | list[Argument] | None"
 
 _WRAPS: tuple[Callable[[torch.Tensor, object], object], ...] = (
     lambda hidden, extra: hidden,
@@ -38,31 +36,13 @@ _WRAPS: tuple[Callable[[torch.Tensor, object], object], ...] = (
     lambda hidden, extra: (hidden, extra),
 )
 """What a layer may return: bare hidden states, or a tuple that begins with them. The owner may hand what follows them
-to the next layer (`model.passed_on`)."""
+to the next layer (`model.carried`)."""
 
 
 class Forward(Protocol):
     """A function that takes the place of a module's `forward`."""
 
     def __call__(self, *arguments: Argument, **keywords: Argument) -> object: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCall:
-    """All arguments of a layer except its hidden states: masks, rotary tables, positions."""
-
-    arguments: tuple[Argument, ...]
-    keywords: dict[str, Argument]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
-    """The result of the owner's code before its first layer."""
-
-    hidden: torch.Tensor
-    """Shape `[batch, tokens, hidden_size]`."""
-    calls: tuple[LayerCall, ...]
-    """The arguments of each layer, in order."""
 
 
 class LayerRunner:
@@ -77,10 +57,15 @@ class LayerRunner:
         """Whether the model gets position ids. If not, samples cannot be packed."""
         self._wrap = _WRAPS[0]
         self._calls: list[LayerCall] = []
+        self._first: torch.Tensor | None = None
+        """The hidden states that the first layer got."""
         self._expected: torch.Tensor | None = None
+        """Those that the next layer must get."""
         self._injected: torch.Tensor | None = None
-        self.extras: Sequence[object] = (None,) * len(layers)
-        """What each shim returns besides its hidden states. For trials."""
+        self._mark: torch.Tensor | None = None
+        """What is added to hidden states in each layer. For trials."""
+        self._extras: tuple[torch.Tensor | None, ...] = (None,) * len(layers)
+        """What each shim returns besides its hidden states."""
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
@@ -107,6 +92,21 @@ class LayerRunner:
         """
         with self._layers_unchanged():
             self._try_outputs(input_ids, position_ids)
+            if self._wrap is _WRAPS[-1]:
+                self._find_extras(input_ids, position_ids)
+
+    def _find_extras(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Find out whether the owner hands a layer what another one returns besides its hidden states."""
+        without = self.embed(input_ids, position_ids)
+        self._extras = tuple(torch.zeros((), dtype=torch.long) for _ in self.layers)
+        found = self.embed(input_ids, position_ids)
+        handed = {id(each) for call in found.calls for each in call.tensors}
+        if handed.isdisjoint(map(id, self._extras)):
+            self._extras = without.extras
+            if any(
+                len(one.tensors) != len(other.tensors) for one, other in zip(without.calls, found.calls, strict=True)
+            ):
+                raise self.code_between_layers()
 
     def _try_outputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         rejection: BadInput | None = None
@@ -114,8 +114,8 @@ class LayerRunner:
         for wrap in _WRAPS:
             self._wrap = wrap
             try:
-                embedded, finished = self._run_owner(input_ids, position_ids, injected=None)
-                if last_hidden_state(finished).shape[:2] == embedded.hidden.shape[:2]:
+                finished = self._run_owner(input_ids, position_ids, injected=None)[1]
+                if last_hidden_state(finished).shape[:2] == input_ids.shape:
                     return
             except BadInput as error:
                 rejection = rejection or error
@@ -154,6 +154,15 @@ class LayerRunner:
                 unchanged.enter_context(state.unchanged())
             yield
 
+    @contextlib.contextmanager
+    def marking(self, mark: torch.Tensor) -> Iterator[None]:
+        """A context in which a layer that is not run adds the mark, a number, to its hidden states."""
+        self._mark = mark
+        try:
+            yield
+        finally:
+            self._mark = None
+
     def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput.
 
@@ -161,19 +170,14 @@ class LayerRunner:
         """
         return self._run_owner(input_ids, position_ids, injected=None)[0]
 
-    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """The output of one decoder layer. `hidden` and the result: `[batch, tokens, hidden_size]`."""
-        return self.run_with_extras(index, hidden, call)[0]
-
-    def run_with_extras(
-        self, index: int, hidden: torch.Tensor, call: LayerCall
-    ) -> tuple[torch.Tensor, tuple[Argument, ...]]:
-        """As `run_layer`, with what the layer returns besides."""
+    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
+        """The output of one decoder layer, and what it returns besides for later layers. Hidden states before and
+        behind it have one shape, that of the first ones."""
         with self._state_of_layers[index].kept():
             output = self._forwards[index](hidden, *call.arguments, **call.keywords)
         first, *extras = output if isinstance(output, tuple | list) else (output,)
         assert isinstance(first, torch.Tensor)
-        return first, tuple(extras)
+        return first, extras[0] if extras and self._extras[index] is not None else None
 
     def finish(self, hidden: torch.Tensor, input_ids: torch.Tensor, position_ids: torch.Tensor) -> object:
         """The owner's output object, after the final norm, for the output of the last layer.
@@ -195,12 +199,6 @@ class LayerRunner:
         logits = result.logits
         assert isinstance(logits, torch.Tensor)
         return logits
-
-    @property
-    def returns_extras(self) -> bool:
-        """Whether the owner takes something from a layer besides its hidden states. Known from `find_layer_output`
-        on."""
-        return self._wrap is _WRAPS[-1]
 
     @contextlib.contextmanager
     def running_whole(self, around: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
@@ -236,7 +234,7 @@ class LayerRunner:
         try:
             with self._state_outside.kept():
                 finished = self._owner(input_ids=input_ids, use_cache=False, **keywords)
-            hidden, calls = self._expected, tuple(self._calls)
+            hidden, calls = self._first, tuple(self._calls)
         finally:
             self._start(None)
         if hidden is None or len(calls) != len(self.layers):
@@ -244,19 +242,19 @@ class LayerRunner:
                 f"{type(self.model).__name__}: only {len(calls)} of its {len(self.layers)} layers were called;"
                 " each must be called once, in order"
             )
-        return Embedded(hidden=hidden, calls=calls), finished
+        return Embedded(hidden=hidden, calls=calls, extras=self._extras), finished
 
     def _start(self, injected: torch.Tensor | None) -> None:
-        self._calls, self._expected, self._injected = [], None, injected
+        self._calls, self._first, self._expected, self._injected = [], None, None, injected
 
     def _shim(self, index: int) -> Forward:
         def forward(*arguments: Argument, **keywords: Argument) -> object:
             hidden, *others = (keywords.pop("hidden_states"), *arguments) if "hidden_states" in keywords else arguments
-            if not isinstance(hidden, torch.Tensor) or (self._calls and hidden is not self._expected):
-                raise self._code_between_layers()
+            if not isinstance(hidden, torch.Tensor) or (self._calls and not _is_same(hidden, self._expected)):
+                raise self.code_between_layers()
             if index != len(self._calls):
-                raise self._code_between_layers()
-            self._expected = hidden
+                raise self.code_between_layers()
+            self._first = hidden if self._first is None else self._first
             for argument in (*others, *keywords.values()):
                 self._check(argument)
             self._calls.append(LayerCall(arguments=tuple(others), keywords=keywords))
@@ -264,32 +262,38 @@ class LayerRunner:
                 self.at_layer()
             last = index == len(self.layers) - 1
             output = self._injected if last and self._injected is not None else hidden
-            return self._wrap(output, self.extras[index])
+            self._expected = output if self._mark is None else output + self._mark
+            return self._wrap(self._expected, self._extras[index])
 
         return forward
 
-    def _code_between_layers(self) -> BadInput:
+    def code_between_layers(self) -> BadInput:
+        """The error about a model that does something to hidden states between two layers."""
         return BadInput(
             f"{type(self.model).__name__}: its code does something between its layers; "
             "only models that pass hidden states directly from layer to layer can be streamed"
         )
 
     def _check(self, argument: object) -> None:
-        """Reject an argument through which layers could share trained or changing state."""
-        if isinstance(argument, tuple | list):
-            for item in argument:
+        """Reject an argument through which layers could share state that nobody sees change."""
+        if isinstance(argument, tuple | list | MutableMapping):
+            for item in argument.values() if isinstance(argument, MutableMapping) else argument:
                 self._check(item)
-        elif isinstance(argument, torch.Tensor):
-            if argument.requires_grad:
-                raise BadInput(
-                    f"{type(self.model).__name__}: its layers receive a trained tensor in addition to hidden states; "
-                    "such models cannot be streamed"
-                )
-        elif argument is not None and not isinstance(argument, str | int | float | bool):
+        elif argument is not None and not isinstance(argument, torch.Tensor | str | int | float | bool):
             raise BadInput(
                 f"{type(self.model).__name__}: its layers share a {type(argument).__name__}; "
                 "such models cannot be streamed"
             )
+
+
+def _is_same(hidden: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    """Whether these are the expected hidden states, or a view of all of them: some models slice them, and take all."""
+    return hidden is expected or (
+        expected is not None
+        and hidden.untyped_storage()._cdata == expected.untyped_storage()._cdata
+        and hidden.storage_offset() == expected.storage_offset()
+        and (hidden.shape, hidden.stride(), hidden.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    )
 
 
 def last_hidden_state(finished: object) -> torch.Tensor:

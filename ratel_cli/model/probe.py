@@ -14,13 +14,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from ratel_cli.model.layer_runner import Embedded, LayerCall, LayerRunner, last_hidden_state
+from ratel_cli.errors import BadInput
+from ratel_cli.model.carried import Embedded, LayerCall
+from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 
-_SAMPLE_TOKENS = 4
+SAMPLE_TOKENS = 8
+"""Of two packed samples, together."""
 _POSITIONS = 1 << 24
 """More positions than any model was trained with."""
 
@@ -45,8 +48,8 @@ def probe_usage(
     `embedding`: the name of the embedding's matrix, and `lookup` its module. Also returns the result of the part before
     the layers. Raises BadInput if the model cannot be streamed.
     """
-    input_ids = torch.zeros((1, 2 * _SAMPLE_TOKENS), dtype=torch.long)
-    position_ids = torch.arange(_SAMPLE_TOKENS).repeat(2).unsqueeze(0)
+    input_ids = torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long)
+    position_ids = torch.arange(SAMPLE_TOKENS // 2).repeat(2).unsqueeze(0)
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
     with _training(parameters.values()), _UsageWatch(names, embedding) as watch:
         layer_runner.find_layer_output(input_ids, position_ids)
@@ -59,12 +62,37 @@ def probe_usage(
         finished = layer_runner.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
         logits = layer_runner.logits(finished, last_hidden_state(finished))
         layer_runner.at_layer = None
+        _reject_between_layers(layer_runner, embedded, input_ids, position_ids)
     after = _used_for(logits, parameters)
     usage = Usage(before=frozenset(watch.before), after=after, looks_up_rows=looks_up_rows)
     return usage, embedded
 
 
-def _used_for(result: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+def _reject_between_layers(
+    layer_runner: LayerRunner, embedded: Embedded, input_ids: torch.Tensor, position_ids: torch.Tensor
+) -> None:
+    """Raise BadInput if hidden states are not those of the model's tokens; or if what a layer gets besides depends on
+    the output of a layer below, or is the first hidden states: their gradients would be added in another order."""
+    mark = torch.ones((), requires_grad=True)
+    with layer_runner.marking(mark):
+        marked = layer_runner.embed(input_ids, position_ids)
+    for call, other in zip(embedded.calls, marked.calls, strict=True):
+        for tensor, with_mark in zip(call.tensors, other.tensors, strict=True):
+            if _used_for(with_mark, {"mark": mark}) or not torch.equal(tensor, with_mark):
+                raise layer_runner.code_between_layers()
+    if SAMPLE_TOKENS not in embedded.hidden.shape[1:3]:
+        raise BadInput(
+            f"{type(layer_runner.model).__name__}: its layers get other tokens than the model; such models cannot be"
+            " streamed"
+        )
+    if any(each is embedded.hidden for each in embedded.carried):
+        raise BadInput(
+            f"{type(layer_runner.model).__name__}: its layers receive the first hidden states besides their own; such"
+            " models cannot be streamed"
+        )
+
+
+def _used_for(result: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Names of the parameters that autograd would reach from `result`.
 
     Code around the owner may embed the tokens before it calls the owner, which ignores them after the layers.
@@ -121,14 +149,13 @@ def _looks_up_rows(
 
 def separates_samples(calls: Sequence[LayerCall]) -> bool:
     """Whether every layer got a mask `[.., 2n, 2n]` in which the second sample of `n` tokens cannot see the first."""
-    return all(any(_separates(leaf) for leaf in tree_leaves((call.arguments, call.keywords))) for call in calls)
+    return all(any(_separates(leaf) for leaf in call.tensors) for call in calls)
 
 
 def _separates(mask: object) -> bool:
-    total = 2 * _SAMPLE_TOKENS
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-2:] != (total, total):
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-2:] != (SAMPLE_TOKENS, SAMPLE_TOKENS):
         return False
-    across = mask[..., _SAMPLE_TOKENS:, :_SAMPLE_TOKENS]
+    across = mask[..., SAMPLE_TOKENS // 2 :, : SAMPLE_TOKENS // 2]
     return bool((~across).all() if mask.dtype == torch.bool else (across <= -1e4).all())
 
 

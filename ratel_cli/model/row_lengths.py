@@ -10,10 +10,12 @@ Invariant: a model that runs on no row that is tried here has no rule that we kn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig
 
+from ratel_cli.model.carried import Carried
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 from ratel_cli.model.trials import CANNOT_RUN, one_of_each_kind
@@ -44,9 +46,10 @@ def row_multiple(
             with torch.no_grad(), torch.random.fork_rng(devices=[]), StandIns() as stand_ins:
                 with stand_ins.bound(outside):
                     embedded = layer_runner.embed(torch.zeros_like(positions), positions)
+                carried = Carried(embedded)
                 for index in one_of_each_kind(layer_runner, layers, [embedded]):
                     with stand_ins.bound(layers[index]):
-                        layer_runner.run_layer(index, embedded.hidden, embedded.calls[index])
+                        carried.forward(index, partial(layer_runner.run_layer, index, embedded.hidden))
         except CANNOT_RUN:
             return False
         return True

@@ -17,7 +17,7 @@ from ratel_cli.schedule.segments import Segment, segments_of
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_LAYERS = 10_000
 """More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
@@ -39,7 +39,10 @@ class ModelSpec:
     dtype: DtypeName
     """Of hidden states, and of the blocks that need no other one."""
     hidden_size: int
+    """Elements of the hidden states of one token."""
     vocab_size: int
+    carried_bytes: int = 0
+    """Bytes, for one token, of what layers get besides: from the embedding, and from layers below."""
     looks_up_rows: bool = True
     """Whether the model's code before the layers reads nothing of the embedding's matrix but the rows of its tokens."""
 
@@ -82,6 +85,16 @@ class ModelSpec:
     def dtype_bytes(self) -> int:
         """Bytes of one value of a hidden state."""
         return VALUE_BYTES[self.dtype]
+
+    @property
+    def passed_bytes(self) -> int:
+        """Bytes, for one token, that wait between two layers, gradients left out."""
+        return self.hidden_size * self.dtype_bytes + self.carried_bytes
+
+    @property
+    def embedding_width(self) -> int:
+        """Elements of a row of the embedding's matrix."""
+        return self.embedding.blocks[0].parameters[0].shape[-1]
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -155,6 +168,7 @@ class ModelSpec:
             dtype=DTYPE_NAMES[fields.text("dtype")],
             hidden_size=fields.integer("hidden_size"),
             vocab_size=fields.integer("vocab_size"),
+            carried_bytes=fields.integer("carried_bytes"),
             looks_up_rows=fields.flag("looks_up_rows"),
         )
 

@@ -18,16 +18,18 @@ Invariant: a model that cannot be tried is not packed, and does not count as one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import ceil
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.layer_runner import Embedded, LayerCall, LayerRunner, last_hidden_state
-from ratel_cli.model.operators import tensors_in
+from ratel_cli.model.carried import Carried, Embedded
+from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 
 _SAMPLES = (67, 10, 19)
@@ -66,34 +68,35 @@ class Trial:
         """Whether the watched tokens of a row with these positions `[tokens]` have the same results whatever the other
         tokens are; None if the model cannot be tried."""
         try:
-            with _trying(self.layer_runner) as stand_ins:
+            with trying(self.layer_runner) as stand_ins:
                 return self._is_independent(stand_ins, positions.unsqueeze(0), watched)
         except (*CANNOT_RUN, BadInput):
             return None
 
     def _is_independent(self, stand_ins: StandIns, positions: torch.Tensor, watched: slice) -> bool:
-        layer_runner = self.layer_runner
-        input_ids = [ordinary_tokens(layer_runner.model, self.vocab_size, positions.shape[1], seed) for seed in (1, 2)]
+        layer_runner, num_tokens = self.layer_runner, positions.shape[1]
+        input_ids = [ordinary_tokens(layer_runner.model, self.vocab_size, num_tokens, seed) for seed in (1, 2)]
         input_ids[1][:, watched] = input_ids[0][:, watched]
         with stand_ins.bound(self.outside):
             embedded = [layer_runner.embed(ids, positions) for ids in input_ids]
-            if not _is_same([each.hidden for each in embedded], watched):
+            if not _is_same([each.hidden for each in embedded], num_tokens, watched):
                 return False
             hidden = [stand_ins.random(each.hidden.shape) for each in embedded]
-            hidden[1][:, watched] = hidden[0][:, watched]
+            _tokens_of(hidden[1], num_tokens, watched).copy_(_tokens_of(hidden[0], num_tokens, watched))
             finished = [
                 last_hidden_state(layer_runner.finish(each, ids, positions))
                 for each, ids in zip(hidden, input_ids, strict=True)
             ]
-            if not _is_same(finished, watched):
+            if not _is_same(finished, num_tokens, watched):
                 return False
+        carried = list(map(Carried, embedded))
         for index in one_of_each_kind(layer_runner, self.layers, embedded):
             with stand_ins.bound(self.layers[index]):
                 outputs = [
-                    layer_runner.run_layer(index, each, call.calls[index])
-                    for each, call in zip(hidden, embedded, strict=True)
+                    item.forward(index, partial(layer_runner.run_layer, index, each))
+                    for each, item in zip(hidden, carried, strict=True)
                 ]
-            if not _is_same(outputs, watched):
+            if not _is_same(outputs, num_tokens, watched):
                 return False
         return True
 
@@ -104,20 +107,22 @@ def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[Stan
     input_ids = ordinary_tokens(layer_runner.model, vocab_size, _SAMPLES[1], seed=1)
     positions = torch.arange(_SAMPLES[1]).unsqueeze(0)
     try:
-        with _trying(layer_runner) as stand_ins, stand_ins.bound(outside):
+        with trying(layer_runner) as stand_ins, stand_ins.bound(outside):
             given = layer_runner.embed(input_ids, positions)
             with layer_runner.without_positions():
                 default = layer_runner.embed(input_ids, positions)
     except (*CANNOT_RUN, BadInput):
         return True
-    found, wanted = (tensors_in((each.hidden, list(map(_arguments, each.calls)))) for each in (given, default))
+    found, wanted = (
+        [each.hidden, *(tensor for call in each.calls for tensor in call.tensors)] for each in (given, default)
+    )
     # A layer may get positions that were given, and none by default.
     compared = [each for each in found if each is not positions] if len(found) > len(wanted) else found
     return len(compared) == len(wanted) and all(map(torch.equal, compared, wanted))
 
 
 @contextlib.contextmanager
-def _trying(layer_runner: LayerRunner) -> Iterator[StandIns]:
+def trying(layer_runner: LayerRunner) -> Iterator[StandIns]:
     """A context in which the model computes with stand-ins, without draws."""
     training = layer_runner.model.training
     layer_runner.model.eval()
@@ -139,10 +144,15 @@ def ordinary_tokens(model: nn.Module, vocab_size: int, num_tokens: int, seed: in
     return ordinary[chosen]
 
 
-def _is_same(outputs: Sequence[torch.Tensor], watched: slice) -> bool:
-    """Whether the numbers `[1, tokens, ..]` of the watched tokens are equal in both outputs. Raises RuntimeError if
-    they are not finite, which says nothing."""
-    first, second = (each[:, watched] for each in outputs)
+def _tokens_of(hidden: torch.Tensor, num_tokens: int, chosen: slice) -> torch.Tensor:
+    """A part of the tokens of `[1, tokens, ..]`. Some models have several hidden states, in a dimension before."""
+    return hidden[(slice(None),) * list(hidden.shape).index(num_tokens) + (chosen,)]
+
+
+def _is_same(outputs: Sequence[torch.Tensor], num_tokens: int, watched: slice) -> bool:
+    """Whether the numbers of the watched tokens are equal in both outputs. Raises RuntimeError if they are not finite,
+    which says nothing."""
+    first, second = (_tokens_of(each, num_tokens, watched) for each in outputs)
     if not (first.isfinite().all() and second.isfinite().all()):
         raise RuntimeError("stand-ins give numbers that are not finite")
     return bool((first - second).abs().max() <= _TOLERANCE * first.abs().max())
@@ -155,17 +165,14 @@ def one_of_each_kind(
     kinds: dict[object, int] = {}
     for index, parameters in enumerate(layers):
         shapes = tuple(each.shape for each in parameters)
-        call = tuple(_identity(each.calls[index]) for each in embedded)
+        call = tuple(_identity(each, index) for each in embedded)
         kinds.setdefault((shapes, call, _modules(layer_runner.layers[index], index)), index)
     return list(kinds.values())
 
 
-def _identity(call: LayerCall) -> tuple[object, ...]:
-    return tuple(id(tensor) for tensor in tensors_in(_arguments(call)))
-
-
-def _arguments(call: LayerCall) -> object:
-    return call.arguments, call.keywords
+def _identity(embedded: Embedded, index: int) -> tuple[object, ...]:
+    """Where layers need what those below have left or returned, each is of a kind of its own."""
+    return (*map(id, embedded.calls[index].tensors), *([index] if embedded.links_layers else []))
 
 
 def _modules(layer: nn.Module, index: int) -> tuple[object, ...]:
@@ -181,3 +188,36 @@ def _modules(layer: nn.Module, index: int) -> tuple[object, ...]:
         )
         for module in layer.modules()
     )
+
+
+def carried_bytes(
+    layer_runner: LayerRunner,
+    probed: Embedded,
+    outside: Sequence[StandsIn],
+    layers: Sequence[Sequence[StandsIn]],
+    *,
+    vocab_size: int,
+    num_probed: int,
+    value_bytes: int,
+) -> int:
+    """Bytes, for one token, of what layers get besides hidden states that has a gradient or comes from layers below; of
+    the latter 0 if the model cannot be tried. `probed`: what is before the layers, for `num_probed` tokens."""
+    elements = _elements(probed.carried) / num_probed
+    if probed.links_layers:
+        num_tokens = _SAMPLES[0]
+        input_ids = ordinary_tokens(layer_runner.model, vocab_size, num_tokens, seed=1)
+        with contextlib.suppress(*CANNOT_RUN, BadInput), trying(layer_runner) as stand_ins:
+            with stand_ins.bound(outside):
+                embedded = layer_runner.embed(input_ids, torch.arange(num_tokens).unsqueeze(0))
+            carried = Carried(embedded)
+            for index, parameters in enumerate(layers):
+                with stand_ins.bound(parameters):
+                    carried.forward(index, partial(layer_runner.run_layer, index, embedded.hidden))
+            elements += _elements(carried.from_layers) / num_tokens
+    return ceil(elements * value_bytes)
+
+
+def _elements(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all storages behind the tensors."""
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() // each.itemsize for each in tensors}
+    return sum(storages.values())

@@ -241,7 +241,7 @@ def tied_bytes(spec: ModelSpec, workload: Workload) -> int:
 
 def tied_rows_bytes(spec: ModelSpec, workload: Workload) -> int:
     """One micro-batch's part of `tied_bytes`: the rows of the step's distinct tokens."""
-    return min(workload.tokens, spec.vocab_size) * spec.hidden_size * spec.dtype_bytes if spec.tied else 0
+    return min(workload.tokens, spec.vocab_size) * spec.embedding_width * spec.dtype_bytes if spec.tied else 0
 
 
 def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
@@ -251,8 +251,9 @@ def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
 
 
 def passing_bytes(spec: ModelSpec, *, tokens: int, sequence_len: int) -> int:
-    """Hidden states between two layers and their gradients, of all micro-batches, and a mask for every row."""
-    return 2 * tokens * spec.hidden_size * spec.dtype_bytes + tokens * sequence_len
+    """Hidden states between two layers, what else later layers get, the gradients of both, of all micro-batches, and a
+    mask for every row."""
+    return 2 * tokens * spec.passed_bytes + tokens * sequence_len
 
 
 def _without_newest(written: Sequence[SpilledUnits], num_newest: int) -> Iterator[SpilledUnits]:

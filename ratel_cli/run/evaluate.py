@@ -140,7 +140,7 @@ def _fit(
     width = config.sequence_len if is_packed else int(rows.cache.lengths.max())
     layer = layer_bytes(streamed.model, batch_size=size, num_tokens=width)
     head = logits_bytes(spec, min(chunk_tokens, size * width))
-    hidden_bytes = size * width * spec.hidden_size * spec.dtype_bytes
+    hidden_bytes = size * width * spec.passed_bytes
     return fit_blocks(
         context,
         streamed,

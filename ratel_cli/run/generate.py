@@ -223,7 +223,7 @@ def _prompt_bytes(streamed: StreamedModel, width: int) -> int:
     spec, itemsize = streamed.model.spec, streamed.model.spec.dtype_bytes
     keeps_last = streamed.model.skeleton._supports_logits_to_keep()  # type: ignore[operator]
     logits_elements = spec.vocab_size * (1 if keeps_last else width)
-    hidden_bytes = 3 * width * spec.hidden_size * itemsize
+    hidden_bytes = width * (3 * spec.hidden_size * itemsize + spec.carried_bytes)
     return hidden_bytes + 2 * width**2 * itemsize + logits_elements * itemsize + _LOGITS_COPIES * 4 * spec.vocab_size
 
 

@@ -67,7 +67,7 @@ def block_flops_per_second(
     with _bound(model, 1, device) as parameters:
 
         def work() -> None:
-            output = model.layer_runner.run_layer(0, leaf, embedded.calls[0])
+            output = model.layer_runner.run_layer(0, leaf, embedded.calls[0])[0]
             with torch.autograd.set_multithreading_enabled(False):  # as the engine does
                 torch.autograd.grad(output, (leaf, *parameters), torch.ones_like(output))
             if device.type != "cpu":

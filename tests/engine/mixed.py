@@ -17,10 +17,25 @@ IN_FP32, FROZEN, BOTH, TIED_AND_FROZEN = "hunyuan_v1_moe", "afmoe", "ernie4_5_mo
 """Routers of layers are kept in fp32; biases of experts are frozen; both, and some parameters are both at once; a table
 of positions next to a tied embedding is frozen."""
 MIXED = (IN_FP32, FROZEN, BOTH, TIED_AND_FROZEN)
+CARRYING = ("gemma4_text", "gemma3n_text", "zaya", "hy_v4", "deepseek_v4")
+"""Layers get more than hidden states: an input each from the embedding, and keys and values of layers below; or what
+the layer below returns; two have several hidden states for each token."""
+
+
+_SHARING = {
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+"""The last two layers read keys and values of the first two."""
+_CHANGES: dict[str, dict[str, object]] = {
+    TIED_AND_FROZEN: {"is_encoder_decoder": False},
+    "gemma4_text": _SHARING,
+    "gemma3n_text": _SHARING,
+}
 
 
 def mixed_config(family: str) -> PretrainedConfig:
-    return tiny_config(family, **({"is_encoder_decoder": False} if family == TIED_AND_FROZEN else {}))
+    return tiny_config(family, **_CHANGES.get(family, {}))
 
 
 @cache

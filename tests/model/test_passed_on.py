@@ -1,6 +1,9 @@
-"""A model is refused by name if its layers need more than hidden states and what the owner gives them all."""
+"""What goes from layer to layer besides hidden states, or past all of them: what is found, and what is refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -25,20 +28,21 @@ SHARED = {"indexer_types": ["full", "shared", "full", "shared"]}
 
 
 @pytest.mark.parametrize("family", ["hy_v4", "glm_moe_dsa"])
-def test_layers_that_share_what_an_indexer_chose_are_refused(family: str) -> None:
-    with pytest.raises(BadInput, match=r"layer 1 uses prev_topk_indices, which a layer below returns besides"):
-        find_blocks(skeleton_of(family, **SHARED), name="tiny")
+def test_what_an_indexer_chose_is_handed_on(family: str) -> None:
+    model = find_blocks(skeleton_of(family, **SHARED), name="tiny")
+    assert model.spec.carried_bytes > 0
 
 
-def test_what_no_layer_uses_may_be_returned() -> None:
-    """Each layer returns its indices, the owner hands them on, and the layers choose their own."""
-    assert find_blocks(skeleton_of("glm_moe_dsa", indexer_types=["full"] * 4), name="tiny").layer_runner.returns_extras
-
-
-def test_a_trained_tensor_beside_hidden_states_is_found_as_in_a_step() -> None:
-    """It is one only where gradients are computed."""
-    with pytest.raises(BadInput, match=r"Inkling2ForCausalLM: its layers receive a trained tensor in addition"):
+def test_what_is_used_behind_the_layers_too_is_refused() -> None:
+    """Inkling 2 chooses among the first hidden states and those of each stack of layers."""
+    with pytest.raises(BadInput, match=r"Inkling2ForCausalLM: what is behind its layers uses what is before them"):
         find_blocks(skeleton_of("inkling2_text"), name="tiny")
+
+
+def test_other_tokens_than_the_models_are_refused() -> None:
+    """CPM-Ant puts a prompt before them."""
+    with pytest.raises(BadInput, match=r"CpmAntForCausalLM: its layers get other tokens than the model"):
+        find_blocks(skeleton_of("cpmant"), name="tiny")
 
 
 class Pair(nn.Module):
@@ -54,15 +58,18 @@ class Pair(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.uses == "silently" and below is not None:
             hidden_states = hidden_states * below
-        if self.uses == "always":
-            assert below is not None
-            hidden_states = hidden_states + below
         hidden = self.inner(hidden_states, **keywords)
         return hidden, hidden.mean(-1, keepdim=True).detach()
 
 
-def pairs(*uses: str, handed: bool = True, around: bool = False) -> PreTrainedModel:
-    """A Llama whose owner hands each layer what the one below returned. `around`: and the embedding to its norm."""
+Between: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
+
+
+def pairs(
+    *uses: str, handed: bool = True, factor: int = 1, around: bool = False, between: Between | None = None
+) -> PreTrainedModel:
+    """A Llama whose owner hands each layer what the one below returned. `around`: and the first hidden states to its
+    norm. `between`: and to every layer what this makes of the first and its own hidden states."""
     skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
     owner = skeleton.get_submodule("model")
     for index, use in enumerate(uses):
@@ -73,23 +80,46 @@ def pairs(*uses: str, handed: bool = True, around: bool = False) -> PreTrainedMo
         below = None
         rotary = owner.rotary_emb(hidden, position_ids=position_ids)
         for layer in owner.layers:
-            hidden, returned = layer(hidden, below=below, position_embeddings=rotary)
-            below = None if returned is None or not handed else returned * 2
+            more = {} if between is None else {"more": between(first, hidden)}
+            hidden, returned = layer(hidden, below=below, position_embeddings=rotary, **more)
+            below = (returned if factor == 1 else returned * factor) if handed and returned is not None else None
         return BaseModelOutputWithPast(last_hidden_state=owner.norm(hidden + first if around else hidden))
 
     owner.forward = forward  # type: ignore[method-assign]
     return skeleton
 
 
-@pytest.mark.parametrize("uses", [("no", "silently", "no"), ("silently",) * 3, ("no", "no", "silently")])
-def test_what_a_layer_takes_from_below_is_named(uses: tuple[str, ...]) -> None:
-    with pytest.raises(BadInput, match=r"LlamaForCausalLM: layer \d uses below, which a layer below returns besides"):
-        find_blocks(pairs(*uses), name="tiny")
+@pytest.mark.parametrize("uses", [("no", "silently", "no"), ("silently",) * 3, ("no",) * 3])
+def test_what_a_layer_returns_may_be_handed_on(uses: tuple[str, ...]) -> None:
+    assert find_blocks(pairs(*uses), name="tiny").spec.carried_bytes == 3 * 4  # a number of each token of each layer
 
 
-def test_what_is_not_handed_on_or_not_used_does_no_harm() -> None:
-    assert find_blocks(pairs("no", "no", "no"), name="tiny").spec.num_layers == 3
-    assert find_blocks(pairs("silently", "silently", "silently", handed=False), name="tiny").spec.num_layers == 3
+def test_what_is_handed_on_must_be_what_was_returned() -> None:
+    with pytest.raises(BadInput, match="LlamaForCausalLM: its code does something between its layers"):
+        find_blocks(pairs("no", "no", "no", factor=2), name="tiny")
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (lambda first, hidden: first, "its layers receive the first hidden states besides their own"),
+        (lambda first, hidden: hidden * 2, "its code does something between its layers"),
+        (lambda first, hidden: hidden.detach() * 2, "its code does something between its layers"),
+    ],
+    ids=["first", "made of its own", "computed from its own"],
+)
+def test_what_depends_on_layers_below_is_refused(between: Between, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        find_blocks(pairs("no", "no", "no", between=between), name="tiny")
+
+
+def test_what_is_made_before_the_layers_is_carried() -> None:
+    model = find_blocks(pairs("no", "no", "no", handed=False, between=lambda first, hidden: first * 2), name="tiny")
+    assert model.spec.carried_bytes == 3 * 32 * 4
+
+
+def test_what_is_not_handed_on_does_no_harm() -> None:
+    assert find_blocks(pairs("silently", "silently", "silently", handed=False), name="tiny").spec.carried_bytes == 0
 
 
 def test_a_path_around_all_layers_is_refused() -> None:

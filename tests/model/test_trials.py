@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.hardware.host import resident_bytes
 from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.layer_runner import LayerCall
+from ratel_cli.model.carried import LayerCall, LayerOutput
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.run.inputs import num_positions, position_table
 from scripts import family_configs
@@ -191,8 +191,9 @@ def test_numbers_that_are_not_finite_say_nothing(monkeypatch: pytest.MonkeyPatch
     model = decoder(tiny_config("llama"))
     run_layer = model.layer_runner.run_layer
 
-    def overflow(index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        return run_layer(index, hidden, call) * float("inf")
+    def overflow(index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
+        output, extra = run_layer(index, hidden, call)
+        return output * float("inf"), extra
 
     monkeypatch.setattr(model.layer_runner, "run_layer", overflow)
     assert not model.looks_ahead

@@ -57,6 +57,8 @@ def test_of_many_experts_only_those_count_that_a_token_visits() -> None:
 
 def test_two_hidden_states_and_a_mask_are_on_the_way() -> None:
     assert passing_bytes(gpt(), tokens=300, sequence_len=100) == 2 * 300 * 64 * 2 + 300 * 100
+    carrying = replace(gpt(), carried_bytes=24)
+    assert passing_bytes(carrying, tokens=300, sequence_len=100) == 2 * 300 * (64 * 2 + 24) + 300 * 100
 
 
 def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> OffloadedActivations:

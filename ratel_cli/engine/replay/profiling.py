@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -33,8 +34,8 @@ from ratel_cli.errors import BadInput, first_line
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.blocks import DecoderModel, trained_of
-from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
-from ratel_cli.model.operators import tensors_in
+from ratel_cli.model.carried import Carried, Embedded, LayerCall, LayerOutput
+from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
@@ -130,22 +131,27 @@ class BlockProfiler:
         # As in a step: on a thread of its own, backward would drop its last tensors whenever that is scheduled.
         with torch.autograd.set_multithreading_enabled(False):
             with self._running(embedding, progress):
-                hidden, calls = self._embedding(embedding, batch, most_runs)
+                embedded = self._embedding(embedding, batch, most_runs)
+            hidden = embedded.hidden.detach()
             runs: dict[int, list[_Run]] = {}
             kinds: dict[object, int] = {}
-            for layer, call in zip(layers, calls, strict=True):
+            carried = Carried(embedded)
+            for index, layer in enumerate(layers):
                 kind = (
                     layer.block_kinds,
                     tuple(parameter.shape for parameter in layer.parameters),
-                    tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords))),
+                    embedded.cost_key(index),
                 )
                 first = kinds.setdefault(kind, layer.index)
-                if first != layer.index:
-                    runs[layer.index] = runs[first]
+                if first == layer.index:
+                    with self._running(layer, progress):
+                        runs[layer.index], hidden = self._layer(layer, carried, hidden, most_runs, beside)
+                    beside = None
                     continue
-                with self._running(layer, progress):
-                    runs[layer.index], hidden = self._layer(layer, call, hidden, most_runs, beside)
-                beside = None
+                runs[layer.index] = runs[first]
+                if carried.links_layers:  # layers above may read what this one leaves
+                    with self._running(layer, progress), self._bound(layer), torch.no_grad():
+                        carried.forward(index, partial(self._layer_runner.run_layer, index, hidden))
             with self._running(head, progress):
                 self._head(head, embedding, batch, hidden, most_runs)
         num_samples = min(len(samples) for samples in runs.values())
@@ -173,9 +179,7 @@ class BlockProfiler:
                 "please report it",
             ) from error
 
-    def _embedding(
-        self, segment: Segment, batch: MicroBatch, most_runs: int
-    ) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
+    def _embedding(self, segment: Segment, batch: MicroBatch, most_runs: int) -> Embedded:
         tokens = self._distinct_tokens(batch)
         holds, is_single = self._device.is_host and not self._model.spec.tied, self._sums.num_micro_batches == 1
         with self._bound(segment, tokens) as parameters, self._sum_of(segment, holds, is_single=is_single) as total:
@@ -190,9 +194,7 @@ class BlockProfiler:
                 return _Run(middle - start, self._now() - middle)
 
             self._outside[segment.index] = self._with_rounding(_samples(run, most_runs), total)
-            with torch.no_grad():
-                embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
-        return embedded.hidden, embedded.calls
+            return self._layer_runner.embed(batch.input_ids, batch.position_ids)
 
     def _distinct_tokens(self, batch: MicroBatch) -> DistinctTokens | None:
         """The tokens whose rows a GPU gets of the embedding; None if it gets the matrix, or if the CPU computes."""
@@ -201,7 +203,7 @@ class BlockProfiler:
         return DistinctTokens.of([batch.input_ids.cpu()], self._torch_device)
 
     def _layer(
-        self, layer: Segment, call: LayerCall, hidden: torch.Tensor, most_runs: int, beside: Beside | None
+        self, layer: Segment, carried: Carried, hidden: torch.Tensor, most_runs: int, beside: Beside | None
     ) -> tuple[list[_Run], torch.Tensor]:
         place = layer.index - 1
         module = self._layer_runner.layers[place]
@@ -213,8 +215,12 @@ class BlockProfiler:
             def recorded(recorder: Recorder) -> torch.Tensor:
                 """Forward as a step runs it. Returns its input."""
                 leaf = hidden.detach().requires_grad_()
-                with recorder.recording():
-                    outputs[:] = [self._layer_runner.run_layer(place, leaf, call).detach()]
+
+                def forward(call: LayerCall) -> LayerOutput:
+                    with recorder.recording():
+                        return self._layer_runner.run_layer(place, leaf, call)
+
+                outputs[:] = [carried.forward(place, forward, returns=True).detach()]
                 return leaf
 
             def run() -> _Run:
@@ -225,9 +231,9 @@ class BlockProfiler:
                 tape, _ = recorder.finish()
                 middle = self._now()
                 with Replayer(tape):
-                    again = self._layer_runner.run_layer(place, leaf, call)
+                    again, roots = carried.replay(place, partial(self._layer_runner.run_layer, place, leaf))
                 with _dropping(trained) if total is None else adding_to(trained, total, is_last=False):
-                    again.backward(torch.zeros_like(again), inputs=[leaf, *trained])
+                    again.backward(torch.zeros_like(again), inputs=[leaf, *trained, *roots.inputs])
                 return _Run(middle - start, self._now() - middle)
 
             def operators() -> UnitRecord:
@@ -242,6 +248,8 @@ class BlockProfiler:
             runs = [replace(each, unit=operators()) for each in _samples(run, most_runs)]
             if beside is not None and max(each.forward + each.backward for each in runs) > _LEAST_SECONDS:
                 self.sharing = _sharing(run, runs, beside)
+            if carried.links_layers:
+                recorded(Recorder(parameters))  # layers above may read what this one has left
             return self._with_rounding(runs, total), outputs[0]
 
     def _head(self, head: Segment, embedding: Segment, batch: MicroBatch, hidden: torch.Tensor, most_runs: int) -> None:
