@@ -133,6 +133,8 @@ class EngineParts(Closing):
             timeline=self._timeline,
         )
         device, timeline = self._device, self._timeline
+        tokens = settings.micro_batch_tokens
+        elements = None if tokens is None else tokens * model.spec.hidden_size
         return StepEngine(
             model,
             self._pool,
@@ -144,8 +146,7 @@ class EngineParts(Closing):
                 placement,
                 device=device,
                 timeline=timeline,
-                micro_batch_elements=settings.micro_batch_tokens
-                and settings.micro_batch_tokens * model.spec.hidden_size,
+                micro_batch_elements=elements,
             ),
             GradientSums(self._pool, device, self._sums, placement),
             self._sums,

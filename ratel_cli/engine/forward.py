@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 
@@ -44,19 +45,18 @@ class _Passing:
 
     hidden: torch.Tensor
     """The output of the last block that has run: `[batch, tokens, hidden]`."""
-    embedded: Embedded
     carried: Carried
     """What each layer gets besides."""
+    num_bytes: int
+    """What waits between two blocks."""
 
-    carried_bytes: int
-    """What layers leave for others."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that wait between two blocks."""
-        arguments = [tensor for call in self.embedded.calls for tensor in call.tensors]
+    @classmethod
+    def behind(cls, embedded: Embedded, *, made_bytes: int) -> Self:
+        """A micro-batch behind the embedding. `made_bytes`: what layers leave for others."""
+        arguments = [tensor for call in embedded.calls for tensor in call.tensors]
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in arguments}
-        return self.hidden.nbytes + sum(storages.values()) + self.carried_bytes
+        num_bytes = embedded.hidden.nbytes + sum(storages.values()) + made_bytes
+        return cls(hidden=embedded.hidden, carried=Carried(embedded), num_bytes=num_bytes)
 
 
 class BlockwiseForward:
@@ -156,10 +156,7 @@ class BlockwiseForward:
 
     def _embedded(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> _Passing:
         embedded = self._model.layer_runner.embed(input_ids, position_ids)
-        carried_bytes = input_ids.numel() * self._model.spec.carried_bytes
-        return _Passing(
-            hidden=embedded.hidden, embedded=embedded, carried=Carried(embedded), carried_bytes=carried_bytes
-        )
+        return _Passing.behind(embedded, made_bytes=input_ids.numel() * self._model.spec.carried_bytes)
 
     def _run_layers(self, passing: Sequence[_Passing], progress: Callable[[int], None]) -> None:
         """Run every layer on all micro-batches."""

@@ -236,7 +236,7 @@ class StepEngine(Closing):
                         with recorder.recording():
                             return self._layer_runner.run_layer(layer.index - 1, leaf, call)
 
-                    output = state.carried[number].forward(layer.index - 1, run, returns=True)
+                    output = state.carried[number].forward(layer.index - 1, run, has_backward=True)
                     hidden[number] = output.detach()
                     tape, offloaded = recorder.finish()
                     state.tapes.put(layer.index, number, tape)

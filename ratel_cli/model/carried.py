@@ -128,8 +128,8 @@ class Carried:
         """What layers have left and returned for later ones."""
         return [each for value in (*self._mappings, *self._extras.values()) for each in tensors_of(value)]
 
-    def forward(self, index: int, run: RunLayer, *, returns: bool = False) -> torch.Tensor:
-        """Run a layer on its arguments, and return its output. `returns`: its backward will come.
+    def forward(self, index: int, run: RunLayer, *, has_backward: bool = False) -> torch.Tensor:
+        """Run a layer on its arguments, and return its output. `has_backward`: `replay` will come.
 
         What it leaves for later layers becomes leaves, without the layer's graph.
         """
@@ -140,19 +140,19 @@ class Carried:
                 mapping[key] = changed(mapping[key], _leaf)
         if self._layer_of_extra:
             self._extras[index] = changed(extra, _leaf)
-        if returns:
+        if has_backward:
             self._before[index] = before
         return output
 
     def replay(self, index: int, run: RunLayer) -> tuple[torch.Tensor, Roots]:
         """Run a layer once more, for its backward. Returns its output and what else its backward begins with."""
         after, before = self._contents(), self._before.pop(index)
-        extra_leaf = self._extras.pop(index, None)
+        returned = self._extras.pop(index, None)
         self._restore(before)
         call = self._call(index)
         output, extra = run(call)
         roots = Roots([], [], [])
-        for made, leaf in zip(tensors_of(extra) if extra_leaf is not None else [], tensors_of(extra_leaf), strict=True):
+        for made, leaf in zip(tensors_of(extra), tensors_of(returned), strict=True):
             _add_root(roots, made, leaf)
         for was, left, mapping in zip(before, after, self._mappings, strict=True):
             for key in _set_since(was, mapping):

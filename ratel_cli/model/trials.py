@@ -8,6 +8,8 @@ shapes and the same arguments. Weights are random stand-ins, so this reads no fi
 The first sample is longer than the chunks of 64 tokens in which some recurrences compute, so that a state that goes
 from chunk to chunk is met as well as one inside a chunk.
 
+How much layers leave for those above them is found by running all of them once.
+
 Whether a token's result depends on tokens behind it is found in the same way: the second half of a row changes, and the
 first half must stay as it is. A model that looks ahead cannot be trained to predict the next token, and what fills up
 a row would be seen.

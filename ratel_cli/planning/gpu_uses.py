@@ -102,6 +102,7 @@ class Uses:
         self._first_of_backward = self._head_position + (2 if spec.tied else 1)
         """A tied embedding is open together with the head."""
         self._hidden_bytes = workload.tokens * (spec.passed_bytes + spec.carried_bytes)
+        """Hidden states or their gradients; what is carried besides, and its gradients."""
         tied_sum_bytes = spec.embedding.sum_bytes if spec.tied else 0
         rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, workload)
         self._waiting_bytes = rows_bytes + (tied_sum_bytes if held.head else 0)

@@ -100,7 +100,7 @@ def test_gradients_are_those_of_one_graph(seed: int) -> None:
     for index in range(NUM_LAYERS):
         leaf = hidden_states[-1].requires_grad_()
         output = carried.forward(
-            index, lambda call, index=index, leaf=leaf: program.layer(index, leaf, call), returns=True
+            index, lambda call, index=index, leaf=leaf: program.layer(index, leaf, call), has_backward=True
         )
         hidden_states.append(output.detach())
     assert torch.equal(hidden_states.pop(), hidden)

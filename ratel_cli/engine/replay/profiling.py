@@ -220,7 +220,7 @@ class BlockProfiler:
                     with recorder.recording():
                         return self._layer_runner.run_layer(place, leaf, call)
 
-                outputs[:] = [carried.forward(place, forward, returns=True).detach()]
+                outputs[:] = [carried.forward(place, forward, has_backward=True).detach()]
                 return leaf
 
             def run() -> _Run:
