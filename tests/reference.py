@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, Trainer
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
 
 
 class Batch(Protocol):
@@ -55,6 +55,8 @@ class Recipe:
     """Parameters and buffers that stay in fp32 in a 16-bit model: see `kept_in_fp32`."""
     device: str = "cpu"
     """Where the model computes; masters and AdamW are on the CPU."""
+    model_class: type[PreTrainedModel] | None = None
+    """None: transformers' class of causal language models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,8 @@ def train_in_memory(
     buffers: dict[str, torch.Tensor] | None = None,
 ) -> Trained:
     """`buffers`: those of a checkpoint, where they are not what the configuration gives."""
-    model = AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+    build = AutoModelForCausalLM.from_config if recipe.model_class is None else recipe.model_class._from_config
+    model = build(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in recipe.kept:
             tensor.data = tensor.data.float()

@@ -12,6 +12,7 @@ whose result is not needed.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from bisect import bisect_right
@@ -27,8 +28,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.layer_runner import LayerRunner
-from ratel_cli.model.passed_on import reject_what_passes_all_layers
+from ratel_cli.model.around_layers import reject_other_text, reject_what_passes_all_layers
+from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
@@ -100,11 +101,15 @@ class DecoderModel:
         traits: LayerTraits,
         masks_separate: bool,
         parameters: Sequence[tuple[_PlacedParameter, ...]],
+        has_other_parts: bool,
         lookup: RowLookup,
     ) -> None:
         self.skeleton = skeleton
         self.layer_runner = layer_runner
         self.spec = spec
+        self.has_other_parts = has_other_parts
+        """Whether the skeleton has parameters that text does not use, such as a vision tower's. They are not trained,
+        and no block has them."""
         self.traits = traits
         self.measured_traits: LayerTraits | None = None
         """The traits with what `footprint` has measured, once it has."""
@@ -142,7 +147,7 @@ class DecoderModel:
             [each for block in segment.blocks for each in self._parameters[block.index]]
             for segment in self.spec.segments
         )
-        number = getattr(self.skeleton.config, "max_position_embeddings", None)
+        number = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)
         return Trial(
             layer_runner=self.layer_runner,
             outside=(*before, *after),
@@ -241,10 +246,15 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     first = next(each for each in outside if each.unbound is embedding.weight)
     lookup = RowLookup(embedding)
     usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside}, first.name, lookup)
-    reject_what_passes_all_layers(layer_runner, outside, vocab_size=first.shape[0])
-    before, after = _split(outside, usage, first, tied=tied)
+    used = [each for each in outside if each is first or each.name in usage.before | usage.after]
+    unused = [each for each in outside if each not in used]
+    for parameter in unused:
+        parameter.put(nn.Parameter(parameter.unbound.to("meta"), requires_grad=False))  # code that reads it fails
+    reject_what_passes_all_layers(layer_runner, used, vocab_size=first.shape[0])
+    before, after = _split(used, usage, first, tied=tied)
     if layer_runner.takes_positions:
-        layer_runner.takes_positions = counts_positions_from_zero(layer_runner, outside, vocab_size=first.shape[0])
+        layer_runner.takes_positions = counts_positions_from_zero(layer_runner, used, vocab_size=first.shape[0])
+    reject_other_text(layer_runner, used, vocab_size=first.shape[0], has_other_parts=bool(unused))
     found: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
         ("embedding", "embedding", before),
         *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
@@ -275,7 +285,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         carried_bytes=carried_bytes(
             layer_runner,
             embedded,
-            outside,
+            used,
             inside,
             vocab_size=first.shape[0],
             num_probed=SAMPLE_TOKENS,
@@ -290,6 +300,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         traits=_layer_traits(skeleton.config, layers),
         masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
         parameters=[each.parameters for each in cut],
+        has_other_parts=bool(unused),
         lookup=lookup,
     )
 
@@ -357,12 +368,28 @@ def find_stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, .
 
 
 def _embedding_owner(skeleton: nn.Module, caller: nn.Module) -> nn.Module | None:
-    """The innermost module around the layers that takes tokens, `caller` or one around it; None if only the whole model
-    does."""
+    """The module around the layers that the whole model calls with tokens, `caller` or one around it, if that can be
+    tried; else the innermost one that takes tokens. None if only the whole model does.
+
+    The outermost one counts: it does all that the model does with tokens, such as masks that a part does not make.
+    """
     names = {module: name for name, module in skeleton.named_modules()}
     path = names[caller].split(".") if names[caller] else []
     around = [skeleton.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
-    return next((each for each in around if "input_ids" in inspect.signature(each.forward).parameters), None)
+    candidates = [each for each in around if "input_ids" in inspect.signature(each.forward).parameters]
+    called: list[nn.Module] = []
+
+    def stop(module: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
+        if any(isinstance(each, torch.Tensor) for each in (*arguments[:1], keywords.get("input_ids"))):
+            called.append(module)
+            raise RuntimeError("found")
+
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for each in candidates:
+            hooks.callback(each.register_forward_pre_hook(stop, with_kwargs=True).remove)
+        with contextlib.suppress(*CANNOT_RUN):
+            skeleton(input_ids=torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long), use_cache=False)
+    return next(iter(called or candidates), None)
 
 
 def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
@@ -417,16 +444,16 @@ def _placed_parameters(
 
 
 def _split(
-    outside: Sequence[_PlacedParameter], usage: Usage, embedding: _PlacedParameter, *, tied: bool
+    used: Sequence[_PlacedParameter], usage: Usage, embedding: _PlacedParameter, *, tied: bool
 ) -> tuple[list[_PlacedParameter], list[_PlacedParameter]]:
     """The parameters before the layers, the embedding's weight first, and those after the layers."""
-    for parameter in outside:
+    for parameter in used:
         if parameter.name in usage.before & usage.after and not (tied and parameter is embedding):
             raise BadInput(
                 f"{parameter.name} is used both before and after the layers; only a tied embedding may be used twice"
             )
-    before = [embedding, *(each for each in outside if each.name in usage.before and each is not embedding)]
-    return before, [each for each in outside if each not in before]
+    before = [embedding, *(each for each in used if each.name in usage.before and each is not embedding)]
+    return before, [each for each in used if each not in before]
 
 
 def _layer_traits(config: PretrainedConfig, layers: Sequence[nn.Module]) -> LayerTraits:

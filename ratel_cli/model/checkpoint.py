@@ -26,7 +26,6 @@ from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import WeightFiles, find_weight_files
 from ratel_cli.model.export_layout import ExportLayout, Origins, layout_of_files, own_names
 from ratel_cli.model.kind import declared_class
-from ratel_cli.model.outer_model import OuterModel
 from ratel_cli.model.renaming import CONVERSION_ERRORS, Conversion, Renaming, plan_renaming, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorEntry
 from ratel_cli.model.spec import ModelSpec
@@ -47,19 +46,13 @@ _CONSTANT = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")
 class CheckpointSource(Closing):
     """An open checkpoint, whose tensors fit the model."""
 
-    def __init__(
-        self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec, *, outer: OuterModel | None = None
-    ) -> None:
-        """Open and check all files of weights. `outer`: the model that they are of, if `skeleton` is a part of it.
-
-        Raises BadInput if they do not fit the model.
-        """
+    def __init__(self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec) -> None:
+        """Open and check all files of weights. Raises BadInput if they do not fit the model."""
         self._directory = directory
         self._skeleton = skeleton
-        self._loaded = skeleton if outer is None else outer.model
-        """The model that transformers would load from these files."""
-        self._own_names = {name: name for name in skeleton.state_dict()} if outer is None else outer.names
-        """For each of its tensors that is the skeleton's, the name in the skeleton."""
+        of_spec = own_names(skeleton, spec)
+        self._read_targets = {*of_spec, *persistent_buffers(skeleton)}
+        """Names in the skeleton of what is read: what a block has, by all its names, and buffers."""
         self._resources = ExitStack()
         self._converted_tensors: Mapping[str, torch.Tensor] = {}
         if getattr(skeleton.config, "quantization_config", None) is not None:
@@ -72,20 +65,17 @@ class CheckpointSource(Closing):
             shards = [opened.enter_context(ShardReader(path)) for path in files.paths]
             self._shards = dict(zip(files.names, shards, strict=True))
             self._readers = readers_of(shards, files)
-            renaming = plan_renaming(self._loaded, self._readers)
-            self._direct = {
-                self._own_names[target]: name for target, name in renaming.direct.items() if target in self._own_names
-            }
+            renaming = plan_renaming(skeleton, self._readers)
+            self._direct = {target: name for target, name in renaming.direct.items() if target in self._read_targets}
             self._converted: dict[str, Conversion] = {}
             self._check_names(renaming)
             self._check_direct()
             conversions = self._check_conversions(renaming.conversions)
             self._spec = spec
             self._sources = self._choose_sources(spec)
-            of_spec = own_names(skeleton, spec)
             self._origins = Origins(
-                model=self._loaded,
-                own_names={name: of_spec[own] for name, own in self._own_names.items() if own in of_spec},
+                model=skeleton,
+                own_names=of_spec,
                 direct=renaming.direct,
                 conversions=conversions,
                 frozen=spec.frozen_names,
@@ -176,8 +166,7 @@ class CheckpointSource(Closing):
         # Conversions only move elements, so they can run in the file's dtype, which needs half the memory.
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         with torch.no_grad():
-            results = conversion.run(self._loaded, lambda name: self._readers[name].read_whole(name).to(dtype))
-        return {self._own_names[target]: values for target, values in results.items()}
+            return conversion.run(self._skeleton, lambda name: self._readers[name].read_whole(name).to(dtype))
 
     def _check_names(self, renaming: Renaming) -> None:
         """Every tensor of the files must have one place in the model, unless transformers ignores it as well."""
@@ -190,11 +179,12 @@ class CheckpointSource(Closing):
             target: name for name, target in renaming.unexpected if not is_constant(self._readers[name].tensors[name])
         }
         findings = _Findings(missing_keys=set(), unexpected_keys=set(names))
-        self._loaded._adjust_missing_and_unexpected_keys(cast(LoadStateDictInfo, findings))
+        self._skeleton._adjust_missing_and_unexpected_keys(cast(LoadStateDictInfo, findings))
         unexpected = sorted(names[target] for target in findings.unexpected_keys)
         if unexpected:
+            model_class = type(self._skeleton).__name__
             raise BadInput(
-                f"{self._where(unexpected[0])} does not belong to {type(self._loaded).__name__}{_and_more(unexpected)}",
+                f"{self._where(unexpected[0])} does not belong to {model_class}{_and_more(unexpected)}",
                 self._other_class() or "check that config.json and the weights are of the same model",
             )
 
@@ -212,9 +202,9 @@ class CheckpointSource(Closing):
 
         Returns each with the names of its results.
         """
-        state, checked = self._loaded.state_dict(), list[tuple[Conversion, Sequence[str]]]()
+        state, checked = self._skeleton.state_dict(), list[tuple[Conversion, Sequence[str]]]()
         for conversion in conversions:
-            if conversion.first_target not in self._own_names:
+            if conversion.first_target not in self._read_targets:
                 continue  # of a part that is not read
             first = conversion.source_names[0]
             entries = [self._readers[name].tensors[name] for name in conversion.source_names]
@@ -224,7 +214,7 @@ class CheckpointSource(Closing):
                     raise BadInput(f"{where} has dtype {entry.dtype}; weights must be floating point")
             try:
                 shapes = {entry.name: entry.shape for entry in entries}
-                converted = targets_of(conversion, self._loaded, shapes)
+                converted = targets_of(conversion, self._skeleton, shapes)
             except CONVERSION_ERRORS as error:
                 raise BadInput(
                     f"{self._where(first)} and {counted(len(entries) - 1, 'other')} cannot be combined into"
@@ -237,7 +227,7 @@ class CheckpointSource(Closing):
                         f"{self._where(first)} and {counted(len(entries) - 1, 'other')} give {target} with shape"
                         f" {shape}, but the model needs {wanted}: one is missing or has a wrong shape"
                     )
-                self._converted[self._own_names[target]] = conversion
+                self._converted[target] = conversion
             checked.append((conversion, list(converted)))
         return checked
 
@@ -274,7 +264,7 @@ class CheckpointSource(Closing):
 
     def _other_class(self) -> str | None:
         """A hint, if config.json says that the weights are of another class than the model that is loaded."""
-        declared, trained = declared_class(self._loaded.config), type(self._loaded).__name__
+        declared, trained = declared_class(self._skeleton.config), type(self._skeleton).__name__
         if declared in (None, trained):
             return None
         return f"config.json says that the weights are a {excerpt(str(declared))}; use those of a {trained}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ratel_cli.errors import BadInput, excerpt
@@ -49,14 +50,8 @@ def reject_other_kinds(config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         kind = _ENCODER_DECODER
     shown = config.model_type if declared is None else f"{excerpt(declared)} ({config.model_type})"
-    if kind in _MULTIMODAL:
-        if type(config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            return  # its language part is trained: see outer_model
-        raise BadInput(
-            f"config.json: {shown} is {kind}, and transformers has no causal language model for its language part "
-            f"({config.get_text_config().model_type})",
-            "use a text model of this family",
-        )
+    if kind in _MULTIMODAL and class_of(config) is not None:
+        return  # its language part is trained
     if kind is None:
         raise BadInput(
             f"config.json: transformers has no causal language model for the model type {config.model_type}",
@@ -78,12 +73,24 @@ def declared_class(config: PretrainedConfig) -> str | None:
     return first if isinstance(first, str) else None
 
 
-def whole_class(config: PretrainedConfig) -> str | None:
-    """The class of the weights: the one that the configuration names, else transformers' for this type of model."""
-    declared = declared_class(config)
-    if declared is not None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return declared or _names(_table(_CAUSAL)[config.model_type])[0]
-    return _kind_of_type(config.model_type)[1]
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that loads the weights if a language model is only a part of it; None if AutoModelForCausalLM does.
+
+    It is the class that the configuration names, else transformers' for this type of model.
+    """
+    try:
+        text = config.get_text_config()
+    except ValueError:  # it has several
+        return None
+    if not any(getattr(config, key, None) is text for key in config.sub_configs):
+        return None
+    name = declared_class(config)
+    if name is None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        name = _names(_table(_CAUSAL)[config.model_type])[0]
+    found = getattr(transformers, name or _kind_of_type(config.model_type)[1] or "", None)
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel) or found.config_class is type(text):
+        return None
+    return found
 
 
 def _kind_of_class(name: str | None) -> str | None:

@@ -37,6 +37,8 @@ _WRAPS: tuple[Callable[[torch.Tensor, object], object], ...] = (
 )
 """What a layer may return: bare hidden states, or a tuple that begins with them. The owner may hand what follows them
 to the next layer (`model.carried`)."""
+CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NotImplementedError)
+"""What a model's code raises if it is called with something that it is not made for, such as stand-ins."""
 
 
 class Forward(Protocol):
@@ -55,6 +57,10 @@ class LayerRunner:
         self._forwards = tuple(layer.forward for layer in layers)
         self.takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
         """Whether the model gets position ids. If not, samples cannot be packed."""
+        self.named_by_layers = frozenset(
+            name for layer in self.layers for name in inspect.signature(layer.forward).parameters
+        )
+        """Keywords that a layer's own code names."""
         self._wrap = _WRAPS[0]
         self._calls: list[LayerCall] = []
         self._first: torch.Tensor | None = None
@@ -99,7 +105,10 @@ class LayerRunner:
         """Find out whether the owner hands a layer what another one returns besides its hidden states."""
         without = self.embed(input_ids, position_ids)
         self._extras = tuple(torch.zeros((), dtype=torch.long) for _ in self.layers)
-        found = self.embed(input_ids, position_ids)
+        try:
+            found = self.embed(input_ids, position_ids)
+        except CANNOT_RUN as error:
+            raise self.code_between_layers() from error
         handed = {id(each) for call in found.calls for each in call.tensors}
         if handed.isdisjoint(map(id, self._extras)):
             self._extras = without.extras
@@ -119,7 +128,7 @@ class LayerRunner:
                     return
             except BadInput as error:
                 rejection = rejection or error
-            except (IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            except CANNOT_RUN as error:
                 failure = failure or error
         reason = "" if failure is None else f" ({type(failure).__name__}: {first_line(failure)})"
         raise rejection or BadInput(
@@ -200,6 +209,14 @@ class LayerRunner:
         assert isinstance(logits, torch.Tensor)
         return logits
 
+    def run_model(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Embedded, torch.Tensor]:
+        """What `embed` gives if the whole model is called instead of the owner, and the logits `[batch, tokens,
+        vocabulary]` that it makes of `hidden`, the output of the last layer. Raises BadInput."""
+        embedded, result = self._run(lambda: self.model(input_ids=input_ids, use_cache=False), injected=hidden)
+        logits = result.logits  # type: ignore[attr-defined]
+        assert isinstance(logits, torch.Tensor)
+        return embedded, logits
+
     @contextlib.contextmanager
     def running_whole(self, around: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
         """A context in which a call of the model runs its layers too, each of them inside of `around(index)`."""
@@ -229,11 +246,14 @@ class LayerRunner:
     def _run_owner(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, injected: torch.Tensor | None
     ) -> tuple[Embedded, object]:
-        self._start(injected)
         keywords = {"position_ids": position_ids} if self.takes_positions else {}
+        return self._run(lambda: self._owner(input_ids=input_ids, use_cache=False, **keywords), injected=injected)
+
+    def _run(self, call: Callable[[], object], *, injected: torch.Tensor | None) -> tuple[Embedded, object]:
+        self._start(injected)
         try:
             with self._state_outside.kept():
-                finished = self._owner(input_ids=input_ids, use_cache=False, **keywords)
+                finished = call()
             hidden, calls = self._first, tuple(self._calls)
         finally:
             self._start(None)

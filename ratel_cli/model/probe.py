@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_map
 
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.carried import Embedded, LayerCall
-from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
+from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 
@@ -60,12 +60,22 @@ def probe_usage(
         embedded = layer_runner.embed(input_ids, position_ids)
         watch.leave_layers()
         finished = layer_runner.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
-        logits = layer_runner.logits(finished, last_hidden_state(finished))
+        logits = _logits(layer_runner, finished)
         layer_runner.at_layer = None
         _reject_between_layers(layer_runner, embedded, input_ids, position_ids)
     after = _used_for(logits, parameters)
     usage = Usage(before=frozenset(watch.before), after=after, looks_up_rows=looks_up_rows)
     return usage, embedded
+
+
+def _logits(layer_runner: LayerRunner, finished: object) -> torch.Tensor:
+    try:
+        return layer_runner.logits(finished, last_hidden_state(finished))
+    except CANNOT_RUN as error:
+        raise BadInput(
+            f"{type(layer_runner.model).__name__}: it cannot run on text alone ({type(error).__name__}:"
+            f" {first_line(error)}); such models cannot be streamed"
+        ) from error
 
 
 def _reject_between_layers(

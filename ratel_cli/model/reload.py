@@ -54,15 +54,15 @@ def load_export(
     *,
     dtype: torch.dtype | None,
     attention: str | None,
-    whole_class: type[PreTrainedModel] | None = None,
+    model_class: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """The model that `from_pretrained` returns, ready for inference. `dtype` None: the dtype in config.json.
 
-    `whole_class` loads it; None: the class of causal language models. Raises IntegrityFailure if transformers cannot
-    load the model, or if a tensor is missing or unexpected.
+    `model_class` loads it; None: transformers' class of causal language models. Raises IntegrityFailure if transformers
+    cannot load the model, or if a tensor is missing or unexpected.
     """
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
-    load = cast(Callable[..., object], (whole_class or AutoModelForCausalLM).from_pretrained)
+    load = cast(Callable[..., object], (model_class or AutoModelForCausalLM).from_pretrained)
     try:
         loaded = load(
             directory,

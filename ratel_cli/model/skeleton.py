@@ -24,7 +24,7 @@ from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.flash_attention import KERNEL_PACKAGES
 from ratel_cli.model.kept_precision import keep_in_fp32
-from ratel_cli.model.kind import reject_other_kinds
+from ratel_cli.model.kind import class_of, reject_other_kinds
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
@@ -59,48 +59,35 @@ def read_model_config(directory: Path) -> PretrainedConfig:
             f"{directory / 'config.json'}: not a model configuration that transformers knows: {_fact(error)}",
             "use a model that transformers supports by itself; a model's own code is never run",
         ) from error
-    num_layers = getattr(config, "num_hidden_layers", None)
+    reject_other_kinds(config)
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(num_layers, int):
         check_depth(num_layers)
-    reject_other_kinds(config)
     return cast(PretrainedConfig, config)
 
 
 def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implementation: str) -> PreTrainedModel:
-    """Construct the causal language model of `config` with meta parameters and real buffers.
+    """Construct the model of `config` with meta parameters and real buffers.
 
     `torch.device("meta")` would lose the values of buffers too (rotary frequencies, causal masks), so only the
     registration of parameters is replaced. Raises BadInput if the model is no decoder or cannot be built.
     """
-    _reject_unsupported(config)
-    _reject_contradictions(config)
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        _reject_unsupported(part)
+        _reject_contradictions(part)
     config = copy.deepcopy(config)  # from_config writes its arguments into it
     config.use_cache = False
     try:
         with _parameters_on_meta(), warnings.catch_warnings():
             # Said below by name, with what to change.
             warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=False
-            )
+            model = _construct(config, attn_implementation, dtype=DTYPES[dtype])
     except Exception as error:
         raise _not_built(config, error) from error
     _reject_empty_parameters(model)
     keep_in_fp32(model)
     model.train()
-    return cast(PreTrainedModel, model)
-
-
-def build_whole(config: PretrainedConfig, whole_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """Construct a model of any class with meta parameters and real buffers. Raises BadInput if it cannot be built."""
-    _reject_unsupported(config)
-    try:
-        with _parameters_on_meta(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-            model = whole_class._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
-    except Exception as error:
-        raise _not_built(config, error) from error
-    return cast(PreTrainedModel, model.eval())
+    return model
 
 
 def supported_attention(config: PretrainedConfig, wanted: str) -> str:
@@ -119,12 +106,18 @@ def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
         return f"{attention} needs the package {package.name}, which is not installed"
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=attention, trust_remote_code=False
-            )
+            _construct(copy.deepcopy(config), attention)
     except Exception:  # noqa: BLE001  if the config itself is wrong, building with eager reports it
         return f"{config.model_type} does not support {attention} attention"
     return None
+
+
+def _construct(config: PretrainedConfig, attention: str, **options: object) -> PreTrainedModel:
+    whole_class = class_of(config)
+    if whole_class is not None:
+        return cast(PreTrainedModel, whole_class._from_config(config, attn_implementation=attention, **options))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False, **options)
+    return cast(PreTrainedModel, model)
 
 
 def _not_built(config: PretrainedConfig, error: Exception) -> BadInput:

@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.carried import Carried, Embedded
-from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
+from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 
 _SAMPLES = (67, 10, 19)
@@ -39,8 +39,6 @@ _SAMPLES = (67, 10, 19)
 _TOLERANCE = 1e-9
 """How far the numbers of a sample may move, relative to the largest of them. Those of experts move by some 1e-16: how
 their sums are ordered depends on the other tokens."""
-CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NotImplementedError)
-"""What a model's code raises if it cannot run on stand-ins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.outer_model import OuterModel, find_outer
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.run_directory import as_recorded_by_run
@@ -35,11 +34,7 @@ class Base:
 
     directory: Path
     config: PretrainedConfig
-    """That of the language model."""
-    whole_config: PretrainedConfig
-    """What config.json describes: the language model, or the outer model. Its tokenizer is this model's."""
-    outer: OuterModel | None
-    """The model that the directory holds, if the language model is a part of it."""
+    """What config.json describes: a language model, or a model with more parts."""
     attention: str
     """The attention kernel that is used."""
     model: DecoderModel
@@ -69,22 +64,18 @@ def build_base(config: RunConfig) -> Base:
     """Like `read_base`, but without the notice about another attention kernel."""
     assert config.base_model is not None
     directory = resolve_base_model(config.base_model)
-    whole_config = read_model_config(directory)
-    outer = find_outer(whole_config)
-    model_config = whole_config if outer is None else outer.language_config
+    model_config = read_model_config(directory)
     attention = supported_attention(model_config, config.attn_implementation)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name, gradient_dtype=config.resolved_gradient_dtype)
     if model.looks_ahead:
         raise BadInput(
             f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
-            "set is_decoder: true in the model's config.json, if its class can be a decoder",
+            "set is_decoder: true in the model's config.json" if hasattr(model_config, "is_decoder") else None,
         )
     return Base(
         directory=directory,
         config=model_config,
-        whole_config=whole_config,
-        outer=outer,
         attention=attention,
         model=model,
     )
@@ -99,13 +90,13 @@ def open_weights(
     """
     skeleton, spec = base.model.skeleton, base.model.spec
     if config.random_init:
-        if base.outer is not None:
+        if base.model.has_other_parts:
             raise BadInput(
-                f"random_init: the other parts of {type(base.outer.model).__name__} would have no weights",
+                f"random_init: the other parts of {spec.architecture} would have no weights",
                 "set base_model to a directory with a language model's config.json, or remove random_init",
             )
         return RandomSource(skeleton, config.seed), layout_of_model(skeleton, spec, config.dtype)
-    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec, outer=base.outer))
+    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec))
     install_buffers(skeleton, source.read_buffers())
     return source, source.layout(config.dtype)
 

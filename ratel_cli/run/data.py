@@ -44,7 +44,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
     prepare_process()
     base = read_base(config, log)
     tokenizer = read_tokenizer(
-        config, base.directory, base.whole_config, num_embeddings=base.model.spec.vocab_size, notice=log.notice
+        config, base.directory, base.config, num_embeddings=base.model.spec.vocab_size, notice=log.notice
     )
     packing = config.sample_packing and base.model.packs
     with ExitStack() as resources:

@@ -160,7 +160,7 @@ def _settings(base: Base, tokenizer: Tokenizer, request: GenerationRequest) -> G
         except Exception as error:
             raise BadInput(f"{base.directory / _SETTINGS_FILE}: cannot be used: {first_line(error)}") from error
     else:
-        own = GenerationConfig.from_model_config(base.whole_config)
+        own = GenerationConfig.from_model_config(base.config)
     names = _KEPT + (_KEPT_FOR_SAMPLING if request.temperature else ())
     kept = {name: value for name in names if (value := getattr(own, name, None)) is not None}
     kept.setdefault("eos_token_id", tokenizer.eos_token_id)

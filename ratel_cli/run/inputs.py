@@ -352,7 +352,7 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
 def read_fitting_tokenizer(config: RunConfig, base: Base, log: RunLog) -> Tokenizer:
     """The tokenizer of the run, whose tokens all have a row in the model's embedding. Raises BadInput."""
     rows = base.model.spec.vocab_size
-    tokenizer = read_tokenizer(config, base.directory, base.whole_config, num_embeddings=rows, notice=log.notice)
+    tokenizer = read_tokenizer(config, base.directory, base.config, num_embeddings=rows, notice=log.notice)
     _check_ids(len(tokenizer), base.model)
     return tokenizer
 
@@ -399,7 +399,7 @@ def _check_row_length(sequence_len: int, model: DecoderModel, model_config: Pret
 
 def num_positions(model_config: PretrainedConfig) -> int | None:
     """The most tokens in a row that a model was trained with; None if its configuration does not say."""
-    trained = getattr(model_config, "max_position_embeddings", None)
+    trained = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return trained if isinstance(trained, int) else None
 
 

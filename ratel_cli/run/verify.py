@@ -28,8 +28,8 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, exc
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.kind import class_of
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
-from ratel_cli.model.outer_model import language_part, outer_class
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES, read_model_config
@@ -65,8 +65,6 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
             return checks
         checks += _check_files(config.output_dir, context.stop, log)
         model, loading = _load(config.output_dir, dtype=DTYPES[config.dtype], attention=run.base.attention)
-        if model is not None and run.base.outer is not None:
-            model = language_part(run.base.outer, model, attention=run.base.attention)
         return [*checks, loading, *_compare(run, whole, model)]
 
 
@@ -187,8 +185,8 @@ def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) 
     try:
         with ExitStack() as resources:
             open_shards(resources, find_weight_files(directory))
-        whole_class = outer_class(read_model_config(directory))
-        model = load_export(directory, dtype=dtype, attention=attention, whole_class=whole_class)
+        model_class = class_of(read_model_config(directory))
+        model = load_export(directory, dtype=dtype, attention=attention, model_class=model_class)
     except (BadInput, IntegrityFailure) as failure:
         return None, replace(check, verdict=failure.message, is_wrong=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -232,9 +230,7 @@ def _reader_of(run: OpenedRun, model: PreTrainedModel | None, resources: ExitSta
     if model is not None:
         return lambda name, start, number: read_parameter(model, name, start, number)
     config, decoder = run.context.config, run.base.model
-    source = resources.enter_context(
-        CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec, outer=run.base.outer)
-    )
+    source = resources.enter_context(CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec))
     dtypes = decoder.spec.exported_dtypes(config.dtype)
     return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[dtypes[name]])
 
@@ -259,7 +255,7 @@ def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues)
 def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel) -> Check:
     decoder, device = run.base.model, torch.device("cpu")
     install_buffers(decoder.skeleton, persistent_buffers(model))
-    longest = getattr(run.base.config, "max_position_embeddings", None)
+    longest = getattr(run.base.config.get_text_config(), "max_position_embeddings", None)
     num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
     positions = torch.arange(num_tokens).unsqueeze(0)
     tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size

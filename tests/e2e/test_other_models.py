@@ -119,6 +119,7 @@ def saved(model_type: str, **keys: object) -> Change:
 ADAPTER = only(adapter_config_DOT_json="{}", adapter_model_DOT_safetensors="x")
 DECODER = "use a decoder model; its config.json names a causal language model"
 CLASSIFIER = "is a sequence classifier; only causal language models can be fine-tuned"
+_NO_PART = "its language model cannot be trained within it: it cannot run on text alone"
 LANGUAGE_PART = 'as a model of its own and train that; docs/guide.md shows how, in "Models"'
 CASES = [
     Case("directory", "empty", only(README="x"), ("no config.json",), "safetensors files"),
@@ -263,34 +264,24 @@ CASES = [
         ("BigBirdForCausalLM: its code sets bert.encoder.layer.", "before its layers run"),
         "",
     ),
-    *(
-        Case(
-            "multimodal",
-            name,
-            config_of(name, architecture=architecture),
-            (f"{architecture} ({name}) is a {kind}", f"no causal language model for its language part ({text})"),
-            "use a text model of this family",
-        )
-        for name, architecture, kind, text in (
-            ("qwen2_vl", "Qwen2VLForConditionalGeneration", "vision-language model", "qwen2_vl_text"),
-            ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "vision-language model", "qwen2_5_vl_text"),
-            ("qwen3_vl", "Qwen3VLForConditionalGeneration", "vision-language model", "qwen3_vl_text"),
-            ("mllama", "MllamaForConditionalGeneration", "vision-language model", "mllama_text_model"),
-            ("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", "multimodal language model", "qwen2_5_omni_text"),
-        )
+    Case(
+        "multimodal",
+        "idefics",
+        config_of("idefics", architecture="IdeficsForVisionText2Text"),
+        ("IdeficsForVisionText2Text (idefics) is a vision-language model; only causal language models",),
+        "use a decoder model",
     ),
     *(
         Case(
             "multimodal",
             name,
             config_of(name, architecture=architecture, text_config={"model_type": text, **TEXT}),
-            (f"{architecture} ({name}) has more parts than its language model ({text})", reason),
-            f"save the language model {LANGUAGE_PART}",
+            (f"{architecture}: {reason}",),
+            hint,
         )
-        for name, architecture, text, reason in (
-            ("idefics3", "Idefics3ForConditionalGeneration", "llama", "cannot run on text alone"),
-            ("internvl", "InternVLForConditionalGeneration", "qwen2", "does not compute there what it computes alone"),
-            ("paligemma", "PaliGemmaForConditionalGeneration", "gemma", "does not compute there"),
+        for name, architecture, text, reason, hint in (
+            ("idefics3", "Idefics3ForConditionalGeneration", "llama", _NO_PART, LANGUAGE_PART),
+            ("paligemma", "PaliGemmaForConditionalGeneration", "gemma", "its tokens see those behind them", ""),
         )
     ),
 ]

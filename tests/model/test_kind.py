@@ -14,8 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.blocks import find_blocks
-from ratel_cli.model.kind import reject_other_kinds
-from ratel_cli.model.outer_model import outer_class
+from ratel_cli.model.kind import class_of, reject_other_kinds
 from ratel_cli.model.skeleton import build_skeleton
 from tests.e2e.runs import save_base
 from tests.tiers import sample
@@ -62,8 +61,8 @@ def test_causal_language_models_pass_and_others_are_named() -> None:
             config.architectures = ["OurOwnClass"]
             reject_other_kinds(config)
             num_causal += 1
-        elif outer_class(config) is not None:
-            num_others += 1  # a model with a language model in it: see e2e/test_outer_models.py
+        elif class_of(config) is not None:
+            num_others += 1  # a model with a language model in it: see e2e/test_other_parts.py
         else:
             with pytest.raises(BadInput, match=re.escape(config.model_type)) as raised:
                 reject_other_kinds(config)

@@ -1,4 +1,5 @@
-"""What goes from layer to layer besides hidden states, or past all of them: what is found, and what is refused."""
+"""What goes from layer to layer besides hidden states, or past all of them, and what a model does around the module
+that has its layers: what is found, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from typing import TypeAlias
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
 from transformers.utils.generic import ModelOutput
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.blocks import find_blocks, find_stack
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from scripts import family_configs
 from tests.engine.architectures import tiny_config
@@ -126,3 +128,92 @@ def test_a_path_around_all_layers_is_refused() -> None:
     """In a step, what is before the layers is not there when the head runs."""
     with pytest.raises(BadInput, match="what is behind its layers uses what is before them"):
         find_blocks(pairs("no", "no", "no", around=True), name="tiny")
+
+
+def llava(**changes: object) -> PretrainedConfig:
+    text = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8,
+    }  # fmt: skip
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config: PretrainedConfig = AutoConfig.for_model("llava", text_config=text, vision_config=vision, **changes)
+    config.architectures = ["LlavaForConditionalGeneration"]
+    return config
+
+
+def whole_skeleton(**changes: object) -> PreTrainedModel:
+    return build_skeleton(llava(**changes), dtype="float32", attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_parameters_that_text_uses_are_found(tied: bool) -> None:
+    skeleton = whole_skeleton(tie_word_embeddings=tied)
+    own = {name for name, _ in skeleton.named_parameters() if name.startswith(("model.language_model", "lm_head"))}
+    model = find_blocks(skeleton, name="tiny")
+    assert {parameter.name for block in model.spec.blocks for parameter in block.parameters} == own
+    assert model.spec.tied == tied and model.has_other_parts
+    others = [parameter for name, parameter in skeleton.named_parameters() if name not in own]
+    assert len(others) > 20 and all(parameter.device.type == "meta" for parameter in others), "reading one fails"
+
+
+def test_a_language_model_has_no_other_parts() -> None:
+    assert not find_blocks(skeleton_of("llama"), name="tiny").has_other_parts
+
+
+@pytest.mark.parametrize(("family", "owner"), [("llama", "model"), ("opt", "model.decoder"), ("mpt", "transformer")])
+def test_the_owner_is_what_the_model_calls_with_tokens(family: str, owner: str) -> None:
+    """OPT calls its decoder directly, past the module around it."""
+    skeleton = skeleton_of(family)
+    assert find_stack(skeleton)[0] is skeleton.get_submodule(owner)
+
+
+def other_positions(model: LlavaForConditionalGeneration, **keywords: object) -> object:
+    return model.plain(**{**keywords, "position_ids": torch.arange(1, 5).unsqueeze(0)})
+
+
+def other_mask(model: LlavaForConditionalGeneration, **keywords: object) -> object:
+    mask = torch.ones(2, 4, dtype=torch.long)
+    mask[0, 0] = 0
+    return model.plain(**{**keywords, "attention_mask": mask})
+
+
+def other_keyword(model: LlavaForConditionalGeneration, **keywords: object) -> object:
+    return model.plain(**keywords, scaling=0.5)
+
+
+def cannot(model: LlavaForConditionalGeneration, pixel_values: torch.Tensor, **keywords: object) -> object:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (other_positions, "does not do with text"),
+        (other_mask, "does not do with text"),
+        (other_keyword, "does not do with text"),
+        (cannot, "cannot run on text alone"),
+    ],
+)
+def test_a_model_that_does_something_else_on_text(
+    monkeypatch: pytest.MonkeyPatch, forward: object, reason: str
+) -> None:
+    monkeypatch.setattr(LlavaForConditionalGeneration, "plain", LlavaForConditionalGeneration.forward, raising=False)
+    monkeypatch.setattr(LlavaForConditionalGeneration, "forward", forward)
+    with pytest.raises(BadInput, match=f"LlavaForConditionalGeneration: .*it {reason}"):
+        find_blocks(whole_skeleton(), name="tiny")
+
+
+def test_a_part_that_text_uses_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LlavaForConditionalGeneration.forward
+
+    def forward(model: LlavaForConditionalGeneration, **keywords: object) -> object:
+        output = plain(model, **keywords)
+        output.logits = output.logits + model.model.multi_modal_projector.linear_1.bias.sum()
+        return output
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "forward", forward)
+    spec = find_blocks(whole_skeleton(), name="tiny").spec
+    assert "model.multi_modal_projector.linear_1.bias" in {each.name for each in spec.head.parameters}

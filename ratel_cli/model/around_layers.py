@@ -1,0 +1,117 @@
+"""Finds out by numbers what a model's code does around its layers, and refuses what a step would not do.
+
+A step calls the owner of the layers on tokens, then the layers, then the owner's code behind them on the output of the
+last one alone. Two kinds of models would train wrongly so, without an error: one that uses what is before its layers
+once more behind them, as a skip connection does; and one whose class does more with text than its owner. A model with
+a vision tower, say, may give text another mask, or read the tower.
+
+Weights are random stand-ins, so this reads no file, and takes no time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from operator import itemgetter
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.carried import Embedded
+from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
+from ratel_cli.model.stand_ins import StandIns, StandsIn
+from ratel_cli.model.trials import ordinary_tokens, trying
+
+_TOKENS = 12
+_ROW_TOKENS = 4
+"""Of a row whose logits are computed."""
+
+
+def reject_what_passes_all_layers(layer_runner: LayerRunner, outside: Sequence[StandsIn], *, vocab_size: int) -> None:
+    """Raise BadInput if something before the layers is used behind them. `outside`: the parameters outside the layers,
+    unbound and on the CPU."""
+    positions = torch.arange(_TOKENS).unsqueeze(0)
+    rows = [ordinary_tokens(layer_runner.model, vocab_size, _TOKENS, seed) for seed in (1, 2)]
+    try:
+        with trying(layer_runner) as stand_ins, stand_ins.bound(outside):
+            hidden = stand_ins.random(layer_runner.embed(rows[0], positions).hidden.shape)
+            finished = [last_hidden_state(layer_runner.finish(hidden, ids, positions)) for ids in rows]
+    except CANNOT_RUN:
+        return  # it cannot be tried
+    if not torch.equal(*finished):
+        raise BadInput(
+            f"{type(layer_runner.model).__name__}: what is behind its layers uses what is before them, and not only the"
+            " output of the last layer; such models cannot be streamed"
+        )
+
+
+def reject_other_text(
+    layer_runner: LayerRunner, outside: Sequence[StandsIn], *, vocab_size: int, has_other_parts: bool
+) -> None:
+    """Raise BadInput unless the model does with rows of text what the owner of its layers does: it calls the layers
+    with the same, to the last bit, and makes the same logits of the last one's output.
+
+    A model may hand all its keywords down. Those of its own that are not set, and that no layer names, say nothing to
+    layers: `labels` is one.
+
+    `outside`: as above. With `has_other_parts`, parameters of which are on the meta device, so that code that reads
+    them fails, a model that cannot be tried is refused too.
+    """
+    name = type(layer_runner.model).__name__
+    rows = torch.cat([ordinary_tokens(layer_runner.model, vocab_size, _ROW_TOKENS, seed) for seed in (1, 2)])
+    with trying(layer_runner) as stand_ins, stand_ins.bound(outside):
+        try:
+            wanted = _of_owner(layer_runner, rows, stand_ins)
+        except CANNOT_RUN:
+            wanted = None
+        if wanted is None and not has_other_parts:
+            return  # it cannot be tried
+        try:
+            found = None if wanted is None else _flat(layer_runner, *layer_runner.run_model(rows, wanted[0]))
+        except (*CANNOT_RUN, BadInput, AssertionError):
+            found = None
+    if wanted is None or found is None:
+        raise _no_part(name, "it cannot run on text alone")
+    if not _is_same(found, wanted[1]):
+        raise _no_part(name, "it does not do with text what the module does that has its layers")
+
+
+def _no_part(name: str, reason: str) -> BadInput:
+    return BadInput(
+        f"{name}: its language model cannot be trained within it: {reason}",
+        'save the language model as a model of its own and train that; docs/guide.md shows how, in "Models"',
+    )
+
+
+def _of_owner(layer_runner: LayerRunner, rows: torch.Tensor, stand_ins: StandIns) -> tuple[torch.Tensor, list[object]]:
+    """An output of the last layer; then what layers get, and the logits of that output, as a flat list."""
+    positions = torch.arange(_ROW_TOKENS).expand(rows.shape)
+    with layer_runner.without_positions():
+        embedded = layer_runner.embed(rows, positions)
+        hidden = stand_ins.random(embedded.hidden.shape)
+        finished = layer_runner.finish(hidden, rows, positions)
+    logits = [layer_runner.logits(finished, row.unsqueeze(0)) for row in last_hidden_state(finished)]
+    return hidden, _flat(layer_runner, embedded, torch.cat(logits))
+
+
+def _flat(layer_runner: LayerRunner, embedded: Embedded, logits: torch.Tensor) -> list[object]:
+    own, named = inspect.signature(layer_runner.model.forward).parameters, layer_runner.named_by_layers
+
+    def says_something(keyword: str, value: object) -> bool:
+        return keyword in named or keyword not in own or isinstance(value, torch.Tensor) or bool(value)
+
+    calls = [
+        (call.arguments, [item for item in sorted(call.keywords.items(), key=itemgetter(0)) if says_something(*item)])
+        for call in embedded.calls
+    ]
+    return tree_flatten([embedded.hidden, calls, logits])[0]
+
+
+def _is_same(found: list[object], wanted: list[object]) -> bool:
+    def equal(one: object, other: object) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
+        return type(one) is type(other) and (one == other or not isinstance(one, str | int | float | bool))
+
+    return len(found) == len(wanted) and all(map(equal, found, wanted))
