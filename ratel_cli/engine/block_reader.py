@@ -211,7 +211,7 @@ class _Ahead(NamedTuple):
 def _arrays(segment: Segment, memory: memoryview) -> Iterator[tuple[BlockSpec, memoryview]]:
     """The segment's blocks, with their flat arrays in its buffer."""
     start = 0
-    for block in segment.blocks:
+    for block in segment.bound:
         yield block, memory[start : start + block.compute_bytes]
         start += block.compute_bytes
 

@@ -17,6 +17,7 @@ import torch
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.optimizer.partial_sums import PartialSums
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Tapes
 from ratel_cli.model.carried import Carried
@@ -56,6 +57,7 @@ class StepState:
         loss_scale: float,
         recording: StepRecording | None,
         rows: EmbeddingRows | None,
+        partial_sums: PartialSums,
         device: torch.device,
     ) -> None:
         self.batches = place(batches, device)
@@ -72,6 +74,8 @@ class StepState:
         self.recording = recording
         self.resources = contextlib.ExitStack()
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""
+        self.partial_sums = self.resources.enter_context(partial_sums)
+        """The gradients of blocks that several segments bind."""
         self._seed = seed
         self._step = step
         self._device = device

@@ -41,6 +41,7 @@ from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.host_tied_sum import HostTiedSum
+from ratel_cli.engine.optimizer.partial_sums import PartialSums
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.optimizer.update import Updates
@@ -125,6 +126,7 @@ class StepEngine(Closing):
             loss_scale=loss_scale,
             recording=recording,
             rows=self._rows_of(batches),
+            partial_sums=PartialSums(self._pool, self._device),
             device=self._device.torch_device,
         )
         adamw = AdamWUpdate(number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale)
@@ -336,14 +338,15 @@ class StepEngine(Closing):
                     with (
                         adding_to(weights.trained, total, is_last=is_last),
                         self._activations.preparing_more(layer, weights.trained),
+                        state.partial_sums.added_to(weights, number) as shared,
                     ):
                         torch.autograd.backward(
-                            [output, *roots.tensors],
-                            [gradients[number], *roots.gradients],
-                            inputs=[unit.leaf, *weights.trained, *roots.inputs],
+                            [output, *roots.tensors, *shared.tensors],
+                            [gradients[number], *roots.gradients, *shared.gradients],
+                            inputs=[unit.leaf, *weights.trained, *roots.inputs, *shared.inputs],
                         )
                     gradients[number] = taken_gradient(unit.leaf)
-                    del unit, output, roots
+                    del unit, output, roots, shared
             self._hand_over(total, weights)
 
     def _replay(self, state: StepState, layer: Segment, number: int, unit: Unit) -> tuple[torch.Tensor, Roots]:

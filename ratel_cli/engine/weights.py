@@ -122,14 +122,14 @@ class WeightReader:
         try:
             if not self._issue(use):
                 with self._timeline.stalled_on("nvme write"):
-                    for block in segment.blocks:
+                    for block in segment.bound:
                         self._updates.wait_written(block)
                 assert self._issue(use)
             for coming, _ in zip(self._uses, range(self._prefetch_blocks), strict=False):
                 if not self._issue(coming):
                     break
             with self._timeline.stalled_on("optimizer"):
-                for block in segment.blocks:
+                for block in segment.bound:
                     self._updates.wait_updated(block)
             with self._timeline.stalled_on("nvme read"):
                 for weights in use.weights:
@@ -175,7 +175,7 @@ class WeightReader:
         """Phase 1. False if a block can neither be shared nor be read now."""
         if use.weights:
             return True
-        blocks = use.segment.blocks
+        blocks = use.segment.bound
         if any(self._updates.is_updating(block) and not self._is_in_memory(block) for block in blocks):
             return False
         for block in blocks:
@@ -212,7 +212,7 @@ class WeightReader:
             return
         coming.buffers = [self._device.reserve(num_bytes) for num_bytes in self._ahead_bytes(coming) if num_bytes]
         is_read = bool(coming.weights) and all(weights.is_read for weights in coming.weights)
-        if not is_read or not all(map(self._updates.is_updated, coming.segment.blocks)):
+        if not is_read or not all(map(self._updates.is_updated, coming.segment.bound)):
             return
         for (block, memory), buffer in zip(self._parts(coming), coming.buffers, strict=False):
             self._upload_part(coming, block, memory, buffer)
@@ -222,7 +222,7 @@ class WeightReader:
         as many as fit into the window."""
         rows, window_bytes = use.rows, self._gpu_window_bytes
         if rows is None:
-            return _shares(use.segment.blocks, bytes_ahead(use.segment, window_bytes))
+            return _shares(use.segment.bound, bytes_ahead(use.segment, window_bytes))
         others = use.segment.blocks[1:]
         left_bytes = bytes_ahead(Segment((rows.packed, *others)), window_bytes) - rows.packed.compute_bytes
         return [*rows.parts_ahead(window_bytes), *_shares(others, max(0, left_bytes))]
@@ -277,21 +277,26 @@ class SegmentWeights(Closing):
     def __init__(self, model: DecoderModel, use: _Use, *, close: Callable[[], None]) -> None:
         """`close` ends the use of the memory."""
         self.segment = use.segment
-        self.hosts = tuple(weights for weights in use.weights if weights.block.is_trained)
-        """The compute field of each trained block in host memory, which the update changes in place."""
+        self.hosts = tuple(weights for weights in use.weights if weights.block in use.segment.trained)
+        """The compute field of each trained block of its own in host memory, which the update changes in place."""
         self._model = model
         self._close = close
         self._is_bound = True
         parameters: list[nn.Parameter] = []
-        for block in use.segment.blocks:
+        borrowed: list[nn.Parameter] = []
+        for block in use.segment.bound:
             dtype = VALUE_DTYPES[block.dtype]
             parts = [part.upload.open().view(dtype) for part in use.uploads if part.block is block]
             tokens = use.rows.tokens if use.rows is not None and use.rows.block is block else None
-            parameters += model.bind(block, *parts, tokens=tokens)
+            found = model.bind(block, *parts, tokens=tokens)
+            parameters += found
+            borrowed += found if block in use.segment.borrowed else ()
         self.parameters = tuple(parameters)
         """The segment's parameters on the compute device, each in its own shape, in the order of its blocks."""
-        self.trained = trained_of(parameters)
-        """Those that have gradients."""
+        self.borrowed = trained_of(borrowed)
+        """Those that have gradients in blocks of other segments."""
+        self.trained = trained_of(parameters[: len(parameters) - len(borrowed)])
+        """Those that have gradients in blocks of its own."""
 
     def unbind(self) -> None:
         """Remove the weights from the modules. An autograd graph may use them until `close`. Idempotent."""
@@ -302,7 +307,7 @@ class SegmentWeights(Closing):
     def close(self) -> None:
         """Unbind, and end this use of the memory. Idempotent."""
         self.unbind()
-        self.parameters = self.trained = ()
+        self.parameters = self.trained = self.borrowed = ()
         self._close()
 
 

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,7 +57,7 @@ class _ModuleAttribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedParameter:
-    """One parameter and its places in the module tree: all of them are of one segment."""
+    """One parameter and its places in the module tree."""
 
     name: str
     places: tuple[_ModuleAttribute, ...]
@@ -68,6 +69,8 @@ class _PlacedParameter:
     """False if the model's own code has frozen it."""
     tied_places: tuple[_ModuleAttribute, ...] = ()
     """Of an embedding's matrix: places in the head."""
+    layers: tuple[int, ...] = ()
+    """The layers that have it, counted from 0; none if it is outside of them."""
 
     @property
     def dtype(self) -> DtypeName:
@@ -144,7 +147,7 @@ class DecoderModel:
     def _trial(self) -> Trial:
         assert self._device.type == "cpu"
         before, *layers, after = (
-            [each for block in segment.blocks for each in self._parameters[block.index]]
+            [each for block in segment.bound for each in self._parameters[block.index]]
             for segment in self.spec.segments
         )
         number = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)
@@ -218,7 +221,7 @@ class DecoderModel:
 
     def release(self, segment: Segment) -> None:
         """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
-        for block in segment.blocks:
+        for block in segment.bound:
             for parameter in self._parameters[block.index]:
                 parameter.unbind()
         if segment.index == 0:
@@ -275,6 +278,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
                 dtype=each.dtype,
                 gradient_dtype=gradient_dtype if each.dtype == dtype else None,
                 rule=each.rule,
+                borrowers=each.borrowers,
             )
             for index, each in enumerate(cut)
         ),
@@ -311,6 +315,7 @@ class _CutBlock(NamedTuple):
     name: str
     dtype: DtypeName
     rule: Rule
+    borrowers: tuple[int, ...]
     parameters: tuple[_PlacedParameter, ...]
 
 
@@ -318,21 +323,26 @@ def _cut_into_blocks(
     segments: Sequence[tuple[BlockKind, str, Sequence[_PlacedParameter]]], dtype: DtypeName
 ) -> list[_CutBlock]:
     """The blocks of segments, given as (kind, name, parameters): of each segment first what is trained in the model's
-    dtype; behind all of these what is in another one, or frozen.
+    dtype; behind all of these what is in another one, or frozen, or borrowed by other segments.
 
-    Blocks that are alike lie one after another then, and the store's manifest describes them together.
+    A parameter that several layers have is given for each of them, and belongs to the first. Blocks that are alike lie
+    one after another then, and the store's manifest describes them together.
     """
     firsts, others = list[_CutBlock](), list[_CutBlock]()
     for index, (kind, name, parameters) in enumerate(segments):
-        kinds = [(each.dtype, ADAMW if each.is_trained else FROZEN) for each in parameters]
-        own = (kinds[0][0] if kind == "embedding" else dtype, ADAMW)  # an embedding's begins with the matrix
+        of_segment = [each for each in parameters if not each.layers or each.layers[0] == index - 1]
+        kinds = [
+            (each.dtype, ADAMW if each.is_trained else FROZEN, tuple(layer + 1 for layer in each.layers[1:]))
+            for each in of_segment
+        ]
+        own = (kinds[0][0] if kind == "embedding" else dtype, ADAMW, ())  # an embedding's begins with the matrix
         for of_block in dict.fromkeys((own, *kinds)):
-            chosen = tuple(each for each, found in zip(parameters, kinds, strict=True) if found == of_block)
+            chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
             if of_block == own:
                 firsts.append(_CutBlock(index, kind, name, *own, chosen))
             else:
                 what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
-                others.append(_CutBlock(index, kind, what, *of_block, chosen))
+                others.append(_CutBlock(index, kind, f"{what}, shared" if of_block[2] else what, *of_block, chosen))
     return [*firsts, *others]
 
 
@@ -405,29 +415,34 @@ def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
 def _placed_parameters(
     skeleton: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module
 ) -> tuple[list[_PlacedParameter], list[list[_PlacedParameter]]]:
-    """The parameters outside the layers, and those of each layer, in the order of the module tree."""
-    layer_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
+    """The parameters outside the layers, and those of each layer, in the order of the module tree. What several layers
+    share is given for each of them."""
+    layers_of = defaultdict[int, list[int]](list)
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            layers_of[id(module)].append(index)
     places: dict[nn.Parameter, list[_ModuleAttribute]] = {}
     names: dict[nn.Parameter, str] = {}
-    homes: dict[nn.Parameter, int | None] = {}
+    homes = defaultdict[nn.Parameter, set[int]](set)
     for module_name, module in skeleton.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            name, home = f"{module_name}.{attribute}".lstrip("."), layer_of.get(id(module))
-            if homes.setdefault(parameter, home) != home:
+            name, own_layers = f"{module_name}.{attribute}".lstrip("."), layers_of[id(module)]
+            if names.setdefault(parameter, name) != name and bool(own_layers) != bool(homes[parameter]):
                 raise BadInput(
-                    f"{name} and {names[parameter]} are one tensor; layers that share weights are not supported"
+                    f"{name} and {names[parameter]} are one tensor, in a layer and outside of the layers; such models"
+                    " cannot be streamed"
                 )
-            names.setdefault(parameter, name)
+            homes[parameter].update(own_layers)
             places.setdefault(parameter, []).append(_ModuleAttribute(module=module, attribute=attribute))
     norms = [module for module in skeleton.modules() if isinstance(module, nn.LayerNorm)]
     in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
     outside: list[_PlacedParameter] = []
     inside: list[list[_PlacedParameter]] = [[] for _ in layers]
     for parameter, name in names.items():
-        home = homes[parameter]
-        unbound = _placeholder(parameter) if home is None else parameter
+        own_layers = sorted(homes[parameter])
+        unbound = parameter if own_layers else _placeholder(parameter)
         decay = decays(name, is_in_layer_norm=id(parameter) in in_norms)
         all_places = places[parameter]
         own = [each for each in all_places if parameter is not embedding.weight or each.module is embedding]
@@ -438,8 +453,10 @@ def _placed_parameters(
             unbound=unbound,
             decay=decay,
             is_trained=parameter.requires_grad,
+            layers=tuple(own_layers),
         )
-        (outside if home is None else inside[home]).append(placed)
+        for parameters in (inside[layer] for layer in own_layers) if own_layers else (outside,):
+            parameters.append(placed)
     return outside, inside
 
 

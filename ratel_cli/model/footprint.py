@@ -200,12 +200,12 @@ def _moved_by_head(
 
 def _weights(segment: Segment) -> list[torch.Tensor]:
     """Flat arrays for the segment's blocks, with any values."""
-    return [torch.empty(block.num_elements, dtype=DTYPES[block.dtype]) for block in segment.blocks]
+    return [torch.empty(block.num_elements, dtype=DTYPES[block.dtype]) for block in segment.bound]
 
 
 def _bound(model: DecoderModel, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[nn.Parameter, ...]:
     """The segment's parameters as views of these arrays, bound to its modules."""
-    bound = map(model.bind, segment.blocks, weights)
+    bound = map(model.bind, segment.bound, weights)
     return tuple(parameter for of_block in bound for parameter in of_block)
 
 
@@ -276,7 +276,7 @@ def _layer(
         ),
         saved_products=tuple(
             name_in_layer(each.name)
-            for number, block in enumerate(layer.blocks)
+            for number, block in enumerate(layer.bound)
             for each in block.parameters
             if len(each.shape) > 1 and (number, each.start) in used
         ),

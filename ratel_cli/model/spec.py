@@ -17,7 +17,7 @@ from ratel_cli.schedule.segments import Segment, segments_of
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MAX_LAYERS = 10_000
 """More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
@@ -100,6 +100,11 @@ class ModelSpec:
     def segments(self) -> tuple[Segment, ...]:
         """In the order of forward: embedding, layers, head."""
         return tuple(segments_of(self.blocks))
+
+    @cached_property
+    def shared_blocks(self) -> tuple[BlockSpec, ...]:
+        """The blocks that have gradients and that several segments bind."""
+        return tuple(block for block in self.blocks if block.is_trained and block.borrowers)
 
     @property
     def embedding(self) -> Segment:

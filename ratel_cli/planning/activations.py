@@ -228,6 +228,13 @@ def logits_bytes(spec: ModelSpec, tokens: int) -> int:
     return _LOGITS_COPIES * 4 * tokens * spec.vocab_size
 
 
+def partial_sums_bytes(spec: ModelSpec, workload: Workload, segment: Segment) -> int:
+    """Gradients of shared blocks that all micro-batches have in the backward of a segment: of those that it binds, and
+    those that segments above and below do (engine/optimizer/partial_sums.py)."""
+    shared = (block for block in spec.shared_blocks if block.segment <= segment.index <= max(block.users))
+    return workload.num_micro_batches * sum(block.compute_bytes for block in shared)
+
+
 def tied_bytes(spec: ModelSpec, workload: Workload) -> int:
     """Bytes that are held for the gradient of an embedding that is tied to the head; 0 if it is not tied.
 

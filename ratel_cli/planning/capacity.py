@@ -26,6 +26,7 @@ from ratel_cli.planning.activations import (
     OffloadedActivations,
     head_chunk_tokens,
     logits_bytes,
+    partial_sums_bytes,
     passing_bytes,
     segment_activation_bytes,
     tied_bytes,
@@ -263,6 +264,8 @@ class _SegmentMemory:
         """A tied head's gradient until the embedding's is there. Counted even if a GPU holds it, since whether it does
         depends on what is offloaded."""
         self.tied_sum = tied_sum_bytes(spec, workload)
+        self.partials = [partial_sums_bytes(spec, workload, segment) for segment in spec.segments]
+        """Of each segment: the gradients of shared blocks that all micro-batches have so far."""
         self.is_summed = workload.num_micro_batches > 1
         self.has_sums = has_sums
 
@@ -358,12 +361,14 @@ class _PlacedStep:
         pending = arrived[: self._placement.pending_updates]
         is_embedding = segment is memory.spec.embedding
         is_summed = memory.is_summed or (memory.spec.tied and is_embedding)
-        computing = segment.updated_bytes + (segment.sum_bytes if is_summed else segment.gradient_bytes)
+        made_bytes = segment.updated_bytes + segment.lent_bytes
+        computing = made_bytes + (segment.sum_bytes if is_summed else segment.gradient_bytes)
         return _Moment(
             num_held=num_arrived - len(pending),
             block=self._window(len(memory.schedule) - len(self._segments) + num_arrived)
             + (0 if is_embedding and not memory.on_gpu else memory.tied)
             + self._tied_head_bytes
+            + memory.partials[segment.index]
             + (self._rows_bytes if segment.index < 2 else 0)
             + memory.gradient(segment, self._gradients[segment.index], computing, is_summed=is_summed)
             + self._pending(pending)
@@ -428,7 +433,7 @@ def notes_bytes(segments: Sequence[Segment], workload: Workload) -> int:
 
 
 def _resident_bytes(spec: ModelSpec, placement: Placement) -> int:
-    weights = sum(spec.segments[index].compute_bytes for index in placement.resident_weights)
+    weights = sum(spec.segments[index].own_bytes for index in placement.resident_weights)
     return weights + sum(spec.segments[index].state_bytes for index in placement.resident_states)
 
 

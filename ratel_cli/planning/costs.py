@@ -158,6 +158,7 @@ def overlapped_step(
     rows_down_bytes = tied_rows_bytes if spec.tied and not placement.gpu_holds_head else 0
     forward_weights, backward_weights = uploaded_bytes(spec, placement, attrgetter("compute_bytes"))
     down_gradients = sum(gradient_bytes(spec, placement.gpu_embedding_rows))
+    shared_bytes = num_micro_batches * sum(block.compute_bytes * len(block.borrowers) for block in spec.shared_blocks)
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads, adamw_share=compute.adamw_share)
     forward = stages.with_spilled_units(
@@ -191,9 +192,19 @@ def overlapped_step(
     backward = stages.with_spilled_units(
         _StageWork(
             compute=backward_seconds,
-            up_bytes=backward_weights + offloaded.linked_bytes + tied_bytes + sums.up_bytes + of_head.up_bytes,
+            up_bytes=backward_weights
+            + offloaded.linked_bytes
+            + tied_bytes
+            + shared_bytes
+            + sums.up_bytes
+            + of_head.up_bytes,
             up_units_bytes=offloaded.linked_bytes,
-            down_bytes=down_gradients + tied_bytes + sums.down_bytes + of_head.down_bytes + rows_down_bytes,
+            down_bytes=down_gradients
+            + tied_bytes
+            + shared_bytes
+            + sums.down_bytes
+            + of_head.down_bytes
+            + rows_down_bytes,
             exposed_bytes=exposed_backward
             + offloaded.exposed.up_bytes
             + of_head.exposed_bytes

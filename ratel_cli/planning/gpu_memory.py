@@ -241,7 +241,9 @@ class GpuMemory:
         for segment in self._spec.segments:
             shapes = tuple((parameter.start, parameter.shape) for parameter in segment.parameters)
             costs = self._profile.layers[segment.index - 1] if segment.kind == "layer" else None
-            kind_of[segment.index] = kinds.setdefault((segment.kind, segment.block_kinds, shapes, costs), len(kinds))
+            kind_of[segment.index] = kinds.setdefault(
+                (segment.kind, segment.block_kinds, shapes, costs, len(segment.begun), segment.lent_bytes), len(kinds)
+            )
         schedule = step_schedule(self._spec)
         first: dict[object, int] = {}
         for position, use in enumerate(schedule):

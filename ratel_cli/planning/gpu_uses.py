@@ -256,7 +256,7 @@ class Uses:
         else:
             costs = self._costs(segment)
             replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
-            working_bytes = _working_bytes(costs, made_bytes)
+            working_bytes = _working_bytes(costs, made_bytes) + _shared_bytes(segment)
         before_bytes = least_leaving_bytes(self._spec.segments[segment.index + 1])
         if position == self._first_of_backward and self._spec.tied:  # the last to leave is the tied sum
             before_bytes = self._spec.embedding.sum_bytes
@@ -279,6 +279,14 @@ class Uses:
             passing_bytes = max(before_bytes, own_bytes + sum_bytes)
         around_bytes = self._window(position) + passing_bytes + self._hidden_bytes
         return _Backward(around_bytes + working_bytes, around_bytes + replay_bytes, around_bytes + replay_held_bytes)
+
+
+def _shared_bytes(segment: Segment) -> int:
+    """Gradients of shared blocks: those that come from segments above, with one of them that is being added to; and
+    those that go on to segments below."""
+    begun_bytes = sum(block.compute_bytes for block in segment.begun)
+    added_bytes = max((largest_elements(block) * block.dtype_bytes for block in segment.begun), default=0)
+    return begun_bytes + added_bytes + segment.lent_bytes
 
 
 def _working_bytes(costs: LayerProfile, made_bytes: int) -> int:

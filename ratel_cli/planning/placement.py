@@ -240,15 +240,19 @@ def tensors_ahead(num_bytes: Sequence[int], most_bytes: int, *, taken: Collectio
     return found
 
 
-def needs_read(schedule: Sequence[Use], position: int, placement: Placement) -> bool:
-    """Whether the weights of the use at `position` are not in memory when their turn to be read comes."""
-    segment = schedule[position].segment
-    still_open = schedule[max(0, position - placement.prefetch_blocks) : position]
-    return segment.index not in placement.resident_weights and all(use.segment is not segment for use in still_open)
+def blocks_read(schedule: Sequence[Use], position: int, placement: Placement) -> list[BlockSpec]:
+    """The blocks of the use at `position` that are not in memory when their turn to be read comes."""
+    before = schedule[max(0, position - placement.prefetch_blocks) : position]
+    still_open = {block.index for use in before for block in use.segment.bound}
+    return [
+        block
+        for block in schedule[position].segment.bound
+        if block.segment not in placement.resident_weights and block.index not in still_open
+    ]
 
 
 def window_bytes(schedule: Sequence[Use], position: int, placement: Placement, *, num_open: int = 1) -> int:
     """Bytes of weights in buffers while `num_open` uses from `position` on are open: theirs, and those read ahead."""
     window = schedule[position : position + num_open + placement.prefetch_blocks]
-    sizes = {use.segment.index: use.segment.compute_bytes for use in window}
-    return sum(size for index, size in sizes.items() if index not in placement.resident_weights)
+    blocks = {block.index: block for use in window for block in use.segment.bound}
+    return sum(block.compute_bytes for block in blocks.values() if block.segment not in placement.resident_weights)

@@ -27,8 +27,8 @@ from ratel_cli.planning.placement import (
     Overlap,
     Placement,
     Stage,
+    blocks_read,
     gradient_bytes,
-    needs_read,
     step_schedule,
 )
 
@@ -90,7 +90,7 @@ def step_traffic(
     for segment in spec.segments:
         stage = placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
         if segment.index in placement.resident_weights:
-            first_bytes += segment.compute_bytes
+            first_bytes += segment.own_bytes
         elif stage == "update":
             read[stage] += segment.updated_bytes
         if segment.index in placement.resident_states:
@@ -104,9 +104,9 @@ def step_traffic(
     head, schedule = spec.head, step_schedule(spec)
     head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
     for position, use in enumerate(schedule):
-        if needs_read(schedule, position, placement):
-            is_passed_on = use.segment is head and head_stage == "forward"
-            read["forward" if is_passed_on else use.stage] += use.segment.compute_bytes
+        is_passed_on = use.segment is head and head_stage == "forward"
+        read_bytes = sum(block.compute_bytes for block in blocks_read(schedule, position, placement))
+        read["forward" if is_passed_on else use.stage] += read_bytes
     written["forward"] += checksum_bytes(spec)  # a step is committed while the next one's forward runs
     return Traffic(
         forward_read_bytes=read["forward"],

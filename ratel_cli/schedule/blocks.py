@@ -63,6 +63,13 @@ class BlockSpec:
     """Of the gradient as it leaves the device and is held (G16)."""
     rule: Rule = ADAMW
     """How the parameters change in a step."""
+    borrowers: tuple[int, ...] = ()
+    """Indices of segments behind its own that bind it too. Its gradient is complete behind its own one's backward."""
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """Indices of all segments that bind it."""
+        return (self.segment, *self.borrowers)
 
     @property
     def num_parameters(self) -> int:
@@ -135,6 +142,7 @@ def lay_out_block(
     dtype: DtypeName,
     gradient_dtype: DtypeName | None = None,
     rule: Rule = ADAMW,
+    borrowers: tuple[int, ...] = (),
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
 
@@ -156,6 +164,7 @@ def lay_out_block(
         dtype=dtype,
         gradient_dtype=gradient_dtype or dtype,
         rule=rule,
+        borrowers=borrowers,
     )
 
 
@@ -197,6 +206,7 @@ def block_from_json(content: object, index: int) -> BlockSpec:
         dtype=DTYPE_NAMES[texts[1]],
         gradient_dtype=DTYPE_NAMES[texts[2]],
         rule=RULES[texts[3]],
+        borrowers=tuple(checked_integer(each, "borrowers") for each in fields.items("borrowers")),
     )
     starts = [each.integer("start") for each in parameters]
     if starts != [each.start for each in block.parameters] or fields.integer("num_elements") != block.num_elements:

@@ -2,7 +2,8 @@
 
 The embedding, each layer and the head are one segment each. A segment binds its blocks, computes for every micro-batch,
 and gives them up. Its first block has the parameters that are trained in the model's dtype; what needs another dtype or
-another rule is in further blocks. What moves ahead of computing, waits behind it or stays in memory is counted in
+another rule, or is shared with other segments, is in further blocks. A shared block belongs to the first segment that
+binds it; the others borrow it. What moves ahead of computing, waits behind it or stays in memory is counted in
 segments.
 """
 
@@ -19,9 +20,12 @@ from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec
 
 @dataclass(frozen=True)
 class Segment:
-    """One piece of a model, and the blocks that it binds. Sizes are sums over these."""
+    """One piece of a model, and the blocks that it binds. Sizes are sums over these, or over those that are its own."""
 
     blocks: tuple[BlockSpec, ...]
+    """Its own."""
+    borrowed: tuple[BlockSpec, ...] = ()
+    """Those of segments below."""
 
     @cached_property
     def index(self) -> int:
@@ -39,15 +43,20 @@ class Segment:
         return self.blocks[0].name
 
     @cached_property
+    def bound(self) -> tuple[BlockSpec, ...]:
+        """All blocks that it binds, its own first."""
+        return (*self.blocks, *self.borrowed)
+
+    @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Those of all blocks, in their order. Each begins where its own block says."""
-        return tuple(parameter for block in self.blocks for parameter in block.parameters)
+        """Those of all blocks that it binds, in their order. Each begins where its own block says."""
+        return tuple(parameter for block in self.bound for parameter in block.parameters)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """Where its weights may be cut, in bytes of `compute_bytes`: where a parameter begins, and at both ends."""
         found, start = {0, self.compute_bytes}, 0
-        for block in self.blocks:
+        for block in self.bound:
             found.update(start + parameter.start * block.dtype_bytes for parameter in block.parameters)
             start += block.compute_bytes
         return tuple(sorted(found))
@@ -59,12 +68,13 @@ class Segment:
 
     @cached_property
     def block_kinds(self) -> tuple[tuple[str, bool, int], ...]:
-        """Of each block its dtype, whether it is trained, and how many parameters it has: what shapes do not tell."""
-        return tuple((block.dtype, block.is_trained, len(block.parameters)) for block in self.blocks)
+        """Of each block that it binds its dtype, whether it is trained, and how many parameters it has: what shapes do
+        not tell."""
+        return tuple((block.dtype, block.is_trained, len(block.parameters)) for block in self.bound)
 
     @cached_property
     def trained(self) -> tuple[BlockSpec, ...]:
-        """The blocks that have gradients."""
+        """Its own blocks that have gradients."""
         return tuple(block for block in self.blocks if block.is_trained)
 
     @cached_property
@@ -74,18 +84,33 @@ class Segment:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Elements of all parameters of its own, without padding."""
         return sum(block.num_parameters for block in self.blocks)
 
     @cached_property
     def compute_bytes(self) -> int:
-        """Weights that the device computes with (P16)."""
+        """Weights that the device computes with (P16), borrowed ones too."""
+        return sum(block.compute_bytes for block in self.bound)
+
+    @cached_property
+    def own_bytes(self) -> int:
+        """The part of `compute_bytes` that is not borrowed."""
         return sum(block.compute_bytes for block in self.blocks)
 
     @cached_property
     def updated_bytes(self) -> int:
-        """The part of `compute_bytes` that an update changes."""
+        """The part of `own_bytes` that an update changes."""
         return sum(block.compute_bytes for block in self.trained)
+
+    @cached_property
+    def begun(self) -> tuple[BlockSpec, ...]:
+        """Blocks whose gradients a micro-batch brings from segments above."""
+        return tuple(each for each in self.bound if each.is_trained and self.index < max(each.users))
+
+    @cached_property
+    def lent_bytes(self) -> int:
+        """Gradients of borrowed blocks that a micro-batch takes on to segments below."""
+        return sum(block.compute_bytes for block in self.borrowed if block.is_trained)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -115,5 +140,5 @@ class Segment:
 
 def segments_of(blocks: Sequence[BlockSpec]) -> Iterator[Segment]:
     """The segments that these blocks belong to, in the order of forward."""
-    for _, group in groupby(sorted(blocks, key=attrgetter("segment")), key=attrgetter("segment")):
-        yield Segment(tuple(group))
+    for index, group in groupby(sorted(blocks, key=attrgetter("segment")), key=attrgetter("segment")):
+        yield Segment(tuple(group), tuple(block for block in blocks if index in block.borrowers))

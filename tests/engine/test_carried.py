@@ -13,7 +13,7 @@ from ratel_cli.model.carried import Argument, Carried, Embedded, LayerCall, Laye
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, assert_same_training, check_training, reference
 from tests.engine.machine import initial_weights, machine, packs, random_steps
-from tests.engine.mixed import CARRYING, mixed_config, mixed_recipe
+from tests.engine.mixed import CARRYING, SHARING, mixed_config, mixed_recipe
 from tests.tiers import rotating
 
 
@@ -35,7 +35,7 @@ def test_wherever_bytes_rest(tmp_path: Path, placement: str, family: str, max_gr
     check_training(machine, tmp_path, mixed_config(family), recipe, **PLACEMENTS[placement])
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", pytest.param("zaya", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["gemma4_text", SHARING, pytest.param("zaya", marks=pytest.mark.full)])
 def test_evaluation_is_the_plain_loss(tmp_path: Path, family: str) -> None:
     config, recipe = mixed_config(family), mixed_recipe(family, "float32", max_grad_norm=None)
     steps = random_steps(1, 3, packed=packs(config))

@@ -27,6 +27,7 @@ from ratel_cli.planning.swap import SwapOrder
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD
 from tests.engine.machine import attention_of, initial_weights_of_zeros
+from tests.engine.sharing import SharingLlamaConfig
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.gpu.test_memory import batches_of, peak_bytes
 from tests.reference import Recipe
@@ -89,6 +90,8 @@ def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfi
         own = {"ffn_dim": 4 * HIDDEN_SIZE, "word_embed_proj_dim": HIDDEN_SIZE, "dropout": 0.0}
     else:
         own = {"intermediate_size": 4 * HIDDEN_SIZE, "num_key_value_heads": HIDDEN_SIZE // 128, "hidden_act": "gelu"}
+    if architecture == "sharing":
+        return SharingLlamaConfig(**common, **own)
     return tiny_config(architecture, **common, **own)
 
 
@@ -175,6 +178,18 @@ def test_so_it_does_where_two_units_do_not_fit(
         swapped_share=1.0,
         units_share=share,
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "num_micro_batches", "holds_sums"),
+    rotating(SHAPES, [3, 1], [True, False], every=4),
+    ids=lambda value: value.name if isinstance(value, Shape) else str(value),
+)
+def test_so_it_does_where_layers_share_weights(
+    tmp_path: Path, shape: Shape, num_micro_batches: int, holds_sums: bool
+) -> None:
+    check(tmp_path, shape, "sharing", num_micro_batches, tied=False, holds_sums=holds_sums)
 
 
 def with_seconds_of_flops(unit: UnitRecord) -> UnitRecord:

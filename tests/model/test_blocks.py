@@ -258,14 +258,6 @@ def test_an_embedding_that_the_logits_depend_on_is_rejected() -> None:
         find_blocks(skeleton, name="odd")
 
 
-def test_layers_that_share_a_tensor_are_rejected() -> None:
-    skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
-    layers = skeleton.get_submodule("model").layers
-    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    with pytest.raises(BadInput, match="are one tensor; layers that share weights"):
-        find_blocks(skeleton, name="odd")
-
-
 def test_models_without_a_head_are_rejected() -> None:
     class Bare(nn.Module):
         def get_input_embeddings(self) -> nn.Module:

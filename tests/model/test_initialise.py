@@ -33,7 +33,7 @@ def test_same_distribution_as_in_memory(tmp_path: Path, family: str) -> None:
     for name, tensor in wanted.items():
         if tensor.std() == 0:
             assert torch.equal(found[name], tensor), name
-        else:
+        elif tensor.numel() >= 16:
             spread = float(tensor.std())
             assert float(found[name].std()) == pytest.approx(spread, rel=0.15), name
             assert abs(float(found[name].mean())) < 6 * spread / tensor.numel() ** 0.5, name

@@ -69,6 +69,11 @@ FAMILIES: dict[str, dict[str, object]] = {
         "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96,
         "new_decoder_architecture": True, "num_kv_heads": 2,
     },
+    "zamba2": _LLAMA | {  # two of its layers share weights
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1,
+        "mamba_headdim": 8, "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 8,
+        "attention_hidden_size": 64, "attention_head_dim": 16, "adapter_rank": 4,
+    },
 }  # fmt: skip
 
 

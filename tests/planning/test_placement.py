@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import Placement, needs_read, step_schedule, tensors_ahead, window_bytes
+from ratel_cli.planning.placement import Placement, blocks_read, step_schedule, tensors_ahead, window_bytes
 from tests.planning.shapes import gpt
 
 
@@ -63,18 +63,18 @@ def test_what_is_still_open_is_shared(num_layers: int, prefetch_blocks: int, tie
     spec = gpt(num_layers=num_layers, tied=tied)
     uses, placement = step_schedule(spec), Placement(prefetch_blocks=prefetch_blocks)
     reads = walk([use.segment.index for use in uses], prefetch_blocks, tied_head=len(spec.blocks) - 1 if tied else None)
-    assert [needs_read(uses, position, placement) for position in range(len(uses))] == reads
+    assert [bool(blocks_read(uses, position, placement)) for position in range(len(uses))] == reads
 
 
 def test_with_two_blocks_ahead_the_last_layer_is_read_once() -> None:
     uses = step_schedule(gpt(num_layers=3))
-    assert [needs_read(uses, 5, Placement(prefetch_blocks=ahead)) for ahead in (0, 1, 2)] == [True, True, False]
+    assert [bool(blocks_read(uses, 5, Placement(prefetch_blocks=ahead))) for ahead in (0, 1, 2)] == [True, True, False]
 
 
 def test_what_is_resident_is_never_read() -> None:
     uses = step_schedule(gpt(num_layers=3))
     placement = Placement(resident_weights=frozenset({0, 4}))
-    read = [use.segment.index for position, use in enumerate(uses) if needs_read(uses, position, placement)]
+    read = [use.segment.index for position, use in enumerate(uses) if blocks_read(uses, position, placement)]
     assert read == [1, 2, 3, 3, 2, 1]
 
 

@@ -318,7 +318,7 @@ class BlockProfiler:
         """The segment with random weights; with `tokens`, an embedding with their rows alone."""
         parameters: list[torch.nn.Parameter] = []
         try:
-            for block in segment.blocks:
+            for block in segment.bound:
                 sizes, of_rows = [block.num_elements], tokens if block is self._model.spec.blocks[0] else None
                 if of_rows is not None:
                     behind = block.parameters[1].start if len(block.parameters) > 1 else block.num_elements
@@ -337,7 +337,8 @@ class BlockProfiler:
             return
         sums = (
             GradientSum(block, self._pool, self._device, dtype=VALUE_DTYPES[block.dtype], single=is_single)
-            for block in segment.trained
+            for block in segment.bound
+            if block.is_trained
         )
         with SegmentSum.of(sums) as total:
             yield total

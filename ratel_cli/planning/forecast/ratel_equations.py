@@ -89,7 +89,7 @@ class RatelEquations:
     def _level_bytes(self) -> list[int]:
         """Bytes that stay at each level: none; the first segment's weights; the first two's; ...; then states too."""
         segments = self.problem.spec.segments
-        weights, states = [each.compute_bytes for each in segments], [each.state_bytes for each in segments]
+        weights, states = [each.own_bytes for each in segments], [each.state_bytes for each in segments]
         return list(accumulate((*weights, *states), initial=0))
 
     def _at_level(self, level: int) -> tuple[Placement, Traffic]:

@@ -1,0 +1,116 @@
+"""The gradients of shared blocks, which several segments bind: added up within each micro-batch from use to use.
+
+In PyTorch the uses of a parameter add up within a micro-batch, those of later uses first, in the dtype of the gradient;
+then micro-batches add up. A step meets a use for all micro-batches before the next one. So between two uses of a block
+each micro-batch has a partial sum, in host memory (`planning.capacity` counts them). It goes into the backward of the
+next use as a root, which autograd adds to before all else, as in `model.carried`. The first segment that binds the
+block comes last, and takes the whole sum of a micro-batch as one contribution.
+
+Invariant: at most two partial sums of a block are on the device, that of the micro-batch before and the one in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from ratel_cli.closing import Closing
+from ratel_cli.engine.device.device import Device, Download, Upload
+from ratel_cli.engine.optimizer.gradients import taken_gradient
+from ratel_cli.engine.telemetry import SpanLabel
+from ratel_cli.engine.weights import SegmentWeights
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.views import VALUE_DTYPES
+from ratel_cli.model.carried import Roots
+from ratel_cli.schedule.blocks import BlockSpec
+
+
+@dataclass(slots=True)
+class _Partial:
+    """The partial sum of one block and one micro-batch in host memory."""
+
+    lease: Lease
+    download: Download
+    present: tuple[bool, ...]
+    """Of each parameter: whether it has a gradient yet."""
+
+
+class PartialSums(Closing):
+    """Those of one step."""
+
+    def __init__(self, pool: BufferPool, device: Device) -> None:
+        self._pool = pool
+        self._device = device
+        self._partials: dict[tuple[int, int], _Partial] = {}
+        """By block and micro-batch."""
+
+    @contextmanager
+    def added_to(self, weights: SegmentWeights, number: int) -> Iterator[Roots]:
+        """A context for the backward of one micro-batch of a segment: what this backward begins with besides, and
+        afterwards the gradients of borrowed parameters taken away."""
+        roots, uploads = Roots([], [], list(weights.borrowed)), list[Upload]()
+        parameters = iter(weights.parameters)
+        of_blocks = [(block, tuple(islice(parameters, len(block.parameters)))) for block in weights.segment.bound]
+        try:
+            for block, of_block in of_blocks:
+                partial = self._partials.get((block.index, number))
+                if partial is not None:
+                    uploads.append(self._add_roots(roots, block, of_block, partial))
+            yield roots
+            for block, of_block in of_blocks:
+                if block in weights.segment.borrowed and block.is_trained:
+                    self._keep(block, of_block, number)
+        finally:
+            roots.tensors.clear()
+            roots.gradients.clear()
+            for upload in uploads:
+                upload.wait()
+        for block in weights.segment.trained:
+            partial = self._partials.pop((block.index, number), None)
+            if partial is not None:
+                partial.lease.release()
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+        partials, self._partials = self._partials, {}
+        for partial in partials.values():
+            partial.download.wait()
+            partial.lease.release()
+
+    def _add_roots(
+        self, roots: Roots, block: BlockSpec, parameters: Sequence[torch.nn.Parameter], partial: _Partial
+    ) -> Upload:
+        memory, label = partial.lease.memory, _label(block)
+        upload = self._device.upload(memory, self._device.reserve(len(memory)), label, after=partial.download)
+        values = upload.open().view(VALUE_DTYPES[block.dtype])
+        for place, parameter, is_present in zip(block.parameters, parameters, partial.present, strict=True):
+            if is_present:
+                roots.tensors.append(parameter)
+                roots.gradients.append(values[place.start : place.stop].view(place.shape))
+        return upload
+
+    def _keep(self, block: BlockSpec, parameters: Sequence[torch.nn.Parameter], number: int) -> None:
+        """Bring the gradients that a backward has left in borrowed parameters to host memory."""
+        before = self._partials.get((block.index, number))
+        lease = (
+            self._pool.lease(block.compute_bytes, f"gradient of {block.name} so far")
+            if before is None
+            else before.lease
+        )
+        pieces, present = [], []
+        for place, parameter in zip(block.parameters, parameters, strict=True):
+            present.append(parameter.grad is not None)
+            if parameter.grad is not None:
+                memory = lease.memory[place.start * block.dtype_bytes : place.stop * block.dtype_bytes]
+                pieces.append((taken_gradient(parameter).reshape(-1).view(torch.uint8), memory))
+        # Downloads begin when all that was queued is done, so not before the upload of what was in this memory.
+        download = self._device.download(pieces, _label(block))
+        self._partials[block.index, number] = _Partial(lease, download, tuple(present))
+
+
+def _label(block: BlockSpec) -> SpanLabel:
+    return SpanLabel.of("gradient", block, "backward")

@@ -1,0 +1,158 @@
+"""Blocks that several segments bind: where they are, what they move, and what their gradients take between two uses.
+
+That training equals plain PyTorch, wherever bytes rest, is in test_carried.py and gpu/test_carried.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ratel_cli.errors import BadInput, Interrupted
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import offload, partial_sums_bytes
+from ratel_cli.planning.placement import Placement, Workload, blocks_read, step_schedule, window_bytes
+from ratel_cli.planning.traffic import step_traffic
+from tests.engine.architectures import tiny_config
+from tests.engine.machine import initial_weights, machine, random_steps
+from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
+from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
+from tests.engine.test_step import moved_by_last_step
+from tests.tiers import rotating
+
+MLP, PROJECTION = 6, 7
+"""The shared blocks: the layers 0, 2 and 3 have the first one, the layers 1 and 3 the second."""
+
+
+def sharing_spec() -> ModelSpec:
+    skeleton = build_skeleton(mixed_config(SHARING), dtype="bfloat16", attn_implementation="sdpa")
+    return find_blocks(skeleton, name="tiny").spec
+
+
+def test_a_shared_block_belongs_to_the_first_that_binds_it() -> None:
+    spec = sharing_spec()
+    assert [(block.segment, block.borrowers) for block in spec.shared_blocks] == [(1, (3, 4)), (2, (4,))]
+    assert [block.index for block in spec.shared_blocks] == [MLP, PROJECTION]
+    assert [[block.index for block in layer.bound] for layer in spec.layers] == [
+        [1, MLP], [2, PROJECTION], [3, MLP], [4, MLP, PROJECTION],
+    ]  # fmt: skip
+    assert [[block.index for block in layer.blocks] for layer in spec.layers] == [[1, MLP], [2, PROJECTION], [3], [4]]
+    assert [[block.index for block in layer.begun] for layer in spec.layers] == [[MLP], [PROJECTION], [MLP], []]
+    mlp, projection = (spec.blocks[index].compute_bytes for index in (MLP, PROJECTION))
+    assert [layer.lent_bytes for layer in spec.layers] == [0, 0, mlp, mlp + projection]
+    assert [layer.compute_bytes - layer.own_bytes for layer in spec.layers] == [0, 0, mlp, mlp + projection]
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    names = [parameter.name for block in spec.blocks for parameter in block.parameters]
+    assert len(names) == len(set(names)) and spec.num_parameters == sum(map(torch.numel, weights_of(SHARING).values()))
+
+
+def weights_of(family: str) -> dict[str, torch.Tensor]:
+    return initial_weights(mixed_config(family))
+
+
+def test_a_block_is_read_once_while_one_of_its_uses_is_open() -> None:
+    uses = step_schedule(sharing_spec())
+
+    def read(ahead: int, resident: frozenset[int] = frozenset()) -> list[list[int]]:
+        placement = Placement(prefetch_blocks=ahead, resident_weights=resident)
+        return [[block.index for block in blocks_read(uses, position, placement)] for position in range(len(uses))]
+
+    down, up = [[0], [1, MLP], [2, PROJECTION], [3, MLP], [4, MLP, PROJECTION]], [[5], [0]]
+    assert read(0)[:5] == down
+    assert read(1)[:5] == [[0], [1, MLP], [2, PROJECTION], [3, MLP], [4, PROJECTION]]
+    assert read(2)[:5] == [[0], [1, MLP], [2, PROJECTION], [3], [4]]
+    assert read(0)[5:7] == up
+    assert read(0, frozenset({1}))[:5] == [[0], [], [2, PROJECTION], [3], [4, PROJECTION]]
+    sizes = {block.index: block.compute_bytes for use in uses for block in use.segment.bound}
+    assert window_bytes(uses, 3, Placement(prefetch_blocks=1)) == sum(sizes[each] for each in (3, 4, MLP, PROJECTION))
+
+
+@pytest.mark.parametrize(
+    ("placement", "max_grad_norm"), rotating(list(AHEAD_AND_RESIDENT), [None, 1e-3], every=4, full_pairs=True)
+)
+def test_traffic_is_the_prediction_to_the_byte(tmp_path: Path, placement: str, max_grad_norm: float | None) -> None:
+    recipe = mixed_recipe(SHARING, "bfloat16", max_grad_norm=max_grad_norm)
+    chosen = AHEAD_AND_RESIDENT[placement]
+    with machine(
+        tmp_path, mixed_config(SHARING), recipe, dtype="bfloat16", weights=weights_of(SHARING), placement=chosen
+    ) as ratel:
+        wanted = step_traffic(
+            ratel.model.spec,
+            chosen,
+            offload([0], num_micro_batches=1, spilled_units=0),
+            holds_gradients=max_grad_norm is not None,
+        )
+        moved = moved_by_last_step(ratel, recipe, random_steps(3, 2, packed=False))
+        assert moved == (wanted.read_bytes, wanted.written_bytes)
+
+
+class Meter:
+    """What the leases of shared blocks' gradients take, counted as they come and go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = self.number = 0
+        lease, release = BufferPool.lease, Lease.release
+        counted: dict[int, int] = {}
+
+        def leased(pool: BufferPool, num_bytes: int, purpose: str, **keywords: object) -> Lease:
+            found = lease(pool, num_bytes, purpose, **keywords)  # type: ignore[arg-type]
+            if purpose.startswith("gradient of") and purpose.endswith("so far"):
+                counted[id(found)] = num_bytes
+                self.now += num_bytes
+                self.number += 1
+                self.peak = max(self.peak, self.now)
+            return found
+
+        def released(found: Lease) -> None:
+            self.now -= counted.pop(id(found), 0)
+            release(found)
+
+        monkeypatch.setattr(BufferPool, "lease", leased)
+        monkeypatch.setattr(Lease, "release", released)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_partial_sums_take_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_micro_batches: int
+) -> None:
+    """One for each micro-batch, from the last use of a block to its first one, whatever the number of uses."""
+    meter = Meter(monkeypatch)
+    recipe = mixed_recipe(SHARING, "bfloat16", max_grad_norm=None)
+    with machine(tmp_path, mixed_config(SHARING), recipe, dtype="bfloat16", weights=weights_of(SHARING)) as ratel:
+        ratel.train(random_steps(1, num_micro_batches, packed=False), recipe)
+        spec = ratel.model.spec
+    workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=16)
+    planned = [partial_sums_bytes(spec, workload, segment) for segment in spec.segments]
+    mlp, projection = (num_micro_batches * spec.blocks[index].compute_bytes for index in (MLP, PROJECTION))
+    assert planned == [0, mlp, mlp + projection, mlp + projection, mlp + projection, 0]
+    assert (meter.peak, meter.now, meter.number) == (max(planned), 0, 2 * num_micro_batches)
+
+
+def test_a_step_that_ends_between_two_uses_gives_all_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(monkeypatch)
+    recipe = mixed_recipe(SHARING, "bfloat16", max_grad_norm=None)
+
+    def check_stop() -> None:
+        if meter.now:
+            raise Interrupted(15, "stopped")
+
+    with machine(tmp_path, mixed_config(SHARING), recipe, dtype="bfloat16", weights=weights_of(SHARING)) as ratel:
+        ratel.engine = ratel.make_engine(check_stop)
+        with pytest.raises(Interrupted):
+            ratel.train(random_steps(1, 2, packed=False), recipe)
+        assert meter.number and not meter.now
+
+
+def test_a_layer_that_shares_with_what_is_outside_is_refused() -> None:
+    skeleton = build_skeleton(tiny_config("llama"), dtype="bfloat16", attn_implementation="sdpa")
+    norm = skeleton.get_submodule("model.norm")
+    skeleton.get_submodule("model.layers.1.input_layernorm").weight = norm.weight
+    assert isinstance(norm.weight, nn.Parameter)
+    with pytest.raises(BadInput, match=r"model\.norm\.weight and .* are one tensor, in a layer and outside"):
+        find_blocks(skeleton, name="tiny")
