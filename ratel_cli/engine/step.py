@@ -46,7 +46,7 @@ from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.replay.tape import Recorder, Replayer
+from ratel_cli.engine.replay.tape import Recorder, Repeater, Replayer, Tape, Template, Unrepeated
 from ratel_cli.engine.state import StepOutcome, StepState, place
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.engine.weights import SegmentWeights, WeightReader
@@ -95,6 +95,8 @@ class StepEngine(Closing):
         self._sums = sums
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         self._check_stop = check_stop
+        self._templates: dict[int, tuple[tuple[object, ...], Template | None]] = {}
+        """By layer: the shapes of its last recorded unit, and what others like it repeat, if they do."""
 
     @property
     def is_unsettled(self) -> bool:
@@ -230,20 +232,42 @@ class StepEngine(Closing):
         with self._reader.open(layer) as weights:
             for number in reversed(range(len(state.batches))):
                 with self._computing(layer, "forward"):
-                    state.seed_draws(layer.index, number)
                     leaf = hidden[number].requires_grad_()
-                    recorder = self._recorder(state, weights, number)
-
-                    def run(call: LayerCall, leaf: torch.Tensor = leaf, recorder: Recorder = recorder) -> LayerOutput:
-                        with recorder.recording():
-                            return self._layer_runner.run_layer(layer.index - 1, leaf, call)
-
-                    output = state.carried[number].forward(layer.index - 1, run, has_backward=True)
-                    hidden[number] = output.detach()
-                    tape, offloaded = recorder.finish()
-                    state.tapes.put(layer.index, number, tape)
+                    hidden[number], offloaded = self._run_unit(state, weights, number, leaf)
                 self._activations.put(layer.index, number, Unit(leaf=leaf, offloaded=offloaded))
-                del leaf, output, offloaded
+                del leaf, offloaded
+
+    def _run_unit(
+        self, state: StepState, weights: SegmentWeights, number: int, leaf: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, ...]]]:
+        """Run a layer on one micro-batch, and note its tape. Returns its output, and outputs within it to offload.
+
+        It repeats the last unit of the layer, if shapes are the same; else it is recorded.
+        """
+        layer, carried = weights.segment.index, state.carried[number]
+
+        def run(recorder: Recorder | Repeater) -> tuple[torch.Tensor, Tape, dict[int, tuple[torch.Tensor, ...]]]:
+            state.seed_draws(layer, number)
+
+            def forward(call: LayerCall) -> LayerOutput:
+                with recorder.recording():
+                    return self._layer_runner.run_layer(layer - 1, leaf, call)
+
+            output = carried.forward(layer - 1, forward, has_backward=True)
+            return output.detach(), *recorder.finish()
+
+        shapes = (leaf.shape, leaf.stride(), *carried.shapes(layer - 1))
+        known_shapes, template = self._templates.get(layer, (None, None))
+        if template is not None and known_shapes == shapes and state.recording is None:
+            with contextlib.suppress(Unrepeated):
+                output, tape, offloaded = run(Repeater(template, self._activations.limit_downloads))
+                state.tapes.put_repeated(layer, number, tape)
+                return output, offloaded
+        recorder = self._recorder(state, weights, number)
+        output, tape, offloaded = run(recorder)
+        self._templates[layer] = shapes, recorder.template(tape)
+        state.tapes.put(layer, number, tape)
+        return output, offloaded
 
     def _recorder(self, state: StepState, weights: SegmentWeights, number: int) -> Recorder:
         index = weights.segment.index

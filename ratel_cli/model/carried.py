@@ -134,7 +134,11 @@ class Carried:
         What it leaves for later layers becomes leaves, without the layer's graph.
         """
         before = self._contents()
-        output, extra = run(self._call(index))
+        try:
+            output, extra = run(self._call(index))
+        except BaseException:
+            self._restore(before)  # it may be run again
+            raise
         for mapping, was in zip(self._mappings, before, strict=True):
             for key in _set_since(was, mapping):
                 mapping[key] = changed(mapping[key], _leaf)
@@ -143,6 +147,10 @@ class Carried:
         if has_backward:
             self._before[index] = before
         return output
+
+    def shapes(self, index: int) -> tuple[torch.Size, ...]:
+        """Shapes of all tensors among a layer's arguments."""
+        return tuple(tensor.shape for tensor in self._call(index).tensors)
 
     def replay(self, index: int, run: RunLayer) -> tuple[torch.Tensor, Roots]:
         """Run a layer once more, for its backward. Returns its output and what else its backward begins with."""

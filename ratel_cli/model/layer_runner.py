@@ -55,7 +55,7 @@ class LayerRunner:
         self._owner = owner
         self.layers = tuple(layers)
         self._forwards = tuple(layer.forward for layer in layers)
-        self.takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
+        self.takes_positions = _takes_positions(owner, self.layers[0])
         """Whether the model gets position ids. If not, samples cannot be packed."""
         self.named_by_layers = frozenset(
             name for layer in self.layers for name in inspect.signature(layer.forward).parameters
@@ -304,6 +304,17 @@ class LayerRunner:
                 f"{type(self.model).__name__}: its layers share a {type(argument).__name__}; "
                 "such models cannot be streamed"
             )
+
+
+def _takes_positions(owner: nn.Module, layer: nn.Module) -> bool:
+    """Whether the owner gets position ids, or hands its keywords down to a module around the layers that does."""
+    parameters = inspect.signature(owner.forward).parameters
+    if "position_ids" in parameters:
+        return True
+    around = (each for each in owner.modules() if each is not layer and any(layer is child for child in each.modules()))
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()) and any(
+        "position_ids" in inspect.signature(each.forward).parameters for each in around
+    )
 
 
 def _is_same(hidden: torch.Tensor, expected: torch.Tensor | None) -> bool:

@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.replay.tape import Recorder
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
@@ -311,3 +312,27 @@ def test_a_parameter_without_a_gradient_in_some_steps_is_rejected(tmp_path: Path
         assert ratel.pool.leased_bytes == 0
         after = ratel.weights()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("architecture", "repeats"), [("llama", True), ("qwen3_moe", False)])
+def test_units_that_are_alike_are_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, repeats: bool
+) -> None:
+    """In all steps, as long as rows have the same tokens. Routers may take another course each time."""
+    finish, recorded = Recorder.finish, list[int]()
+
+    def counted(recorder: Recorder) -> object:
+        recorded.append(1)
+        return finish(recorder)
+
+    monkeypatch.setattr(Recorder, "finish", counted)
+    config, recipe = tiny_config(architecture), Recipe()
+    steps = [*random_steps(2, 3, packed=False), *random_steps(1, 3, num_tokens=7, packed=False)]
+    with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
+        layers = ratel.model.spec.num_layers
+        for step, batches in enumerate(steps):
+            recorded.clear()
+            ratel.engine.run(batches, step=step, update=step + 1, learning_rate=1e-3, commit_previous=ratel.commit)
+            ratel.decided = step + 1
+            assert len(recorded) == ((layers, 0, layers)[step] if repeats else 3 * layers)
+        ratel.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy
 import numpy.typing
@@ -14,12 +14,13 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape, Tapes
+from ratel_cli.engine.replay.tape import Recorder, Repeater, Replayer, Tape, Tapes, Template, Unrepeated
 from ratel_cli.errors import RatelError
 from ratel_cli.planning.liveness import Decision
 
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 Block = Callable[[torch.Tensor], torch.Tensor]
+Offloaded = dict[int, tuple[torch.Tensor, ...]]
 
 
 def record(block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape]:
@@ -76,7 +77,113 @@ def check(block: Block, hidden: torch.Tensor, parameters: list[nn.Parameter]) ->
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     torch.manual_seed(3)
     assert torch.equal(output, block(hidden))
+    check_repeated(block, hidden, tape)
     return tape
+
+
+def template_of(block: Block, hidden: torch.Tensor, swapped: Sequence[str] = ()) -> Template | None:
+    recorder = Recorder(swapped=swapped)
+    with recorder.recording():
+        block(hidden.detach().requires_grad_())
+    return recorder.template(recorder.finish()[0])
+
+
+def repeat(template: Template, block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape, Offloaded]:
+    repeater = Repeater(template)
+    with repeater.recording():
+        output = block(hidden.detach().requires_grad_())
+    return output.detach(), *repeater.finish()
+
+
+def check_repeated(block: Block, hidden: torch.Tensor, wanted: Tape) -> None:
+    """Check that a unit that repeats another one has the tape that it would have if it were recorded."""
+    torch.manual_seed(1)
+    template = template_of(block, hidden)
+    if template is None:
+        return
+    torch.manual_seed(3)
+    _, found, offloaded = repeat(template, block, hidden)
+    assert (found.funcs, found.decisions, found.outputs) == (wanted.funcs, wanted.decisions, wanted.outputs)
+    assert found.random_states.keys() == wanted.random_states.keys() and not offloaded
+    assert all(torch.equal(state, wanted.random_states[each]) for each, state in found.random_states.items())
+
+
+def test_a_unit_that_is_repeated_keeps_outputs_and_no_graph(weights: list[nn.Parameter]) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout((x @ weights[0]).tanh(), 0.5) @ weights[1]
+
+    rows, others = torch.randn(5, 8), torch.randn(5, 8)
+    template = template_of(block, rows, ["aten.tanh.default#0"])
+    assert template is not None
+    torch.manual_seed(3)
+    output, tape, offloaded = repeat(template, block, others)
+    torch.manual_seed(3)
+    assert torch.equal(output, block(others))
+    [(position, (kept,))] = offloaded.items()
+    assert tape.decisions[position] is Decision.SWAP and not kept.requires_grad
+    assert torch.equal(kept, (others @ weights[0]).tanh())
+    assert template.swapped_bytes == {position: 256}
+    leaf = others.clone().requires_grad_()
+    with Replayer(tape, dict(offloaded)) as replayer:
+        again = block(leaf)
+    replayer.check_complete()
+    torch.manual_seed(3)
+    plain = others.clone().requires_grad_()
+    wanted = torch.autograd.grad(block(plain).sum(), [plain, *weights[:2]])
+    found = torch.autograd.grad(again.sum(), [leaf, *weights[:2]])
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, w: (x @ w).exp(),
+        lambda x, w: x @ w,
+        lambda x, w: (x @ w).tanh().tanh(),
+        lambda x, w: (x[:2] @ w).tanh(),
+        lambda x, w: (x.double() @ w.double()).tanh(),
+        lambda x, w: (x @ w.t().contiguous().t()).tanh(),
+    ],
+    ids=["operator", "end", "more", "shape", "dtype", "before"],
+)
+def test_what_is_not_repeated_is_noticed(
+    weights: list[nn.Parameter], other: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    rows = torch.randn(5, 8)
+    template = template_of(lambda x: (x @ weights[0]).tanh(), rows)
+    assert template is not None
+    with pytest.raises(Unrepeated):
+        repeat(template, lambda x: other(x, weights[0]), rows)
+    repeat(template, lambda x: (x @ weights[1]).tanh(), rows)
+
+
+def test_strides_are_shapes_too(weights: list[nn.Parameter]) -> None:
+    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8))
+    assert template is not None
+    with pytest.raises(Unrepeated):
+        repeat(template, lambda x: x.tanh() @ weights[0], torch.randn(8, 8).t())
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda x: x * 2 if float(x.detach().sum()) > 1e9 else x * 3,
+        lambda x: x[x.argmax(-1)],
+        lambda x: x.masked_fill(x > 0, 0.0),
+    ],
+    ids=["a number", "indices", "a mask"],
+)
+def test_what_may_take_another_course_is_recorded_each_time(block: Block) -> None:
+    assert template_of(block, torch.randn(3, 3)) is None
+
+
+def test_so_is_what_runs_without_gradients() -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean()
+        return x * scale
+
+    assert template_of(block, torch.randn(3, 3)) is None
 
 
 def test_the_last_product_and_residual_add_are_dead(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:

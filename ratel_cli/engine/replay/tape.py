@@ -10,6 +10,11 @@ outputs are never swapped, whatever the plan says: views, mutated tensors, what 
 write to, and integers, which may decide what the model computes. Attention on a GPU returns a few integers for its own
 backward; the tape holds those.
 
+Most units repeat one that came before: a layer on a micro-batch of the same shapes. A `Repeater` follows the tape of
+that one, operator by operator, and notes only what differs: draws, offloaded outputs, and attention's integers. That
+takes a third of the time. What a layer reads into Python may decide what it does with its tensors, so layers with such
+operators (routers of experts) are recorded each time.
+
 Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an error, never with
 wrong gradients; (2) random operators draw what they drew when they were recorded; (3) no autograd graph outlives the
 recording: its saved tensors are never stored.
@@ -89,6 +94,21 @@ class Tape:
     """By position: the generator's state before each random operator."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """The tape of a unit that others will repeat."""
+
+    tape: Tape
+    swapped_bytes: dict[int, int]
+    """By position: bytes of the outputs that are offloaded."""
+    positions_with_values: frozenset[int]
+    """Of operators whose outputs are not only shapes."""
+
+
+class Unrepeated(Exception):
+    """A unit did not repeat its template, and must be recorded."""
+
+
 class Tapes:
     """The tapes of one step, by block and micro-batch. Those that are alike, nearly all of them, share their memory: a
     step with 128 layers and 128 micro-batches has 16,384."""
@@ -105,6 +125,10 @@ class Tapes:
             outputs=self._shared_outputs(tape.outputs),
             random_states=tape.random_states,
         )
+
+    def put_repeated(self, block: int, micro_batch: int, tape: Tape) -> None:
+        """Keep a tape that shares its memory with that of its template."""
+        self._tapes[block, micro_batch] = tape
 
     def take(self, block: int, micro_batch: int) -> Tape:
         """Return a tape, and keep it no longer."""
@@ -186,6 +210,18 @@ class Recorder(OperatorMode):
         return tape, {
             position: tensors for position, tensors in offloaded.items() if decisions[position] is Decision.SWAP
         }
+
+    def template(self, tape: Tape) -> Template | None:
+        """The template that `finish` returned `tape` for; None if a unit like this one might take another course."""
+        if any(operator.is_needed for operator in self.operators):
+            return None
+        swapped = [position for position, each in enumerate(tape.decisions) if each is Decision.SWAP]
+        with_values = (position for position, each in enumerate(tape.outputs) if not _has_only_shapes(each))
+        return Template(
+            tape=tape,
+            swapped_bytes={position: self.operators[position].output_bytes for position in swapped},
+            positions_with_values=frozenset(with_values),
+        )
 
     def can_be_swapped(self, operator: RecordedOperator) -> bool:
         """True if the operator's outputs are new tensors that nothing mutates. Known when the recording has ended."""
@@ -279,6 +315,65 @@ class Recorder(OperatorMode):
                 self.saved_bytes += tensor.untyped_storage().nbytes()
 
 
+class Repeater(OperatorMode):
+    """Runs a forward pass that a template foresees, without saving activations. Use as a `Recorder`.
+
+    Anything else than the template's operators, in their order and with their shapes, raises Unrepeated.
+    """
+
+    def __init__(self, template: Template, on_output: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """`on_output`: as in `Recorder`."""
+        super().__init__()
+        self._template = template
+        self._funcs, self._outputs = template.tape.funcs, template.tape.outputs
+        self._on_output = on_output
+        self._position = 0
+        self._random_states: dict[int, torch.Tensor] = {}
+        self._with_values: dict[int, tuple[object, ...]] = {}
+        self._offloaded_outputs: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """As that of a `Recorder`."""
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack), self:
+            yield
+
+    def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
+        """As that of a `Recorder`."""
+        if self._position != len(self._funcs):
+            raise Unrepeated
+        tape, outputs = self._template.tape, self._outputs
+        if self._with_values:
+            outputs = tuple(self._with_values.get(position, each) for position, each in enumerate(outputs))
+        tape = Tape(funcs=tape.funcs, decisions=tape.decisions, outputs=outputs, random_states=self._random_states)
+        return tape, self._offloaded_outputs
+
+    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if func is _DETACH:
+            return func(*args, **kwargs)
+        position = self._position
+        if position >= len(self._funcs) or self._funcs[position] is not func:
+            raise Unrepeated
+        self._position = position + 1
+        if position in self._template.tape.random_states:
+            self._random_states[position] = _generator(args, kwargs).get_state()
+        result = func(*args, **kwargs)
+        expected = self._outputs[position]
+        if expected is not None:
+            parts = result if isinstance(result, tuple | list) else (result,)
+            if len(parts) != len(expected) or not all(map(_has_shape, parts, expected)):
+                raise Unrepeated
+            if position in self._template.positions_with_values:
+                self._with_values[position] = tuple(map(_without_values, parts))
+            if position in self._template.swapped_bytes:
+                # Aliases, as in a `Recorder`.
+                self._offloaded_outputs[position] = tuple(
+                    part.detach() for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point()
+                )
+                self._on_output(self._template.swapped_bytes[position])
+        return result
+
+
 class Replayer(OperatorMode):
     """Runs the recorded forward again as its tape decided. Use as a context manager."""
 
@@ -354,6 +449,22 @@ def _not_repeated(position: int, now: object, recorded: object) -> RatelError:
 def _has_only_shapes(outputs: tuple[object, ...] | None) -> bool:
     """Integers and their tensors, in contrast, are of one call alone."""
     return outputs is None or all(isinstance(output, OutputShape) for output in outputs)
+
+
+def _has_shape(part: object, expected: object) -> bool:
+    if not isinstance(expected, OutputShape):
+        return True
+    return (
+        isinstance(part, torch.Tensor)
+        and part.shape == expected.size
+        and part.dtype is expected.dtype
+        and part.stride() == expected.stride
+        and part.device == expected.device
+    )
+
+
+def _drop(_saved: torch.Tensor) -> None:
+    return None
 
 
 def _without_values(part: object) -> object:
