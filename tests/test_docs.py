@@ -1,6 +1,7 @@
 """What the documents promise and a machine can check: links, commands, configs, paths, keys, exit codes.
 
-The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md, examples/README.md and docs/*.md.
+The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md, examples/README.md, docs/*.md and
+docs/guide/*.md.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ DOCUMENTS = tuple(
         "kernels/README.md",
         "examples/README.md",
         "docs/*.md",
+        "docs/guide/*.md",
     )
     for path in sorted(ROOT.glob(pattern))
 )
@@ -298,14 +300,14 @@ def test_every_key_of_the_config_is_documented() -> None:
 
 
 def test_every_architecture_that_is_tested_is_named() -> None:
-    [listed_there] = re.findall(r"by the tests: (.*?)\.", prose("docs/guide.md"), flags=re.DOTALL)
+    [listed_there] = re.findall(r"by the tests: (.*?)\.", prose("docs/guide/models.md"), flags=re.DOTALL)
     tested = sorted({name.removesuffix("_tied") for name in ARCHITECTURES})
     assert sorted(listed_there.replace("-", "_").replace("\n", " ").split(", ")) == tested
     assert f"{len(tested)} architectures" in TEXTS["README.md"]
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    rows = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", TEXTS["docs/guide.md"], flags=re.MULTILINE)
+    rows = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", TEXTS["docs/guide/troubleshooting.md"], flags=re.MULTILINE)
     codes = {
         each.exit_code for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RatelError)
     }
@@ -321,18 +323,19 @@ def rows_of_table(name: str, heading: str) -> list[str]:
 
 
 def test_every_key_of_the_metrics_is_explained() -> None:
-    cells = rows_of_table("docs/guide.md", "Keys in `run/metrics.jsonl`:")
+    cells = rows_of_table("docs/guide/output.md", "Keys in `run/metrics.jsonl`:")
     keys = [key for cell in cells for key in re.findall(r"`(\w+)`", cell)]
     assert sorted(keys) == sorted(field.name for field in dataclasses.fields(StepMetrics))
 
 
 def test_keys_that_a_resumed_run_must_share_are_listed() -> None:
-    _, _, after = prose("docs/guide.md").partition("rejected, with both values of each key:")
+    _, _, after = prose("docs/guide/resume-and-save.md").partition("rejected, with both values of each key:")
     listed_there = re.findall(r"`(\w+)`", after.split("\n\n")[1])
     assert listed_there == ["base_model", "random_init", *settings.DECIDES_THE_BITS]
 
 
-SAMPLES = [block for block in blocks("text", "README.md", "docs/guide.md") if re.match(r"(model|compute|what) ", block)]
+GUIDE = [name for name in TEXTS if name.startswith("docs/guide/")]
+SAMPLES = [block for block in blocks("text", "README.md", *GUIDE) if re.match(r"(model|compute|what) ", block)]
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.split("\n")[0][:30])
@@ -350,10 +353,5 @@ def test_the_sample_of_a_plan_is_what_the_command_prints(capsys: pytest.CaptureF
     [arguments] = {tuple(each) for each in called("ratel") if "configs/models/gpt-13b.yaml" in each}
     assert main([str(ROOT / word) if word.startswith("configs/") else word for word in arguments]) == 0
     printed = capsys.readouterr().out
-    [whole] = [block for block in blocks("text", "docs/guide.md") if block.startswith("model      gpt-13b")]
-    [some] = [block for block in blocks("text", "README.md") if block.startswith("model      gpt-13b")]
-    assert printed == whole, "paste what the command prints into docs/guide.md"
-    rows = iter(printed.splitlines())
-    assert all(row in rows for row in some.splitlines()), (
-        "paste rows that the command prints into README.md, in their order"
-    )
+    [whole] = [block for block in blocks("text", *GUIDE) if block.startswith("model      gpt-13b")]
+    assert printed == whole, "paste what the command prints into docs/guide/memory-and-devices.md"

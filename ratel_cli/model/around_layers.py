@@ -80,7 +80,7 @@ def reject_other_text(
 def _no_part(name: str, reason: str) -> BadInput:
     return BadInput(
         f"{name}: its language model cannot be trained within it: {reason}",
-        'save the language model as a model of its own and train that; docs/guide.md shows how, in "Models"',
+        "save the language model as a model of its own and train that; docs/guide/models.md shows how",
     )
 
 

@@ -15,7 +15,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.run import profile_machine
 from tests.e2e.runs import BRIEFLY, ROWS, ratel, save_base
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "first-run.md"
 
 
 def commands() -> list[list[str]]:

@@ -120,7 +120,7 @@ ADAPTER = only(adapter_config_DOT_json="{}", adapter_model_DOT_safetensors="x")
 DECODER = "use a decoder model; its config.json names a causal language model"
 CLASSIFIER = "is a sequence classifier; only causal language models can be fine-tuned"
 _NO_PART = "its language model cannot be trained within it: it cannot run on text alone"
-LANGUAGE_PART = 'as a model of its own and train that; docs/guide.md shows how, in "Models"'
+LANGUAGE_PART = "as a model of its own and train that; docs/guide/models.md shows how"
 CASES = [
     Case("directory", "empty", only(README="x"), ("no config.json",), "safetensors files"),
     Case("directory", "adapter", ADAPTER, ("adapter_config.json", "an adapter (LoRA"), "merge_and_unload"),

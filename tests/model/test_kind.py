@@ -19,7 +19,7 @@ from ratel_cli.model.skeleton import build_skeleton
 from tests.e2e.runs import save_base
 from tests.tiers import sample
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "models.md"
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 64, "head_dim": 8,
