@@ -227,6 +227,10 @@ class ActivationOffloader:
         self.put_bytes = 0
         """Packed size of all units that were put in this step."""
 
+    def begin_unit(self) -> None:
+        """Forward begins to make a unit, perhaps anew."""
+        self._made_bytes = 0
+
     def limit_downloads(self, num_bytes: int) -> None:
         """Forward has made an output of the next unit, of `num_bytes`. Where the plan says so, what is computed from
         now on waits for downloads of the unit before, until both take no more than they may."""

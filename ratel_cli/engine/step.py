@@ -52,7 +52,7 @@ from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.carried import Carried, LayerCall, LayerOutput, Roots
+from ratel_cli.model.carried import Carried, LayerCall, LayerOutput, Roots, signature_of
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.placement import Stage, step_schedule
@@ -95,8 +95,8 @@ class StepEngine(Closing):
         self._sums = sums
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         self._check_stop = check_stop
-        self._templates: dict[int, tuple[tuple[object, ...], Template | None]] = {}
-        """By layer: the shapes of its last recorded unit, and what others like it repeat, if they do."""
+        self._templates: dict[int, tuple[object, Template | None]] = {}
+        """By layer: the signature of its last recorded unit's arguments, and what others like it repeat, if they do."""
 
     @property
     def is_unsettled(self) -> bool:
@@ -242,31 +242,34 @@ class StepEngine(Closing):
     ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, ...]]]:
         """Run a layer on one micro-batch, and note its tape. Returns its output, and outputs within it to offload.
 
-        It repeats the last unit of the layer, if shapes are the same; else it is recorded.
+        It repeats the last recorded unit of the layer, if it gets tensors of the same shapes; else it is recorded.
         """
         layer, carried = weights.segment.index, state.carried[number]
 
         def run(recorder: Recorder | Repeater) -> tuple[torch.Tensor, Tape, dict[int, tuple[torch.Tensor, ...]]]:
             state.seed_draws(layer, number)
+            self._activations.begin_unit()
+            finished = list[tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]]()
 
             def forward(call: LayerCall) -> LayerOutput:
                 with recorder.recording():
-                    return self._layer_runner.run_layer(layer - 1, leaf, call)
+                    output = self._layer_runner.run_layer(layer - 1, leaf, call)
+                finished.append(recorder.finish())  # here, where what is carried is put back if it raises
+                return output
 
             output = carried.forward(layer - 1, forward, has_backward=True)
-            return output.detach(), *recorder.finish()
+            return output.detach(), *finished[0]
 
-        shapes = (leaf.shape, leaf.stride(), *carried.shapes(layer - 1))
-        known_shapes, template = self._templates.get(layer, (None, None))
-        if template is not None and known_shapes == shapes and state.recording is None:
+        signature = (signature_of(leaf), carried.signature(layer - 1))
+        known_signature, template = self._templates.get(layer, (None, None))
+        if template is not None and known_signature == signature and state.recording is None:
             with contextlib.suppress(Unrepeated):
                 output, tape, offloaded = run(Repeater(template, self._activations.limit_downloads))
                 state.tapes.put_repeated(layer, number, tape)
                 return output, offloaded
         recorder = self._recorder(state, weights, number)
         output, tape, offloaded = run(recorder)
-        self._templates[layer] = shapes, recorder.template(tape)
-        state.tapes.put(layer, number, tape)
+        self._templates[layer] = signature, recorder.template(state.tapes.put(layer, number, tape))
         return output, offloaded
 
     def _recorder(self, state: StepState, weights: SegmentWeights, number: int) -> Recorder:
@@ -362,15 +365,15 @@ class StepEngine(Closing):
                     with (
                         adding_to(weights.trained, total, is_last=is_last),
                         self._activations.preparing_more(layer, weights.trained),
-                        state.partial_sums.added_to(weights, number) as shared,
+                        state.partial_sums.added_to(weights, number) as shared_roots,
                     ):
                         torch.autograd.backward(
-                            [output, *roots.tensors, *shared.tensors],
-                            [gradients[number], *roots.gradients, *shared.gradients],
-                            inputs=[unit.leaf, *weights.trained, *roots.inputs, *shared.inputs],
+                            [output, *roots.tensors, *shared_roots.tensors],
+                            [gradients[number], *roots.gradients, *shared_roots.gradients],
+                            inputs=[unit.leaf, *weights.trained, *roots.inputs, *shared_roots.inputs],
                         )
                     gradients[number] = taken_gradient(unit.leaf)
-                    del unit, output, roots, shared
+                    del unit, output, roots, shared_roots
             self._hand_over(total, weights)
 
     def _replay(self, state: StepState, layer: Segment, number: int, unit: Unit) -> tuple[torch.Tensor, Roots]:

@@ -148,9 +148,10 @@ class Carried:
             self._before[index] = before
         return output
 
-    def shapes(self, index: int) -> tuple[torch.Size, ...]:
-        """Shapes of all tensors among a layer's arguments."""
-        return tuple(tensor.shape for tensor in self._call(index).tensors)
+    def signature(self, index: int) -> object:
+        """What of a layer's arguments may decide which operators it runs: see `signature_of`."""
+        call = self._call(index)
+        return signature_of((call.arguments, call.keywords))
 
     def replay(self, index: int, run: RunLayer) -> tuple[torch.Tensor, Roots]:
         """Run a layer once more, for its backward. Returns its output and what else its backward begins with."""
@@ -221,6 +222,15 @@ def changed(tree: Argument, change: Callable[[torch.Tensor], Argument]) -> Argum
         items = (changed(item, change) for item in tree)
         return tuple(items) if isinstance(tree, tuple) else list(items)
     return tree
+
+
+def signature_of(tree: object) -> object:
+    """What can be told of a value apart from the elements of its tensors, to be compared."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.stride(), tree.dtype, tree.requires_grad
+    if isinstance(tree, Mapping):
+        return tuple((key, signature_of(value)) for key, value in tree.items())
+    return tuple(map(signature_of, tree)) if isinstance(tree, tuple | list) else tree
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:

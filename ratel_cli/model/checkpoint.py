@@ -220,6 +220,12 @@ class CheckpointSource(Closing):
                     f"{self._where(first)} and {counted(len(entries) - 1, 'other')} cannot be combined into"
                     f" {conversion.first_target}: one is missing or has a wrong shape"
                 ) from error
+            unread = [target for target in converted if target not in self._read_targets]
+            if unread:
+                raise BadInput(
+                    f"{self._where(first)} is one of those that give {unread[0]}, which the model does not use on text,"
+                    f" together with {conversion.first_target}; such a model cannot be exported"
+                )
             for target, shape in converted.items():
                 wanted = tuple(state[target].shape) if target in state else None
                 if shape != wanted:

@@ -73,15 +73,21 @@ def declared_class(config: PretrainedConfig) -> str | None:
     return first if isinstance(first, str) else None
 
 
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the language model; `config` itself if it describes nothing else, or several."""
+    try:
+        found: PretrainedConfig = config.get_text_config()
+    except ValueError:  # it has several
+        return config
+    return found
+
+
 def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class that loads the weights if a language model is only a part of it; None if AutoModelForCausalLM does.
 
     It is the class that the configuration names, else transformers' for this type of model.
     """
-    try:
-        text = config.get_text_config()
-    except ValueError:  # it has several
-        return None
+    text = text_config(config)
     if not any(getattr(config, key, None) is text for key in config.sub_configs):
         return None
     name = declared_class(config)

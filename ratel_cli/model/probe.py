@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.utils._pytree import tree_map
+from transformers import PretrainedConfig
 
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.carried import Embedded, LayerCall
@@ -24,6 +25,8 @@ from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 
 SAMPLE_TOKENS = 8
 """Of two packed samples, together."""
+_TOKEN_KEYS = ("_id", "_ids", "_index")
+"""Endings of keys whose values are tokens, in a configuration and its parts."""
 _POSITIONS = 1 << 24
 """More positions than any model was trained with."""
 
@@ -144,17 +147,40 @@ def _looks_up_rows(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
 ) -> bool:
-    """Whether the matrix is only read by lookups in rows that `lookup` has chosen.
+    """Whether the matrix is only read by lookups in rows that `lookup` has chosen, one for each token.
 
-    The one token gets a row that is not its id: whoever reads that row has asked `lookup`.
+    The first token gets a row that is not its id: whoever reads that row has asked `lookup`. Tokens that the
+    configuration names are tried, too, next to others: some models look another one up in the place of an image's.
     """
-    watch.looked_up_rows.clear()
-    lookup.bind(DistinctTokens.of([torch.tensor([-1, 0])], input_ids.device))
-    try:
-        layer_runner.embed(input_ids, position_ids)
-    finally:
-        lookup.unbind()
-    return watch.looked_up_rows == {1}
+    config = layer_runner.model.config
+    assert isinstance(config, PretrainedConfig)
+    for token in (0, *special_tokens(config, lookup.num_rows)):
+        tokens = DistinctTokens.of([torch.tensor([-2, token - 1, token, token + 1])], input_ids.device)
+        watch.looked_up_rows.clear()
+        lookup.bind(tokens)
+        try:
+            layer_runner.embed(torch.full_like(input_ids, token), position_ids)
+        finally:
+            lookup.unbind()
+        if watch.looked_up_rows != {int(torch.searchsorted(tokens.ids, token))}:
+            return False
+    return True
+
+
+def special_tokens(config: PretrainedConfig, vocab_size: int) -> list[int]:
+    """The tokens that a configuration names, in any of its parts: they may mean padding, or an image."""
+
+    def found(values: object, key: str) -> Iterator[int]:
+        if isinstance(values, dict):
+            for name, value in values.items():
+                yield from found(value, str(name))
+        elif isinstance(values, list):
+            for value in values:
+                yield from found(value, key)
+        elif isinstance(values, int) and not isinstance(values, bool) and key.endswith(_TOKEN_KEYS):
+            yield values
+
+    return sorted({token for token in found(config.to_dict(), "") if 0 <= token < vocab_size})
 
 
 def separates_samples(calls: Sequence[LayerCall]) -> bool:

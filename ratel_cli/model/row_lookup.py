@@ -57,6 +57,11 @@ class RowLookup:
         """True if the module is an embedding of torch, which reads its padding token from an attribute."""
         return self._embedding is not None
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole matrix; 0 if the module is no embedding of torch."""
+        return 0 if self._embedding is None else self._embedding.num_embeddings
+
     def bind(self, tokens: DistinctTokens) -> None:
         """From now on the matrix has the rows of these tokens."""
         assert self._embedding is not None

@@ -24,7 +24,7 @@ from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.flash_attention import KERNEL_PACKAGES
 from ratel_cli.model.kept_precision import keep_in_fp32
-from ratel_cli.model.kind import class_of, reject_other_kinds
+from ratel_cli.model.kind import class_of, reject_other_kinds, text_config
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
@@ -60,7 +60,7 @@ def read_model_config(directory: Path) -> PretrainedConfig:
             "use a model that transformers supports by itself; a model's own code is never run",
         ) from error
     reject_other_kinds(config)
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    num_layers = getattr(text_config(config), "num_hidden_layers", None)
     if isinstance(num_layers, int):
         check_depth(num_layers)
     return cast(PretrainedConfig, config)
@@ -72,7 +72,7 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
     `torch.device("meta")` would lose the values of buffers too (rotary frequencies, causal masks), so only the
     registration of parameters is replaced. Raises BadInput if the model is no decoder or cannot be built.
     """
-    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+    for part in {id(each): each for each in (config, text_config(config))}.values():
         _reject_unsupported(part)
         _reject_contradictions(part)
     config = copy.deepcopy(config)  # from_config writes its arguments into it
@@ -113,9 +113,9 @@ def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
 
 
 def _construct(config: PretrainedConfig, attention: str, **options: object) -> PreTrainedModel:
-    whole_class = class_of(config)
-    if whole_class is not None:
-        return cast(PreTrainedModel, whole_class._from_config(config, attn_implementation=attention, **options))
+    model_class = class_of(config)
+    if model_class is not None:
+        return cast(PreTrainedModel, model_class._from_config(config, attn_implementation=attention, **options))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False, **options)
     return cast(PreTrainedModel, model)
 

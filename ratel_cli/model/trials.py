@@ -32,6 +32,7 @@ from transformers import PretrainedConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.model.carried import Carried, Embedded
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
+from ratel_cli.model.probe import special_tokens
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 
 _SAMPLES = (67, 10, 19)
@@ -137,8 +138,7 @@ def ordinary_tokens(model: nn.Module, vocab_size: int, num_tokens: int, seed: in
     """Random tokens `[1, num_tokens]`, none of which the model's configuration names: it may mean padding."""
     config = model.config
     assert isinstance(config, PretrainedConfig)
-    values = config.to_dict().items()
-    special = {value for key, value in values if key.endswith("_id") and isinstance(value, int)}
+    special = set(special_tokens(config, vocab_size))
     ordinary = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in special] or [0])
     chosen = torch.randint(len(ordinary), (1, num_tokens), generator=torch.Generator().manual_seed(seed))
     return ordinary[chosen]

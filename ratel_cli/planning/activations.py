@@ -229,8 +229,8 @@ def logits_bytes(spec: ModelSpec, tokens: int) -> int:
 
 
 def partial_sums_bytes(spec: ModelSpec, workload: Workload, segment: Segment) -> int:
-    """Gradients of shared blocks that all micro-batches have in the backward of a segment: of those that it binds, and
-    those that segments above and below do (engine/optimizer/partial_sums.py)."""
+    """Gradients of shared blocks that all micro-batches have in the backward of a segment: of the blocks that it, or
+    segments on both sides of it, bind (engine/optimizer/partial_sums.py)."""
     shared = (block for block in spec.shared_blocks if block.segment <= segment.index <= max(block.users))
     return workload.num_micro_batches * sum(block.compute_bytes for block in shared)
 

@@ -361,7 +361,7 @@ class _PlacedStep:
         pending = arrived[: self._placement.pending_updates]
         is_embedding = segment is memory.spec.embedding
         is_summed = memory.is_summed or (memory.spec.tied and is_embedding)
-        made_bytes = segment.updated_bytes + segment.lent_bytes
+        made_bytes = segment.updated_bytes + sum(block.compute_bytes for block in segment.unfinished)
         computing = made_bytes + (segment.sum_bytes if is_summed else segment.gradient_bytes)
         return _Moment(
             num_held=num_arrived - len(pending),

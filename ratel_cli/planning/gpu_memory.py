@@ -242,7 +242,8 @@ class GpuMemory:
             shapes = tuple((parameter.start, parameter.shape) for parameter in segment.parameters)
             costs = self._profile.layers[segment.index - 1] if segment.kind == "layer" else None
             kind_of[segment.index] = kinds.setdefault(
-                (segment.kind, segment.block_kinds, shapes, costs, len(segment.begun), segment.lent_bytes), len(kinds)
+                (segment.kind, segment.block_kinds, shapes, costs, len(segment.begun), len(segment.unfinished)),
+                len(kinds),
             )
         schedule = step_schedule(self._spec)
         first: dict[object, int] = {}

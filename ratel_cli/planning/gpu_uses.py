@@ -286,7 +286,7 @@ def _shared_bytes(segment: Segment) -> int:
     those that go on to segments below."""
     begun_bytes = sum(block.compute_bytes for block in segment.begun)
     added_bytes = max((largest_elements(block) * block.dtype_bytes for block in segment.begun), default=0)
-    return begun_bytes + added_bytes + segment.lent_bytes
+    return begun_bytes + added_bytes + sum(block.compute_bytes for block in segment.unfinished)
 
 
 def _working_bytes(costs: LayerProfile, made_bytes: int) -> int:

@@ -108,9 +108,9 @@ class Segment:
         return tuple(each for each in self.bound if each.is_trained and self.index < max(each.users))
 
     @cached_property
-    def lent_bytes(self) -> int:
-        """Gradients of borrowed blocks that a micro-batch takes on to segments below."""
-        return sum(block.compute_bytes for block in self.borrowed if block.is_trained)
+    def unfinished(self) -> tuple[BlockSpec, ...]:
+        """Blocks whose gradients a micro-batch takes on to segments below."""
+        return tuple(block for block in self.borrowed if block.is_trained)
 
     @cached_property
     def record_bytes(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ratel_cli.engine.replay.tape import Unrepeated
 from ratel_cli.model.carried import Argument, Carried, Embedded, LayerCall, LayerOutput
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, assert_same_training, check_training, reference
@@ -43,6 +44,44 @@ def test_evaluation_is_the_plain_loss(tmp_path: Path, family: str) -> None:
         total = ratel.engine.evaluate(steps[0])
         assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
     assert total / sum(batch.num_targets for batch in steps[0]) == reference(config, steps, recipe).losses[0]
+
+
+def test_a_layer_that_fails_leaves_nothing() -> None:
+    """It may be run again: a unit that does not repeat its template is."""
+    shared: dict[object, Argument] = {"old": torch.ones(1)}
+    call = LayerCall(arguments=(shared,), keywords={})
+    carried = Carried(Embedded(hidden=torch.zeros(1), calls=(call,), extras=(None,)))
+
+    def fails(call: LayerCall) -> LayerOutput:
+        shared.update(old=torch.zeros(1), new=torch.ones(2))
+        raise Unrepeated
+
+    before = dict(shared)
+    with pytest.raises(Unrepeated):
+        carried.forward(0, fails, has_backward=True)
+    assert shared == before
+    carried.forward(0, lambda call: (torch.zeros(1), None), has_backward=True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(3, 2),
+        torch.ones(2, 3).t(),
+        torch.ones(2, 2, dtype=torch.half),
+        torch.ones(2, 2).requires_grad_(),
+        None,
+    ],
+    ids=["shape", "strides", "dtype", "gradient", "none"],
+)
+def test_arguments_that_may_decide_on_operators_differ(other: torch.Tensor | None) -> None:
+    def signature(mask: torch.Tensor | None, number: int = 1) -> object:
+        call = LayerCall(arguments=(mask, number), keywords={"shared": {"a": (mask,)}})
+        return Carried(Embedded(hidden=torch.zeros(1), calls=(call,), extras=(None,))).signature(0)
+
+    mask = torch.ones(2, 2)
+    assert signature(mask) == signature(torch.zeros(2, 2)) != signature(other)
+    assert signature(mask) != signature(mask, 2)
 
 
 NUM_LAYERS, WIDTH = 5, 64

@@ -44,8 +44,8 @@ def test_a_shared_block_belongs_to_the_first_that_binds_it() -> None:
     ]  # fmt: skip
     assert [[block.index for block in layer.blocks] for layer in spec.layers] == [[1, MLP], [2, PROJECTION], [3], [4]]
     assert [[block.index for block in layer.begun] for layer in spec.layers] == [[MLP], [PROJECTION], [MLP], []]
+    assert [[block.index for block in layer.unfinished] for layer in spec.layers] == [[], [], [MLP], [MLP, PROJECTION]]
     mlp, projection = (spec.blocks[index].compute_bytes for index in (MLP, PROJECTION))
-    assert [layer.lent_bytes for layer in spec.layers] == [0, 0, mlp, mlp + projection]
     assert [layer.compute_bytes - layer.own_bytes for layer in spec.layers] == [0, 0, mlp, mlp + projection]
     assert ModelSpec.from_json(spec.to_json()) == spec
     names = [parameter.name for block in spec.blocks for parameter in block.parameters]

@@ -21,6 +21,8 @@ from ratel_cli.planning.liveness import Decision
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 Block = Callable[[torch.Tensor], torch.Tensor]
 Offloaded = dict[int, tuple[torch.Tensor, ...]]
+WHICH = torch.tensor([2])
+"""What a layer gets, and may read past the dispatcher."""
 
 
 def record(block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape]:
@@ -164,17 +166,40 @@ def test_strides_are_shapes_too(weights: list[nn.Parameter]) -> None:
         repeat(template, lambda x: x.tanh() @ weights[0], torch.randn(8, 8).t())
 
 
+def test_a_models_own_code_does_not_catch_it(weights: list[nn.Parameter]) -> None:
+    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8))
+    assert template is not None
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.exp() @ weights[0]
+        except Exception:  # noqa: BLE001
+            return x.tanh() @ weights[0]
+
+    with pytest.raises(Unrepeated):
+        repeat(template, block, torch.randn(8, 8))
+
+
 @pytest.mark.parametrize(
     "block",
     [
         lambda x: x * 2 if float(x.detach().sum()) > 1e9 else x * 3,
         lambda x: x[x.argmax(-1)],
         lambda x: x.masked_fill(x > 0, 0.0),
+        lambda x: x[: WHICH.tolist()[0]] * 2,
+        lambda x: x[: int(WHICH.numpy()[0])] * 2,
+        lambda x: x[: int(numpy.asarray(WHICH)[0])] * 2,
     ],
-    ids=["a number", "indices", "a mask"],
+    ids=["a number", "indices", "a mask", "a list", "an array", "as an array"],
 )
 def test_what_may_take_another_course_is_recorded_each_time(block: Block) -> None:
     assert template_of(block, torch.randn(3, 3)) is None
+
+
+def test_tensors_read_values_as_before() -> None:
+    methods = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")}
+    template_of(lambda x: x * 2, torch.randn(3, 3))
+    assert {name: getattr(torch.Tensor, name) for name in methods} == methods
 
 
 def test_so_is_what_runs_without_gradients() -> None:

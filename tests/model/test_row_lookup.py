@@ -110,6 +110,23 @@ def test_code_that_reads_the_matrix_itself_is_noticed(
     assert not find_blocks(skeleton, name="tiny").spec.looks_up_rows
 
 
+@pytest.mark.parametrize("placeholder", [9, 64])
+@pytest.mark.parametrize("padding", [2, 50, 90])
+def test_a_model_that_looks_another_token_up_gets_the_matrix(placeholder: int, padding: int) -> None:
+    """As Gemma 4 does with the token that stands for an image. The padding token need not be one of the step's."""
+    config = tiny_config("llama")
+    config.other_parts = {"image_token_index": placeholder}
+    skeleton = build_skeleton(config, dtype="float32", attn_implementation="eager")
+    assert find_blocks(skeleton, name="tiny").spec.looks_up_rows
+    skeleton = build_skeleton(config, dtype="float32", attn_implementation="eager")
+    owner = skeleton.get_submodule("model")
+    forward = owner.forward
+    owner.forward = lambda input_ids, **keywords: forward(  # type: ignore[method-assign]
+        input_ids=torch.where(input_ids == placeholder, padding, input_ids), **keywords
+    )
+    assert not find_blocks(skeleton, name="tiny").spec.looks_up_rows
+
+
 def test_another_class_than_torchs_gets_the_matrix() -> None:
     class Table(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:

@@ -85,7 +85,9 @@ class PartialSums(Closing):
         self, roots: Roots, block: BlockSpec, parameters: Sequence[torch.nn.Parameter], partial: _Partial
     ) -> Upload:
         memory, label = partial.lease.memory, _label(block)
-        upload = self._device.upload(memory, self._device.reserve(len(memory)), label, after=partial.download)
+        upload = self._device.upload(
+            memory, self._device.reserve(len(memory)), label, lane="activations", after=partial.download
+        )
         values = upload.open().view(VALUE_DTYPES[block.dtype])
         for place, parameter, is_present in zip(block.parameters, parameters, partial.present, strict=True):
             if is_present:
@@ -95,21 +97,21 @@ class PartialSums(Closing):
 
     def _keep(self, block: BlockSpec, parameters: Sequence[torch.nn.Parameter], number: int) -> None:
         """Bring the gradients that a backward has left in borrowed parameters to host memory."""
-        before = self._partials.get((block.index, number))
-        lease = (
-            self._pool.lease(block.compute_bytes, f"gradient of {block.name} so far")
-            if before is None
-            else before.lease
-        )
-        pieces, present = [], []
-        for place, parameter in zip(block.parameters, parameters, strict=True):
-            present.append(parameter.grad is not None)
-            if parameter.grad is not None:
-                memory = lease.memory[place.start * block.dtype_bytes : place.stop * block.dtype_bytes]
-                pieces.append((taken_gradient(parameter).reshape(-1).view(torch.uint8), memory))
+        key, present = (block.index, number), tuple(parameter.grad is not None for parameter in parameters)
+        if key not in self._partials:
+            lease = self._pool.lease(block.compute_bytes, f"gradient of {block.name} so far")
+            self._partials[key] = _Partial(lease, self._device.download([], _label(block)), present)
+        partial, size = self._partials[key], block.dtype_bytes
+        pieces = [
+            (
+                taken_gradient(parameter).reshape(-1).view(torch.uint8),
+                partial.lease.memory[place.start * size : place.stop * size],
+            )
+            for place, parameter, is_present in zip(block.parameters, parameters, present, strict=True)
+            if is_present
+        ]
         # Downloads begin when all that was queued is done, so not before the upload of what was in this memory.
-        download = self._device.download(pieces, _label(block))
-        self._partials[block.index, number] = _Partial(lease, download, tuple(present))
+        partial.download, partial.present = self._device.download(pieces, _label(block)), present
 
 
 def _label(block: BlockSpec) -> SpanLabel:

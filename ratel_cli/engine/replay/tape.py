@@ -98,14 +98,19 @@ class Tape:
 class Template:
     """The tape of a unit that others will repeat."""
 
-    tape: Tape
+    funcs: tuple[TorchOperator, ...]
+    decisions: tuple[Decision, ...]
+    outputs: tuple[tuple[object, ...] | None, ...]
+    """As in `RecordedOperator`; but None for what is of one call."""
     swapped_bytes: dict[int, int]
     """By position: bytes of the outputs that are offloaded."""
-    positions_with_values: frozenset[int]
-    """Of operators whose outputs are not only shapes."""
+    drawing: frozenset[int]
+    """Positions of random operators."""
+    with_values: frozenset[int]
+    """Positions of operators whose outputs are not only shapes."""
 
 
-class Unrepeated(Exception):
+class Unrepeated(BaseException):  # so that no code of a model takes it for an error of its own
     """A unit did not repeat its template, and must be recorded."""
 
 
@@ -117,14 +122,15 @@ class Tapes:
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._known: dict[object, object] = {}
 
-    def put(self, block: int, micro_batch: int, tape: Tape) -> None:
-        """Keep a tape until it is taken."""
-        self._tapes[block, micro_batch] = Tape(
+    def put(self, block: int, micro_batch: int, tape: Tape) -> Tape:
+        """Keep a tape until it is taken. Returns it with the memory that it shares."""
+        kept = self._tapes[block, micro_batch] = Tape(
             funcs=self._shared(tape.funcs),
             decisions=self._shared(tape.decisions),
             outputs=self._shared_outputs(tape.outputs),
             random_states=tape.random_states,
         )
+        return kept
 
     def put_repeated(self, block: int, micro_batch: int, tape: Tape) -> None:
         """Keep a tape that shares its memory with that of its template."""
@@ -170,6 +176,8 @@ class Recorder(OperatorMode):
         """Storages that something writes to, or may write to where no dispatch mode sees it."""
         self.opaque: set[int] = set()
         """Storages that custom autograd functions get: their kernels may read them where no dispatch mode sees it."""
+        self._reads_values = False
+        """Whether Python has read the values of a tensor past the dispatcher."""
         self._made: set[int] = set()
         """Storages that an operator of the layer made: neither parameters nor inputs."""
         self._device = parameters[0].device if parameters else None
@@ -182,7 +190,8 @@ class Recorder(OperatorMode):
         """Record what runs inside. Grad mode is on: without it some models run other operators, and attention drops
         its log-sum-exp."""
         saved = torch.autograd.graph.saved_tensors_hooks(self._note_saved, _never_unpack)
-        with torch.enable_grad(), saved, _noting_custom_functions(self._note_opaque), self:
+        opaque, values = _noting_custom_functions(self._note_opaque), _noting_values(self._note_values)
+        with torch.enable_grad(), saved, opaque, values, self:
             yield
 
     def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
@@ -212,15 +221,24 @@ class Recorder(OperatorMode):
         }
 
     def template(self, tape: Tape) -> Template | None:
-        """The template that `finish` returned `tape` for; None if a unit like this one might take another course."""
-        if any(operator.is_needed for operator in self.operators):
+        """What units repeat that are like this one, whose tape this is; None if one might take another course."""
+        if self._reads_values or any(operator.is_needed for operator in self.operators):
             return None
         swapped = [position for position, each in enumerate(tape.decisions) if each is Decision.SWAP]
-        with_values = (position for position, each in enumerate(tape.outputs) if not _has_only_shapes(each))
+        with_values = frozenset(position for position, each in enumerate(tape.outputs) if not _has_only_shapes(each))
+        outputs = tape.outputs
+        if with_values:
+            outputs = tuple(
+                each if each is None else tuple(part if isinstance(part, OutputShape) else None for part in each)
+                for each in tape.outputs
+            )
         return Template(
-            tape=tape,
+            funcs=tape.funcs,
+            decisions=tape.decisions,
+            outputs=outputs,
             swapped_bytes={position: self.operators[position].output_bytes for position in swapped},
-            positions_with_values=frozenset(with_values),
+            drawing=frozenset(tape.random_states),
+            with_values=with_values,
         )
 
     def can_be_swapped(self, operator: RecordedOperator) -> bool:
@@ -307,6 +325,9 @@ class Recorder(OperatorMode):
         self._mutated.update(serials)
         self.opaque.update(serials)
 
+    def _note_values(self) -> None:
+        self._reads_values = True
+
     def _note_saved(self, tensor: torch.Tensor) -> None:
         (serial,) = self._serials_of((tensor,))
         if serial not in self.saved:
@@ -325,7 +346,7 @@ class Repeater(OperatorMode):
         """`on_output`: as in `Recorder`."""
         super().__init__()
         self._template = template
-        self._funcs, self._outputs = template.tape.funcs, template.tape.outputs
+        self._funcs, self._outputs = template.funcs, template.outputs
         self._on_output = on_output
         self._position = 0
         self._random_states: dict[int, torch.Tensor] = {}
@@ -342,10 +363,15 @@ class Repeater(OperatorMode):
         """As that of a `Recorder`."""
         if self._position != len(self._funcs):
             raise Unrepeated
-        tape, outputs = self._template.tape, self._outputs
+        outputs = self._outputs
         if self._with_values:
             outputs = tuple(self._with_values.get(position, each) for position, each in enumerate(outputs))
-        tape = Tape(funcs=tape.funcs, decisions=tape.decisions, outputs=outputs, random_states=self._random_states)
+        tape = Tape(
+            funcs=self._funcs,
+            decisions=self._template.decisions,
+            outputs=outputs,
+            random_states=self._random_states,
+        )
         return tape, self._offloaded_outputs
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -355,7 +381,7 @@ class Repeater(OperatorMode):
         if position >= len(self._funcs) or self._funcs[position] is not func:
             raise Unrepeated
         self._position = position + 1
-        if position in self._template.tape.random_states:
+        if position in self._template.drawing:
             self._random_states[position] = _generator(args, kwargs).get_state()
         result = func(*args, **kwargs)
         expected = self._outputs[position]
@@ -363,7 +389,7 @@ class Repeater(OperatorMode):
             parts = result if isinstance(result, tuple | list) else (result,)
             if len(parts) != len(expected) or not all(map(_has_shape, parts, expected)):
                 raise Unrepeated
-            if position in self._template.positions_with_values:
+            if position in self._template.with_values:
                 self._with_values[position] = tuple(map(_without_values, parts))
             if position in self._template.swapped_bytes:
                 # Aliases, as in a `Recorder`.
@@ -431,6 +457,34 @@ def _noting_custom_functions(note: Callable[[Sequence[torch.Tensor]], None]) -> 
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+_READ_VALUES = ("tolist", "numpy", "__array__", "__dlpack__")
+"""Methods of a tensor that give its values to Python without an operator."""
+
+
+@contextlib.contextmanager
+def _noting_values(note: Callable[[], None]) -> Iterator[None]:
+    """A context in which `note` is called when Python reads values past the dispatcher."""
+
+    def noting(method: Callable[..., object]) -> Callable[..., object]:
+        def noted(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+            note()
+            return method(tensor, *args, **kwargs)
+
+        return noted
+
+    own = {name: vars(torch.Tensor).get(name) for name in _READ_VALUES}
+    for name in _READ_VALUES:
+        setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, method)
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
