@@ -14,8 +14,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+class OperatorArgument(Protocol):
+    """One argument in an operator's signature."""
+
+    @property
+    def name(self) -> str: ...
+
+
 class OperatorSchema(Protocol):
     """The part of an operator's signature that we read."""
+
+    @property
+    def arguments(self) -> Sequence[OperatorArgument]: ...
 
     @property
     def is_mutable(self) -> bool:

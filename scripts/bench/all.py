@@ -36,6 +36,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": (("bench.optimizer",), ("--parameters", "200000", "--rounds", "1")),
     "many_drives": (("bench.many_drives",), ("--groups", "2", "--rounds", "1")),
     "group_python": (("bench.group_python",), ("--elements", "2048", "--rounds", "1")),
+    "unit_python": (("bench.unit_python",), ("--rounds", "2")),
     "overlap": (("bench.overlap",), _TINY),
     "clipping": (("bench.clipping",), ("--rounds", "1", "--steps", "2")),
     "transitions": (("bench.transitions",), ("--shape", "tiny", "--tokens", "16", "--steps", "4", "--rounds", "1")),

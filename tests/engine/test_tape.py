@@ -152,22 +152,43 @@ def test_what_is_not_repeated_is_noticed(
     weights: list[nn.Parameter], other: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
     rows = torch.randn(5, 8)
-    template = template_of(lambda x: (x @ weights[0]).tanh(), rows)
+    template = template_of(lambda x: (x @ weights[0]).tanh(), rows, ["aten.tanh.default#0"])
     assert template is not None
     with pytest.raises(Unrepeated):
         repeat(template, lambda x: other(x, weights[0]), rows)
     repeat(template, lambda x: (x @ weights[1]).tanh(), rows)
 
 
+def test_where_nothing_is_noted_the_replay_alone_checks(weights: list[nn.Parameter]) -> None:
+    rows = torch.randn(5, 8)
+    template = template_of(lambda x: (x @ weights[0]).tanh(), rows)
+    assert template is not None and not template.needs_watching
+    _, tape, offloaded = repeat(template, lambda x: (x @ weights[0]).tanh(), rows)
+    assert (tape.funcs, tape.outputs, offloaded) == (template.funcs, template.outputs, {})
+    repeat(template, lambda x: (x @ weights[0]).exp(), rows)  # unseen here
+    with Replayer(tape), pytest.raises(RatelError, match="recomputing did not repeat the forward pass"):
+        (rows.clone().requires_grad_() @ weights[0]).exp()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [lambda x: functional.dropout(x, 0.5), lambda x: (x * 2).add_(1), lambda x: (x * 2).tanh()],
+    ids=["draws", "mutates", "offloads"],
+)
+def test_what_needs_watching(block: Block) -> None:
+    template = template_of(block, torch.randn(3, 3), ["aten.tanh.default#0"])
+    assert template is not None and template.needs_watching
+
+
 def test_strides_are_shapes_too(weights: list[nn.Parameter]) -> None:
-    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8))
+    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8), ["aten.tanh.default#0"])
     assert template is not None
     with pytest.raises(Unrepeated):
         repeat(template, lambda x: x.tanh() @ weights[0], torch.randn(8, 8).t())
 
 
 def test_a_models_own_code_does_not_catch_it(weights: list[nn.Parameter]) -> None:
-    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8))
+    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8), ["aten.tanh.default#0"])
     assert template is not None
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -327,12 +348,12 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.1)[0]
     return output
 
 
 def _cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0]
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.1)[0]
     return output
 
 
@@ -366,6 +387,16 @@ def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]
     again, _ = recorder.finish()
     assert again.decisions[position] is Decision.EXEC
     assert position in again.random_states
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_draws_if_it_drops(dropout: float) -> None:
+    hidden = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    _, given = record(lambda x: attend(x, x, x, dropout, True)[0], hidden)
+    assert len(given.random_states) == (dropout > 0)
+    _, default = record(lambda x: attend(x, x, x)[0], hidden)
+    assert not default.random_states
 
 
 def test_tapes_that_are_alike_share_their_memory(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:

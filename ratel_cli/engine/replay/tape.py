@@ -12,8 +12,8 @@ backward; the tape holds those.
 
 Most units repeat one that came before: a layer on a micro-batch of the same shapes. A `Repeater` follows the tape of
 that one, operator by operator, and notes only what differs: draws, offloaded outputs, and attention's integers. That
-takes a third of the time. What a layer reads into Python may decide what it does with its tensors, so layers with such
-operators (routers of experts) are recorded each time.
+takes a third of the time; where there is nothing to note, it takes none. What a layer reads into Python may decide
+what it does with its tensors, so layers with such operators (routers of experts) are recorded each time.
 
 Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an error, never with
 wrong gradients; (2) random operators draw what they drew when they were recorded; (3) no autograd graph outlives the
@@ -108,6 +108,13 @@ class Template:
     """Positions of random operators."""
     with_values: frozenset[int]
     """Positions of operators whose outputs are not only shapes."""
+    mutates: bool
+    """Whether an operator writes to its arguments."""
+
+    @property
+    def needs_watching(self) -> bool:
+        """Whether something must be noted of a unit that repeats this. If not, the replay alone checks that it does."""
+        return self.mutates or bool(self.swapped_bytes or self.drawing or self.with_values)
 
 
 class Unrepeated(BaseException):  # so that no code of a model takes it for an error of its own
@@ -238,6 +245,7 @@ class Recorder(OperatorMode):
             outputs=outputs,
             swapped_bytes={position: self.operators[position].output_bytes for position in swapped},
             drawing=frozenset(tape.random_states),
+            mutates=any(func._schema.is_mutable for func in tape.funcs),
             with_values=with_values,
         )
 
@@ -339,7 +347,8 @@ class Recorder(OperatorMode):
 class Repeater(OperatorMode):
     """Runs a forward pass that a template foresees, without saving activations. Use as a `Recorder`.
 
-    Anything else than the template's operators, in their order and with their shapes, raises Unrepeated.
+    Anything else than the template's operators, in their order and with their shapes, raises Unrepeated; but where
+    nothing needs watching, the unit runs as it does in plain PyTorch.
     """
 
     def __init__(self, template: Template, on_output: Callable[[int], None] = lambda num_bytes: None) -> None:
@@ -356,12 +365,13 @@ class Repeater(OperatorMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """As that of a `Recorder`."""
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack), self:
+        watching = self if self._template.needs_watching else contextlib.nullcontext()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack), watching:
             yield
 
     def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
         """As that of a `Recorder`."""
-        if self._position != len(self._funcs):
+        if self._template.needs_watching and self._position != len(self._funcs):
             raise Unrepeated
         outputs = self._outputs
         if self._with_values:
@@ -528,9 +538,18 @@ def _without_values(part: object) -> object:
 
 
 def _random_state(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if torch.Tag.nondeterministic_seeded not in func.tags or _dropout(func, args, kwargs) == 0.0:
         return None
     return _generator(args, kwargs).get_state()
+
+
+def _dropout(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The share of an attention's weights that is dropped, 0 if it is not given; None of other operators."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return None
+    place = names.index("dropout_p")
+    return args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
 
 
 def _generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Generator:
