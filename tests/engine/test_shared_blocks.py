@@ -17,7 +17,7 @@ from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import offload, partial_sums_bytes
-from ratel_cli.planning.placement import Placement, Workload, blocks_read, step_schedule, window_bytes
+from ratel_cli.planning.placement import Placement, Workload, blocks_read, bytes_ahead, step_schedule, window_bytes
 from ratel_cli.planning.traffic import step_traffic
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
@@ -90,6 +90,23 @@ def test_traffic_is_the_prediction_to_the_byte(tmp_path: Path, placement: str, m
         )
         moved = moved_by_last_step(ratel, recipe, random_steps(3, 2, packed=False))
         assert moved == (wanted.read_bytes, wanted.written_bytes)
+
+
+def test_a_window_has_the_first_bytes_of_all_blocks(tmp_path: Path) -> None:
+    """On a GPU, of the next segment: its first parameters, as many as fit, whichever block they are of."""
+    recipe = mixed_recipe(SHARING, "bfloat16", max_grad_norm=None)
+    config, weights = mixed_config(SHARING), weights_of(SHARING)
+    last = sharing_spec().layers[-1]
+    for number, window in enumerate((0, last.own_bytes, last.compute_bytes - 1, last.compute_bytes, 1 << 30)):
+        directory, placement = tmp_path / str(number), Placement(gpu_window_bytes=window)
+        with machine(directory, config, recipe, dtype="bfloat16", weights=weights, placement=placement) as ratel:
+            reader = ratel.engine._reader
+            reader.expect([last], "forward")
+            [use] = reader._uses
+            shares = reader._ahead_bytes(use)
+            assert sum(shares) == bytes_ahead(last, window) <= window
+            ends = [block.compute_bytes for block in last.bound]
+            assert shares == ends if window >= last.compute_bytes else shares[0] == min(window, ends[0])
 
 
 class Meter:
