@@ -37,10 +37,12 @@ from ratel_cli.data.dataset import Tokenizer as EncodeTokenizer
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
+from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.run import profile_machine
 from ratel_cli.run.profile_machine import measure_machine
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
+from tests.reference import Recipe
 from tests.simulated_gpu import install_if_asked
 
 install_if_asked()  # also in the processes that `start` forks
@@ -331,6 +333,18 @@ def metrics(config: Path) -> list[dict[str, float]]:
 def curve(config: Path) -> list[tuple[float, float, float]]:
     """Step, loss and norm of each step: the same for a resumed run as for an undisturbed one."""
     return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(config)]
+
+
+def recipe_of(config: Path) -> Recipe:
+    """What plain PyTorch is told to train as the config says."""
+    settings = load_config(config).config
+    return Recipe(
+        dtype=DTYPES[settings.dtype],
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+    )
 
 
 def load_data(config: Path, *, row_multiple: int = 1) -> TrainingData:

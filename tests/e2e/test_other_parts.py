@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
-from ratel_cli.config.load import load_config
 from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import finetune, load_data, metrics, output_of, ratel, succeed
+from tests.e2e.runs import finetune, load_data, metrics, output_of, ratel, recipe_of, succeed
 from tests.model.tiny import rewrite
-from tests.reference import Recipe, train_in_memory
+from tests.reference import train_in_memory
 from tests.tiers import rotating
 
 _TEXT: dict[str, object] = {
@@ -169,22 +169,13 @@ def test_the_language_part_trains_and_all_else_is_kept(
 
     loaded, findings = load_whole(out, dtype=DTYPES[dtype])  # type: ignore[index]
     assert not any(findings[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    data, settings = load_data(config), load_config(config).config
-    recipe = Recipe(
-        dtype=DTYPES[settings.dtype],
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        seed=settings.seed,
-        attn_implementation="sdpa",
-        model_class=type(whole),
-    )
+    data, recipe = load_data(config), replace(recipe_of(config), model_class=type(whole))
     weights = dict(whole.named_parameters())
     trained = train_in_memory(whole.config, weights, [data.step(step) for step in range(3)], recipe)
     assert [line["loss"] for line in metrics(config)] == list(trained.losses)
     found, changed = dict(loaded.named_parameters()), 0
     for name, values in trained.weights.items():
-        assert torch.equal(found[name], values.to(DTYPES[settings.dtype])), name
+        assert torch.equal(found[name], values.to(recipe.dtype)), name
         changed += not torch.equal(values, weights[name].float())
     assert changed > 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,16 @@ from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import export_hash, exported, load_data, metrics, output_of, store_of, succeed
-from tests.reference import Recipe, Trained, train_in_memory
+from tests.e2e.runs import export_hash, exported, load_data, metrics, output_of, recipe_of, store_of, succeed
+from tests.reference import Trained, train_in_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def reference(config: Path, base: Path, *, loss_scale: float = 1.0) -> Trained:
     """The same training in memory, with plain PyTorch."""
-    data, settings = load_data(config), load_config(config).config
-    recipe = Recipe(
-        dtype=DTYPES[settings.dtype],
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        seed=settings.seed,
-        loss_scale=loss_scale,
-        device=compute_device(settings.device).type,
-    )
+    data, device = load_data(config), compute_device(load_config(config).config.device).type
+    recipe = replace(recipe_of(config), loss_scale=loss_scale, device=device)
     steps = [data.step(step) for step in range(len(metrics(config)))]
     return train_in_memory(LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors"), steps, recipe)
 

@@ -14,7 +14,7 @@ from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, check_training
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
-from tests.engine.mixed import BOTH, IN_FP32, MIXED, TIED_AND_FROZEN, mixed_config, mixed_recipe
+from tests.engine.mixed import BOTH, IN_FP32, MIXED, SHARING, TIED_AND_FROZEN, mixed_config, mixed_recipe
 from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
 from tests.engine.test_step import moved_by_last_step
 from tests.tiers import rotating
@@ -39,7 +39,7 @@ def test_wherever_bytes_rest(tmp_path: Path, placement: str, family: str, max_gr
 
 @pytest.mark.parametrize(
     ("placement", "family", "max_grad_norm"),
-    rotating(list(AHEAD_AND_RESIDENT), MIXED, [None, 1e-3], every=3, full_pairs=True),
+    rotating(list(AHEAD_AND_RESIDENT), [SHARING, *MIXED], [None, 1e-3], every=3, full_pairs=True),
 )
 def test_traffic_is_the_prediction_to_the_byte(
     tmp_path: Path, placement: str, family: str, max_grad_norm: float | None
@@ -59,7 +59,7 @@ def test_traffic_is_the_prediction_to_the_byte(
         moved = moved_by_last_step(ratel, recipe, random_steps(3, 2, packed=False))
         assert moved == (wanted.read_bytes, wanted.written_bytes)
         assert ratel.pool.leased_bytes == sum(
-            segment.compute_bytes * (segment.index in chosen.resident_weights)
+            segment.own_bytes * (segment.index in chosen.resident_weights)
             + segment.state_bytes * (segment.index in chosen.resident_states)
             for segment in ratel.model.spec.segments
         )

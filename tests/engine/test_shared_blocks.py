@@ -1,6 +1,7 @@
 """Blocks that several segments bind: where they are, what they move, and what their gradients take between two uses.
 
-That training equals plain PyTorch, wherever bytes rest, is in test_carried.py and gpu/test_carried.py.
+That training equals plain PyTorch, wherever bytes rest, is in test_carried.py and gpu/test_carried.py; that traffic is
+the prediction, in test_mixed_blocks.py.
 """
 
 from __future__ import annotations
@@ -16,15 +17,11 @@ from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import offload, partial_sums_bytes
+from ratel_cli.planning.activations import partial_sums_bytes
 from ratel_cli.planning.placement import Placement, Workload, blocks_read, bytes_ahead, step_schedule, window_bytes
-from ratel_cli.planning.traffic import step_traffic
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
-from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
-from tests.engine.test_step import moved_by_last_step
-from tests.tiers import rotating
 
 MLP, PROJECTION = 6, 7
 """The shared blocks: the layers 0, 2 and 3 have the first one, the layers 1 and 3 the second."""
@@ -71,25 +68,6 @@ def test_a_block_is_read_once_while_one_of_its_uses_is_open() -> None:
     assert read(0, frozenset({1}))[:5] == [[0], [], [2, PROJECTION], [3], [4, PROJECTION]]
     sizes = {block.index: block.compute_bytes for use in uses for block in use.segment.bound}
     assert window_bytes(uses, 3, Placement(prefetch_blocks=1)) == sum(sizes[each] for each in (3, 4, MLP, PROJECTION))
-
-
-@pytest.mark.parametrize(
-    ("placement", "max_grad_norm"), rotating(list(AHEAD_AND_RESIDENT), [None, 1e-3], every=4, full_pairs=True)
-)
-def test_traffic_is_the_prediction_to_the_byte(tmp_path: Path, placement: str, max_grad_norm: float | None) -> None:
-    recipe = mixed_recipe(SHARING, "bfloat16", max_grad_norm=max_grad_norm)
-    chosen = AHEAD_AND_RESIDENT[placement]
-    with machine(
-        tmp_path, mixed_config(SHARING), recipe, dtype="bfloat16", weights=weights_of(SHARING), placement=chosen
-    ) as ratel:
-        wanted = step_traffic(
-            ratel.model.spec,
-            chosen,
-            offload([0], num_micro_batches=1, spilled_units=0),
-            holds_gradients=max_grad_norm is not None,
-        )
-        moved = moved_by_last_step(ratel, recipe, random_steps(3, 2, packed=False))
-        assert moved == (wanted.read_bytes, wanted.written_bytes)
 
 
 def test_a_window_has_the_first_bytes_of_all_blocks(tmp_path: Path) -> None:
