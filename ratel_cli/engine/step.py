@@ -27,6 +27,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -46,7 +47,8 @@ from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.replay.tape import Recorder, Repeater, Replayer, Tape, Template, Unrepeated
+from ratel_cli.engine.replay.repeating import AnyRecorder, Template, Unrepeated, repeater_of, template_of
+from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
 from ratel_cli.engine.state import StepOutcome, StepState, place
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.engine.weights import SegmentWeights, WeightReader
@@ -57,6 +59,9 @@ from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.placement import Stage, step_schedule
 from ratel_cli.schedule.segments import Segment
+
+_Offloaded: TypeAlias = "dict[int, tuple[torch.Tensor, ...]]"
+"""By position in the tape: outputs within a layer that its replay gets."""
 
 
 class StepEngine(Closing):
@@ -239,17 +244,17 @@ class StepEngine(Closing):
 
     def _run_unit(
         self, state: StepState, weights: SegmentWeights, number: int, leaf: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, ...]]]:
+    ) -> tuple[torch.Tensor, _Offloaded]:
         """Run a layer on one micro-batch, and note its tape. Returns its output, and outputs within it to offload.
 
         It repeats the last recorded unit of the layer, if it gets tensors of the same shapes; else it is recorded.
         """
         layer, carried = weights.segment.index, state.carried[number]
 
-        def run(recorder: Recorder | Repeater) -> tuple[torch.Tensor, Tape, dict[int, tuple[torch.Tensor, ...]]]:
+        def run(recorder: AnyRecorder) -> tuple[torch.Tensor, Tape, _Offloaded]:
             state.seed_draws(layer, number)
             self._activations.begin_unit()
-            finished = list[tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]]()
+            finished = list[tuple[Tape, _Offloaded]]()
 
             def forward(call: LayerCall) -> LayerOutput:
                 with recorder.recording():
@@ -264,12 +269,12 @@ class StepEngine(Closing):
         known_signature, template = self._templates.get(layer, (None, None))
         if template is not None and known_signature == signature and state.recording is None:
             with contextlib.suppress(Unrepeated):
-                output, tape, offloaded = run(Repeater(template, self._activations.limit_downloads))
+                output, tape, offloaded = run(repeater_of(template, self._activations.limit_downloads))
                 state.tapes.put_repeated(layer, number, tape)
                 return output, offloaded
         recorder = self._recorder(state, weights, number)
         output, tape, offloaded = run(recorder)
-        self._templates[layer] = signature, recorder.template(state.tapes.put(layer, number, tape))
+        self._templates[layer] = signature, template_of(recorder, state.tapes.put(layer, number, tape))
         return output, offloaded
 
     def _recorder(self, state: StepState, weights: SegmentWeights, number: int) -> Recorder:

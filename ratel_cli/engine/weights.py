@@ -41,7 +41,7 @@ from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.model.blocks import DecoderModel, trained_of
+from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.placement import Stage, bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
@@ -282,21 +282,20 @@ class SegmentWeights(Closing):
         self._model = model
         self._close = close
         self._is_bound = True
-        parameters: list[nn.Parameter] = []
-        borrowed: list[nn.Parameter] = []
+        self._of_blocks: dict[int, tuple[nn.Parameter, ...]] = {}
         for block in use.segment.bound:
             dtype = VALUE_DTYPES[block.dtype]
             parts = [part.upload.open().view(dtype) for part in use.uploads if part.block is block]
             tokens = use.rows.tokens if use.rows is not None and use.rows.block is block else None
-            found = model.bind(block, *parts, tokens=tokens)
-            parameters += found
-            borrowed += found if block in use.segment.borrowed else ()
-        self.parameters = tuple(parameters)
+            self._of_blocks[block.index] = model.bind(block, *parts, tokens=tokens)
+        self.parameters = self.of(*use.segment.bound)
         """The segment's parameters on the compute device, each in its own shape, in the order of its blocks."""
-        self.borrowed = trained_of(borrowed)
-        """Those that have gradients in blocks of other segments."""
-        self.trained = trained_of(parameters[: len(parameters) - len(borrowed)])
+        self.trained = self.of(*use.segment.trained)
         """Those that have gradients in blocks of its own."""
+
+    def of(self, *blocks: BlockSpec) -> tuple[nn.Parameter, ...]:
+        """The parameters of some of its blocks."""
+        return tuple(parameter for block in blocks for parameter in self._of_blocks[block.index])
 
     def unbind(self) -> None:
         """Remove the weights from the modules. An autograd graph may use them until `close`. Idempotent."""
@@ -307,7 +306,8 @@ class SegmentWeights(Closing):
     def close(self) -> None:
         """Unbind, and end this use of the memory. Idempotent."""
         self.unbind()
-        self.parameters = self.trained = self.borrowed = ()
+        self.parameters = self.trained = ()
+        self._of_blocks.clear()
         self._close()
 
 

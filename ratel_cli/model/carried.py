@@ -225,7 +225,7 @@ def changed(tree: Argument, change: Callable[[torch.Tensor], Argument]) -> Argum
 
 
 def signature_of(tree: object) -> object:
-    """What can be told of a value apart from the elements of its tensors, to be compared."""
+    """A value with the shape, strides, dtype and `requires_grad` of each tensor in its place, to be compared."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.stride(), tree.dtype, tree.requires_grad
     if isinstance(tree, Mapping):

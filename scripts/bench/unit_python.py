@@ -20,7 +20,8 @@ from functools import partial
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ratel_cli.engine.replay.tape import Recorder, Repeater, Replayer, Tapes, Template
+from ratel_cli.engine.replay.repeating import Template, repeater_of, template_of
+from ratel_cli.engine.replay.tape import Recorder, Replayer, Tapes
 from ratel_cli.model.operators import OperatorMode, TorchOperator
 from ratel_cli.model.skeleton import DTYPES
 
@@ -64,7 +65,7 @@ def measure(rounds: int, dtype: torch.dtype) -> dict[str, float]:
         recorder = Recorder(parameters, swapped)
         with recorder.recording():
             run()
-        template = recorder.template(recorder.finish()[0])
+        template = template_of(recorder, recorder.finish()[0])
         assert template is not None, "a layer without routers can be repeated"
         return partial(repeated, template)
 
@@ -74,7 +75,7 @@ def measure(rounds: int, dtype: torch.dtype) -> dict[str, float]:
     tape, _ = recorder.finish()
 
     def repeated(template: Template) -> None:
-        repeater = Repeater(template)
+        repeater = repeater_of(template)
         with repeater.recording():
             run()
         tapes.put_repeated(0, 0, repeater.finish()[0])

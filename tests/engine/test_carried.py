@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.replay.tape import Unrepeated
+from ratel_cli.engine.replay.repeating import Unrepeated
 from ratel_cli.model.carried import Argument, Carried, Embedded, LayerCall, LayerOutput
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, assert_same_training, check_training, reference

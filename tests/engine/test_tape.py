@@ -14,7 +14,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from ratel_cli.engine.replay.tape import Recorder, Repeater, Replayer, Tape, Tapes, Template, Unrepeated
+from ratel_cli.engine.replay.repeating import Template, Unrepeated, repeater_of, template_of
+from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape, Tapes
 from ratel_cli.errors import RatelError
 from ratel_cli.planning.liveness import Decision
 
@@ -83,15 +84,15 @@ def check(block: Block, hidden: torch.Tensor, parameters: list[nn.Parameter]) ->
     return tape
 
 
-def template_of(block: Block, hidden: torch.Tensor, swapped: Sequence[str] = ()) -> Template | None:
+def recorded_template(block: Block, hidden: torch.Tensor, swapped: Sequence[str] = ()) -> Template | None:
     recorder = Recorder(swapped=swapped)
     with recorder.recording():
         block(hidden.detach().requires_grad_())
-    return recorder.template(recorder.finish()[0])
+    return template_of(recorder, recorder.finish()[0])
 
 
 def repeat(template: Template, block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape, Offloaded]:
-    repeater = Repeater(template)
+    repeater = repeater_of(template)
     with repeater.recording():
         output = block(hidden.detach().requires_grad_())
     return output.detach(), *repeater.finish()
@@ -100,7 +101,7 @@ def repeat(template: Template, block: Block, hidden: torch.Tensor) -> tuple[torc
 def check_repeated(block: Block, hidden: torch.Tensor, wanted: Tape) -> None:
     """Check that a unit that repeats another one has the tape that it would have if it were recorded."""
     torch.manual_seed(1)
-    template = template_of(block, hidden)
+    template = recorded_template(block, hidden)
     if template is None:
         return
     torch.manual_seed(3)
@@ -115,7 +116,7 @@ def test_a_unit_that_is_repeated_keeps_outputs_and_no_graph(weights: list[nn.Par
         return functional.dropout((x @ weights[0]).tanh(), 0.5) @ weights[1]
 
     rows, others = torch.randn(5, 8), torch.randn(5, 8)
-    template = template_of(block, rows, ["aten.tanh.default#0"])
+    template = recorded_template(block, rows, ["aten.tanh.default#0"])
     assert template is not None
     torch.manual_seed(3)
     output, tape, offloaded = repeat(template, block, others)
@@ -152,7 +153,7 @@ def test_what_is_not_repeated_is_noticed(
     weights: list[nn.Parameter], other: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
     rows = torch.randn(5, 8)
-    template = template_of(lambda x: (x @ weights[0]).tanh(), rows, ["aten.tanh.default#0"])
+    template = recorded_template(lambda x: (x @ weights[0]).tanh(), rows, ["aten.tanh.default#0"])
     assert template is not None
     with pytest.raises(Unrepeated):
         repeat(template, lambda x: other(x, weights[0]), rows)
@@ -161,7 +162,7 @@ def test_what_is_not_repeated_is_noticed(
 
 def test_where_nothing_is_noted_the_replay_alone_checks(weights: list[nn.Parameter]) -> None:
     rows = torch.randn(5, 8)
-    template = template_of(lambda x: (x @ weights[0]).tanh(), rows)
+    template = recorded_template(lambda x: (x @ weights[0]).tanh(), rows)
     assert template is not None and not template.needs_watching
     _, tape, offloaded = repeat(template, lambda x: (x @ weights[0]).tanh(), rows)
     assert (tape.funcs, tape.outputs, offloaded) == (template.funcs, template.outputs, {})
@@ -176,19 +177,19 @@ def test_where_nothing_is_noted_the_replay_alone_checks(weights: list[nn.Paramet
     ids=["draws", "mutates", "offloads"],
 )
 def test_what_needs_watching(block: Block) -> None:
-    template = template_of(block, torch.randn(3, 3), ["aten.tanh.default#0"])
+    template = recorded_template(block, torch.randn(3, 3), ["aten.tanh.default#0"])
     assert template is not None and template.needs_watching
 
 
 def test_strides_are_shapes_too(weights: list[nn.Parameter]) -> None:
-    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8), ["aten.tanh.default#0"])
+    template = recorded_template(lambda x: x.tanh() @ weights[0], torch.randn(8, 8), ["aten.tanh.default#0"])
     assert template is not None
     with pytest.raises(Unrepeated):
         repeat(template, lambda x: x.tanh() @ weights[0], torch.randn(8, 8).t())
 
 
 def test_a_models_own_code_does_not_catch_it(weights: list[nn.Parameter]) -> None:
-    template = template_of(lambda x: x.tanh() @ weights[0], torch.randn(8, 8), ["aten.tanh.default#0"])
+    template = recorded_template(lambda x: x.tanh() @ weights[0], torch.randn(8, 8), ["aten.tanh.default#0"])
     assert template is not None
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -214,12 +215,12 @@ def test_a_models_own_code_does_not_catch_it(weights: list[nn.Parameter]) -> Non
     ids=["a number", "indices", "a mask", "a list", "an array", "as an array"],
 )
 def test_what_may_take_another_course_is_recorded_each_time(block: Block) -> None:
-    assert template_of(block, torch.randn(3, 3)) is None
+    assert recorded_template(block, torch.randn(3, 3)) is None
 
 
 def test_tensors_read_values_as_before() -> None:
     methods = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")}
-    template_of(lambda x: x * 2, torch.randn(3, 3))
+    recorded_template(lambda x: x * 2, torch.randn(3, 3))
     assert {name: getattr(torch.Tensor, name) for name in methods} == methods
 
 
@@ -229,7 +230,7 @@ def test_so_is_what_runs_without_gradients() -> None:
             scale = x.abs().mean()
         return x * scale
 
-    assert template_of(block, torch.randn(3, 3)) is None
+    assert recorded_template(block, torch.randn(3, 3)) is None
 
 
 def test_the_last_product_and_residual_add_are_dead(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:

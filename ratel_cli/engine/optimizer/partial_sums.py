@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -52,27 +51,23 @@ class PartialSums(Closing):
     def added_to(self, weights: SegmentWeights, number: int) -> Iterator[Roots]:
         """A context for the backward of one micro-batch of a segment: what this backward begins with besides, and
         afterwards the gradients of borrowed parameters taken away."""
-        roots, uploads = Roots([], [], list(weights.borrowed)), list[Upload]()
-        parameters = iter(weights.parameters)
-        of_blocks = [(block, tuple(islice(parameters, len(block.parameters)))) for block in weights.segment.bound]
+        segment = weights.segment
+        roots, uploads = Roots([], [], list(weights.of(*segment.unfinished))), list[Upload]()
         try:
-            for block, of_block in of_blocks:
-                partial = self._partials.get((block.index, number))
-                if partial is not None:
-                    uploads.append(self._add_roots(roots, block, of_block, partial))
+            for block in segment.begun:
+                partial = self._partials[block.index, number]
+                uploads.append(self._add_roots(roots, block, weights.of(block), partial))
             yield roots
-            for block, of_block in of_blocks:
-                if block in weights.segment.borrowed and block.is_trained:
-                    self._keep(block, of_block, number)
+            for block in segment.unfinished:
+                self._keep(block, weights.of(block), number)
         finally:
             roots.tensors.clear()
             roots.gradients.clear()
             for upload in uploads:
                 upload.wait()
-        for block in weights.segment.trained:
-            partial = self._partials.pop((block.index, number), None)
-            if partial is not None:
-                partial.lease.release()
+        for block in segment.trained:
+            if block.borrowers:
+                self._partials.pop((block.index, number)).lease.release()
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""

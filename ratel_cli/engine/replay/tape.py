@@ -10,11 +10,6 @@ outputs are never swapped, whatever the plan says: views, mutated tensors, what 
 write to, and integers, which may decide what the model computes. Attention on a GPU returns a few integers for its own
 backward; the tape holds those.
 
-Most units repeat one that came before: a layer on a micro-batch of the same shapes. A `Repeater` follows the tape of
-that one, operator by operator, and notes only what differs: draws, offloaded outputs, and attention's integers. That
-takes a third of the time; where there is nothing to note, it takes none. What a layer reads into Python may decide
-what it does with its tensors, so layers with such operators (routers of experts) are recorded each time.
-
 Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an error, never with
 wrong gradients; (2) random operators draw what they drew when they were recorded; (3) no autograd graph outlives the
 recording: its saved tensors are never stored.
@@ -37,7 +32,7 @@ from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 
 T = TypeVar("T")
-_DETACH = torch.ops.aten.detach.default
+DETACH = torch.ops.aten.detach.default
 """Not an operator of the model: autograd calls it to save an output, but not when saved-tensor hooks are set."""
 _ATTENTION_ON_GPU = frozenset(
     (
@@ -94,33 +89,6 @@ class Tape:
     """By position: the generator's state before each random operator."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """The tape of a unit that others will repeat."""
-
-    funcs: tuple[TorchOperator, ...]
-    decisions: tuple[Decision, ...]
-    outputs: tuple[tuple[object, ...] | None, ...]
-    """As in `RecordedOperator`; but None for what is of one call."""
-    swapped_bytes: dict[int, int]
-    """By position: bytes of the outputs that are offloaded."""
-    drawing: frozenset[int]
-    """Positions of random operators."""
-    with_values: frozenset[int]
-    """Positions of operators whose outputs are not only shapes."""
-    mutates: bool
-    """Whether an operator writes to its arguments."""
-
-    @property
-    def needs_watching(self) -> bool:
-        """Whether something must be noted of a unit that repeats this. If not, the replay alone checks that it does."""
-        return self.mutates or bool(self.swapped_bytes or self.drawing or self.with_values)
-
-
-class Unrepeated(BaseException):  # so that no code of a model takes it for an error of its own
-    """A unit did not repeat its template, and must be recorded."""
-
-
 class Tapes:
     """The tapes of one step, by block and micro-batch. Those that are alike, nearly all of them, share their memory: a
     step with 128 layers and 128 micro-batches has 16,384."""
@@ -148,8 +116,8 @@ class Tapes:
         return self._tapes.pop((block, micro_batch))
 
     def _shared_outputs(self, outputs: tuple[tuple[object, ...] | None, ...]) -> tuple[tuple[object, ...] | None, ...]:
-        shared = tuple(self._shared(each) if _has_only_shapes(each) else each for each in outputs)
-        return self._shared(shared) if all(map(_has_only_shapes, outputs)) else shared
+        shared = tuple(self._shared(each) if has_only_shapes(each) else each for each in outputs)
+        return self._shared(shared) if all(map(has_only_shapes, outputs)) else shared
 
     def _shared(self, part: T) -> T:
         """The part that equals this one and was put first."""
@@ -183,7 +151,7 @@ class Recorder(OperatorMode):
         """Storages that something writes to, or may write to where no dispatch mode sees it."""
         self.opaque: set[int] = set()
         """Storages that custom autograd functions get: their kernels may read them where no dispatch mode sees it."""
-        self._reads_values = False
+        self.reads_values = False
         """Whether Python has read the values of a tensor past the dispatcher."""
         self._made: set[int] = set()
         """Storages that an operator of the layer made: neither parameters nor inputs."""
@@ -196,7 +164,7 @@ class Recorder(OperatorMode):
     def recording(self) -> Iterator[None]:
         """Record what runs inside. Grad mode is on: without it some models run other operators, and attention drops
         its log-sum-exp."""
-        saved = torch.autograd.graph.saved_tensors_hooks(self._note_saved, _never_unpack)
+        saved = torch.autograd.graph.saved_tensors_hooks(self._note_saved, never_unpack)
         opaque, values = _noting_custom_functions(self._note_opaque), _noting_values(self._note_values)
         with torch.enable_grad(), saved, opaque, values, self:
             yield
@@ -227,28 +195,6 @@ class Recorder(OperatorMode):
             position: tensors for position, tensors in offloaded.items() if decisions[position] is Decision.SWAP
         }
 
-    def template(self, tape: Tape) -> Template | None:
-        """What units repeat that are like this one, whose tape this is; None if one might take another course."""
-        if self._reads_values or any(operator.is_needed for operator in self.operators):
-            return None
-        swapped = [position for position, each in enumerate(tape.decisions) if each is Decision.SWAP]
-        with_values = frozenset(position for position, each in enumerate(tape.outputs) if not _has_only_shapes(each))
-        outputs = tape.outputs
-        if with_values:
-            outputs = tuple(
-                each if each is None else tuple(part if isinstance(part, OutputShape) else None for part in each)
-                for each in tape.outputs
-            )
-        return Template(
-            funcs=tape.funcs,
-            decisions=tape.decisions,
-            outputs=outputs,
-            swapped_bytes={position: self.operators[position].output_bytes for position in swapped},
-            drawing=frozenset(tape.random_states),
-            mutates=any(func._schema.is_mutable for func in tape.funcs),
-            with_values=with_values,
-        )
-
     def can_be_swapped(self, operator: RecordedOperator) -> bool:
         """True if the operator's outputs are new tensors that nothing mutates. Known when the recording has ended."""
         return operator.output_bytes > 0 and self._mutated.isdisjoint(operator.writes)
@@ -257,7 +203,7 @@ class Recorder(OperatorMode):
         reads = self._serials_of(tensors_in((args, kwargs)))
         if not torch.is_grad_enabled():
             self._mutated.update(reads)  # as in a custom function: what reads may write as well
-        if func is _DETACH:
+        if func is DETACH:
             return func(*args, **kwargs)
         random_state = _random_state(func, args, kwargs)
         result = self._call(func, args, kwargs)
@@ -304,9 +250,7 @@ class Recorder(OperatorMode):
         is_needed = steers or not torch.is_grad_enabled()
         outputs, own_bytes = None, 0
         if not (is_needed or mutable):
-            outputs = tuple(
-                _without_values(part) for part in (result if isinstance(result, tuple | list) else [result])
-            )
+            outputs = tuple(without_values(part) for part in (result if isinstance(result, tuple | list) else [result]))
             if reads and self._of_parameters.issuperset(reads):
                 self._of_parameters.update(writes)
             elif set(writes).isdisjoint(reads) and all(t.device == (self._device or t.device) for t in floating):
@@ -334,7 +278,7 @@ class Recorder(OperatorMode):
         self.opaque.update(serials)
 
     def _note_values(self) -> None:
-        self._reads_values = True
+        self.reads_values = True
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
         (serial,) = self._serials_of((tensor,))
@@ -342,72 +286,6 @@ class Recorder(OperatorMode):
             self.saved.add(serial)
             if serial in self._made:
                 self.saved_bytes += tensor.untyped_storage().nbytes()
-
-
-class Repeater(OperatorMode):
-    """Runs a forward pass that a template foresees, without saving activations. Use as a `Recorder`.
-
-    Anything else than the template's operators, in their order and with their shapes, raises Unrepeated; but where
-    nothing needs watching, the unit runs as it does in plain PyTorch.
-    """
-
-    def __init__(self, template: Template, on_output: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """`on_output`: as in `Recorder`."""
-        super().__init__()
-        self._template = template
-        self._funcs, self._outputs = template.funcs, template.outputs
-        self._on_output = on_output
-        self._position = 0
-        self._random_states: dict[int, torch.Tensor] = {}
-        self._with_values: dict[int, tuple[object, ...]] = {}
-        self._offloaded_outputs: dict[int, tuple[torch.Tensor, ...]] = {}
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """As that of a `Recorder`."""
-        watching = self if self._template.needs_watching else contextlib.nullcontext()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack), watching:
-            yield
-
-    def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
-        """As that of a `Recorder`."""
-        if self._template.needs_watching and self._position != len(self._funcs):
-            raise Unrepeated
-        outputs = self._outputs
-        if self._with_values:
-            outputs = tuple(self._with_values.get(position, each) for position, each in enumerate(outputs))
-        tape = Tape(
-            funcs=self._funcs,
-            decisions=self._template.decisions,
-            outputs=outputs,
-            random_states=self._random_states,
-        )
-        return tape, self._offloaded_outputs
-
-    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if func is _DETACH:
-            return func(*args, **kwargs)
-        position = self._position
-        if position >= len(self._funcs) or self._funcs[position] is not func:
-            raise Unrepeated
-        self._position = position + 1
-        if position in self._template.drawing:
-            self._random_states[position] = _generator(args, kwargs).get_state()
-        result = func(*args, **kwargs)
-        expected = self._outputs[position]
-        if expected is not None:
-            parts = result if isinstance(result, tuple | list) else (result,)
-            if len(parts) != len(expected) or not all(map(_has_shape, parts, expected)):
-                raise Unrepeated
-            if position in self._template.with_values:
-                self._with_values[position] = tuple(map(_without_values, parts))
-            if position in self._template.swapped_bytes:
-                # Aliases, as in a `Recorder`.
-                self._offloaded_outputs[position] = tuple(
-                    part.detach() for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point()
-                )
-                self._on_output(self._template.swapped_bytes[position])
-        return result
 
 
 class Replayer(OperatorMode):
@@ -427,7 +305,7 @@ class Replayer(OperatorMode):
             raise _not_repeated(self._position, "the end", self._tape.funcs[self._position])
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if func is _DETACH:
+        if func is DETACH:
             return func(*args)
         position, tape = self._position, self._tape
         if position >= len(tape.funcs) or tape.funcs[position] is not func:
@@ -438,7 +316,7 @@ class Replayer(OperatorMode):
         if decision is Decision.EXEC:
             state = tape.random_states.get(position)
             if state is not None:
-                _generator(args, kwargs).set_state(state)
+                generator_of(args, kwargs).set_state(state)
             return func(*args, **kwargs)
         outputs = tape.outputs[position]
         assert outputs is not None
@@ -510,28 +388,13 @@ def _not_repeated(position: int, now: object, recorded: object) -> RatelError:
     )
 
 
-def _has_only_shapes(outputs: tuple[object, ...] | None) -> bool:
+def has_only_shapes(outputs: tuple[object, ...] | None) -> bool:
     """Integers and their tensors, in contrast, are of one call alone."""
     return outputs is None or all(isinstance(output, OutputShape) for output in outputs)
 
 
-def _has_shape(part: object, expected: object) -> bool:
-    if not isinstance(expected, OutputShape):
-        return True
-    return (
-        isinstance(part, torch.Tensor)
-        and part.shape == expected.size
-        and part.dtype is expected.dtype
-        and part.stride() == expected.stride
-        and part.device == expected.device
-    )
-
-
-def _drop(_saved: torch.Tensor) -> None:
-    return None
-
-
-def _without_values(part: object) -> object:
+def without_values(part: object) -> object:
+    """A result without its numbers: an `OutputShape` for a floating-point tensor, all else as it is."""
     if isinstance(part, torch.Tensor) and part.is_floating_point():
         return OutputShape(part.size(), part.stride(), part.dtype, part.device)
     return part
@@ -540,7 +403,7 @@ def _without_values(part: object) -> object:
 def _random_state(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
     if torch.Tag.nondeterministic_seeded not in func.tags or _dropout(func, args, kwargs) == 0.0:
         return None
-    return _generator(args, kwargs).get_state()
+    return generator_of(args, kwargs).get_state()
 
 
 def _dropout(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -552,7 +415,7 @@ def _dropout(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, ob
     return args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
 
 
-def _generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Generator:
+def generator_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Generator:
     """The generator that an operator draws from: the GPU's if an argument is there or the result will be there."""
     devices = [tensor.device for tensor in tensors_in((args, kwargs))]
     wanted = kwargs.get("device")
@@ -566,5 +429,6 @@ def _generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Gen
     return torch.default_generator
 
 
-def _never_unpack(_packed: None) -> torch.Tensor:
+def never_unpack(_packed: None) -> torch.Tensor:
+    """Autograd's hook for what was saved while a forward was recorded."""
     raise RatelError("the recorded forward's graph was used for a backward pass")
