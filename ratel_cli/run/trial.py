@@ -68,7 +68,7 @@ def tried_profile(
                 model, context.pool, device, dtype=context.config.dtype, placement=plan.placement, workload=workload
             )
             progress = _advancing(bar.advance)
-            seconds = _try(profiler, model, workload, progress)
+            seconds = _try(profiler, model, workload, 2 if inputs.data.is_packed else 1, progress)
             if seconds > _MOST_SECONDS:
                 log.notice(f"measuring a layer would take about {format_seconds(seconds)}; step 1 is recorded instead")
                 return None
@@ -131,13 +131,17 @@ def any_batch(size: int, num_tokens: int, vocab_size: int, *, num_samples: int =
 
 
 def _try(
-    profiler: BlockProfiler, model: DecoderModel, workload: Workload, progress: Callable[[Segment], None]
+    profiler: BlockProfiler,
+    model: DecoderModel,
+    workload: Workload,
+    num_samples: int,
+    progress: Callable[[Segment], None],
 ) -> float:
-    """Run every kind of block on a few tokens. Returns about how long it takes to measure a micro-batch.
+    """Run every kind of block on a few tokens of some samples. Returns about how long measuring a micro-batch takes.
 
     Some models compute with chunks of a fixed length: what a short row cannot do is tried with a whole one.
     """
-    num_tokens, num_samples = min(_TRIED_TOKENS, workload.sequence_len), 2 if model.packs else 1
+    num_tokens = min(_TRIED_TOKENS, workload.sequence_len)
     try:
         batch = any_batch(1, num_tokens, model.spec.vocab_size, num_samples=num_samples)
         _, seconds = profiler.record(batch, most_runs=2, progress=progress)

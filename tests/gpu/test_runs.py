@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from tests.e2e.runs import (
     export_hash,
     exported,
     finetune,
+    load_data,
     metrics,
     output_of,
+    recipe_of,
     run_until_killed,
     save_base,
     store_of,
@@ -28,8 +31,10 @@ from tests.e2e.runs import (
     write_config,
     write_rows,
 )
+from tests.e2e.test_other_parts import load_whole, save_whole
 from tests.e2e.test_same_weights import check_same, reference
 from tests.gpu.machine import GPU, NEEDS_GPU
+from tests.reference import train_in_memory
 from tests.simulated_gpu import is_simulated
 from tests.tiers import sample
 
@@ -114,6 +119,21 @@ def test_the_export_is_what_pytorch_trains(tmp_path: Path, base: Path, rows: Pat
     config = write_config(tmp_path, base=base, rows=rows, dtype=dtype, device=GPU_KEY)
     succeed(config)
     check_same(config, reference(config, base), dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_the_language_part_of_a_model_with_other_parts(tmp_path: Path, base: Path, rows: Path, family: str) -> None:
+    whole = save_whole(tmp_path / "whole", base, family, torch.bfloat16)
+    config = write_config(tmp_path, base=tmp_path / "whole", rows=rows, sample_packing=False, **BFLOAT16)
+    succeed(config)
+    loaded, _ = load_whole(output_of(config), dtype=torch.bfloat16)
+    data, recipe = load_data(config), replace(recipe_of(config), model_class=type(whole), device=GPU.type)
+    batches = [data.step(step) for step in range(len(metrics(config)))]
+    trained = train_in_memory(whole.config, dict(whole.named_parameters()), batches, recipe)
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    found = dict(loaded.named_parameters())
+    assert all(torch.equal(found[name], values.cpu().bfloat16()) for name, values in trained.weights.items())
 
 
 @pytest.mark.nightly
