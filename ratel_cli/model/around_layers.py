@@ -91,8 +91,9 @@ def _of_owner(layer_runner: LayerRunner, rows: torch.Tensor, stand_ins: StandIns
         embedded = layer_runner.embed(rows, positions)
         hidden = stand_ins.random(embedded.hidden.shape)
         finished = layer_runner.finish(hidden, rows, positions)
-    logits = [layer_runner.logits(finished, row.unsqueeze(0)) for row in last_hidden_state(finished)]
-    return hidden, _flat(layer_runner, embedded, torch.cat(logits))
+    # All rows at once, as the model does: for each row alone, a matrix product may round differently.
+    logits = layer_runner.logits(finished, last_hidden_state(finished))
+    return hidden, _flat(layer_runner, embedded, logits)
 
 
 def _flat(layer_runner: LayerRunner, embedded: Embedded, logits: torch.Tensor) -> list[object]:

@@ -197,9 +197,9 @@ class LayerRunner:
         return self._run_owner(input_ids, position_ids, injected=hidden)[1]
 
     def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own head on `hidden` `[1, tokens, hidden_size]`, a part of `finished`'s hidden states.
+        """The model's own head on `hidden` `[rows, tokens, hidden_size]`, a part of `finished`'s hidden states.
 
-        Returns `[1, tokens, vocabulary]`.
+        Returns `[rows, tokens, vocabulary]`.
         """
         output = _with_last_hidden_state(finished, hidden)
         with _instance_forward(self._owner, lambda *arguments, **keywords: output):

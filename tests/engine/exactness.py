@@ -68,13 +68,21 @@ def reference(
 ) -> Trained:
     """What the oracle makes of the initial weights. Tests that ask for the same training share its result."""
     recipe = replace(recipe, device=device)
-    key = (config.to_json_string(), recipe, tuple(_content(batch) for batches in steps for batch in (*batches, None)))
+    contents = tuple(_content(batch) for batches in steps for batch in (*batches, None))
+    key = (config.to_json_string(), recipe, _kernels_of_attention(), contents)
     if key not in _TRAINED:
         _TRAINED[key] = train_in_memory(config, initial_weights(config), steps, recipe)
     return _TRAINED[key]
 
 
 _TRAINED: dict[object, Trained] = {}
+
+
+def _kernels_of_attention() -> tuple[bool, ...]:
+    """Which ones torch may choose from."""
+    cuda = torch.backends.cuda
+    enabled = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled
+    return tuple(each() for each in enabled)
 
 
 def _content(batch: MicroBatch | None) -> object:

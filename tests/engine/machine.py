@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -75,7 +76,8 @@ _WEIGHTS: dict[str, dict[str, torch.Tensor]] = {}
 
 def _draw_weights(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
+    own = copy.deepcopy(config)  # the model notes its dtype in it
+    model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=attention_of(config))
     return {
         name: (parameter + 0.02 * torch.randn_like(parameter)).detach() for name, parameter in model.named_parameters()
     }

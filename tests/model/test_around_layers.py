@@ -47,6 +47,18 @@ def test_other_tokens_than_the_models_are_refused() -> None:
         find_blocks(skeleton_of("cpmant"), name="tiny")
 
 
+def test_products_that_round_by_their_number_of_rows_refuse_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for a few rows and for many add in another order: wide models of bf16 did so on a processor with AMX."""
+
+    def forward(linear: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+        num_rows = inputs.shape[:-1].numel()
+        return nn.functional.linear(inputs, linear.weight, linear.bias) * (1 + num_rows / 64)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    model = find_blocks(skeleton_of("llama"), name="tiny")
+    assert (model.packs, model.looks_ahead, model.row_multiple) == (True, False, 1)
+
+
 class Pair(nn.Module):
     """A layer that returns its hidden states and something else, and may use what the layer below returned."""
 
