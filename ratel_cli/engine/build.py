@@ -51,6 +51,8 @@ class EngineSettings:
     """Tokens whose logits are computed at once; None: as many as have 64 MiB of logits."""
     micro_batch_tokens: int | None = None
     """The most tokens of a micro-batch, for which the plan has memory; None if it is not known."""
+    spare_bytes: int = 0
+    """Host memory that the plan leaves: where the CPU computes, idle buffers may stay in it until the next step."""
 
 
 @contextmanager
@@ -155,6 +157,7 @@ class EngineParts(Closing):
             seed=settings.seed,
             device=device,
             chunk_tokens=settings.chunk_tokens,
+            spare_bytes=settings.spare_bytes,
             check_stop=self._check_stop,
         )
 

@@ -82,6 +82,7 @@ class StepEngine(Closing):
         device: Device,
         most_rows: int | None,
         chunk_tokens: int | None,
+        spare_bytes: int,
         check_stop: Callable[[], None],
     ) -> None:
         """`swapped`: by block, the keys of the operators whose outputs are offloaded. `most_rows`: a GPU gets rows
@@ -99,6 +100,7 @@ class StepEngine(Closing):
         self._gradient_sums = gradient_sums
         self._sums = sums
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
+        self._spare_bytes = spare_bytes
         self._check_stop = check_stop
         self._templates: dict[int, tuple[object, Template | None]] = {}
         """By layer: the signature of its last recorded unit's arguments, and what others like it repeat, if they do."""
@@ -482,9 +484,9 @@ class StepEngine(Closing):
         return self._device.computing(SpanLabel.of(stage, segment, stage))
 
     def _trim(self) -> None:
-        """Give free buffers back that no other phase can use.
+        """Give free buffers back that no other phase can use, but for what the plan leaves of host memory.
 
         Not those registered with a GPU: making them again costs as much as filling them.
         """
         if self._device.is_host:
-            self._pool.trim()
+            self._pool.trim(keep_bytes=self._spare_bytes)

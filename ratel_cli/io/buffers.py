@@ -207,10 +207,11 @@ class BufferPool(Closing):
                 self.leased_bytes -= size_bytes
             raise
 
-    def trim(self) -> None:
-        """Give idle buffers back to the system. For the end of a phase whose buffer sizes do not come back."""
+    def trim(self, *, keep_bytes: int = 0) -> None:
+        """Give idle buffers back to the system, but for `keep_bytes`: at the end of a phase whose buffers serve no
+        other one before long."""
         with self._lock:
-            self._drop_idle(self._idle_bytes)
+            self._drop_idle(self._idle_bytes - keep_bytes)
 
     def close(self) -> None:
         """Give idle buffers back to the system. Leased buffers follow as they are released. Idempotent."""

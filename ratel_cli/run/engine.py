@@ -48,6 +48,7 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
         activation_scratch_bytes=plan.offloaded.written_bytes,
         chunk_tokens=plan.workload.chunk_tokens,
         micro_batch_tokens=plan.workload.micro_batch_tokens,
+        spare_bytes=max(0, plan.decisions.host_limit_bytes - plan.memory.total),
     )
 
 

@@ -245,6 +245,7 @@ def machine(
     chunk_elements: int | None = None,
     activation_bytes: int = 1 << 26,
     micro_batch_tokens: int | None = None,
+    spare_bytes: int = 0,
     devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
     pin: PinMemory | None = None,
 ) -> Iterator[Machine]:
@@ -273,6 +274,7 @@ def machine(
         activation_scratch_bytes=activation_bytes if placement.spilled_units else 0,
         chunk_tokens=recipe.chunk_tokens,
         micro_batch_tokens=micro_batch_tokens,
+        spare_bytes=spare_bytes,
     )
     with ExitStack() as resources:
         queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))

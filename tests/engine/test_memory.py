@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.planning.capacity import notes_bytes
 from ratel_cli.planning.placement import Workload
 from tests.engine.architectures import tiny_config
@@ -58,3 +59,24 @@ def test_what_is_noted_of_each_unit_is_less_than_a_plan_counts(tmp_path: Path, a
         planned.append(notes_bytes(ratel.model.spec.segments, workload))
     assert 0.1 < (peaks[1] - peaks[0]) / (planned[1] - planned[0]) < 1
     assert peaks[2] - peaks[1] < 4 * 100 * 1024 * ratel.model.spec.num_layers
+
+
+@pytest.mark.parametrize(("spare_bytes", "makes_any"), [(0, True), (1 << 30, False)])
+def test_buffers_stay_for_the_next_step_in_memory_that_the_plan_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_bytes: int, makes_any: bool
+) -> None:
+    config, recipe, made = tiny_config("llama"), Recipe(), list[int]()
+    make = BufferPool._made
+
+    def noting(pool: BufferPool, size_bytes: int, purpose: str, pin: PinMemory | None) -> object:
+        made.append(size_bytes)
+        return make(pool, size_bytes, purpose, pin)
+
+    monkeypatch.setattr(BufferPool, "_made", noting)
+    weights, steps = initial_weights(config), random_steps(3, 2)
+    with machine(tmp_path, config, recipe, weights=weights, spare_bytes=spare_bytes) as ratel:
+        ratel.train(steps[:2], recipe)
+        made.clear()
+        ratel.engine.run(steps[2], step=2, update=3, learning_rate=0.0)
+        ratel.engine.settle()
+    assert any(made) == makes_any

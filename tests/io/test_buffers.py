@@ -162,6 +162,21 @@ def test_idle_buffers_have_a_limit_of_their_own_that_leases_may_pass(limit_bytes
                 assert pool.peak_bytes == pool.leased_bytes == 11 * PAGE_BYTES
 
 
+def test_trim_keeps_what_it_is_asked_to_and_what_was_returned_last() -> None:
+    with BufferPool(None) as pool:
+        first, second = (pool.lease(number * PAGE_BYTES, "test") for number in (2, 3))
+        address = address_of(first.memory)
+        first.release()
+        second.release()
+        pool.trim(keep_bytes=5 * PAGE_BYTES)
+        pool.lease(2 * PAGE_BYTES, "test").release()
+        assert pool.peak_bytes == 5 * PAGE_BYTES, "both were there"
+        pool.trim(keep_bytes=4 * PAGE_BYTES)  # the one of 3 has been idle for longer
+        with pool.lease(3 * PAGE_BYTES, "test"), pool.lease(2 * PAGE_BYTES, "test") as again:
+            assert address_of(again.memory) == address
+        assert pool.peak_bytes == 5 * PAGE_BYTES
+
+
 def test_trim_and_close_give_memory_back() -> None:
     pool = BufferPool(None)
     leases = [pool.lease(8 * MIB, "test") for _ in range(2)]
