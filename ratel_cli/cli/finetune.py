@@ -15,25 +15,25 @@ from ratel_cli.run.first_checks import check_can_train, check_first
 from ratel_cli.run.origin import check_origin, find_origin
 from ratel_cli.run.output import finish_export
 from ratel_cli.run.run_directory import read_config
+from ratel_cli.run.start import GoBack, Start
 
 
 def run(
     path: Path,
     overrides: Sequence[str],
-    resume: str,
+    start: Start,
     *,
     dry_run: bool,
     overwrite: bool,
-    overwrite_store: bool,
     origin: str | None,
     fresh_optimizer: bool,
 ) -> None:
     """Run the config in `path`, from the step of another run if `origin` names one. Raises RatelError."""
     check_option("--fresh-optimizer", fresh_optimizer, only_with="--from RUN", is_met=origin is not None)
-    check_option("--overwrite-store", overwrite_store, only_with="--resume no", is_met=resume == "no")
-    if origin is not None and resume not in ("auto", "no"):
+    if origin is not None and isinstance(start, GoBack):
         raise BadInput(
-            f"arguments '--from' and '--resume {resume}': a run that starts from another one has no step to go back to",
+            f"arguments '--from' and '--resume {start.step}': a run that starts from another one has no step to go "
+            "back to",
             "name the other run's step with --from RUN@STEP",
         )
     log = RunLog()
@@ -42,19 +42,11 @@ def run(
     errors = ErrorList()
     check_first(config, errors, has_origin=origin is not None, overwrite=overwrite)
     errors.raise_all()
-    start = None if origin is None else find_origin(origin, log, fresh_optimizer=fresh_optimizer)
-    if start is not None:
-        check_origin(config, start)
+    found = None if origin is None else find_origin(origin, log, fresh_optimizer=fresh_optimizer)
+    if found is not None:
+        check_origin(config, found)
     if not dry_run:
         finish_export(config.output_dir, log, option="output_dir")
     from ratel_cli.run.finetune import run_finetune
 
-    run_finetune(
-        config,
-        log,
-        resume=resume,
-        dry_run=dry_run,
-        overwrite=overwrite,
-        overwrite_store=overwrite_store,
-        origin=start,
-    )
+    run_finetune(config, log, start=start, dry_run=dry_run, overwrite=overwrite, origin=found)

@@ -10,10 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ratel_cli.cli.arguments import A_RUN, ConfigPath, Overrides, Overwrite, ReplaceFile
-from ratel_cli.errors import BadInput
-
-_MAX_STEP_DIGITS = 18
+from ratel_cli.cli.arguments import A_RUN, ConfigPath, Overrides, Overwrite, ReplaceFile, check_option
+from ratel_cli.run.start import start_of
 
 commands = typer.Typer()
 
@@ -54,16 +52,16 @@ def finetune(
         bool, typer.Option("--fresh-optimizer", help="With --from: take the weights only, and begin at step 0.")
     ] = False,
 ) -> None:
-    _check_resume(resume)
+    check_option("--overwrite-store", overwrite_store, only_with="--resume no", is_met=resume == "no")
+    start = start_of(resume, overwrite_store=overwrite_store)
     from ratel_cli.cli import finetune as command
 
     command.run(
         config,
         overrides or [],
-        resume,
+        start,
         dry_run=dry_run,
         overwrite=overwrite,
-        overwrite_store=overwrite_store,
         origin=origin,
         fresh_optimizer=fresh_optimizer,
     )
@@ -172,12 +170,3 @@ def plan(
 
     questions = Questions(compare=compare, largest=largest, prices=prices)
     command.run(config, overrides or [], hardware, plot, questions, as_json=as_json, overwrite=overwrite)
-
-
-def _check_resume(resume: str) -> None:
-    if resume in ("auto", "no") or (resume.isascii() and resume.isdigit() and len(resume) <= _MAX_STEP_DIGITS):
-        return
-    raise BadInput(
-        f"argument '--resume {resume}': must be `auto`, `no` or the number of a saved step",
-        "--resume auto resumes from the last committed step, --resume no starts over",
-    )

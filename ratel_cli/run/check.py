@@ -25,6 +25,7 @@ from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList
 from ratel_cli.report.check import CheckReport, ReportedError
 from ratel_cli.run.first_checks import check_can_train, check_first
 from ratel_cli.run.run_directory import as_of_run, config_file, with_own_store
+from ratel_cli.run.start import Resume
 
 _DECIDES_ABOUT_ROWS = frozenset(
     {
@@ -92,7 +93,7 @@ def _run_dry(config: RunConfig, log: RunLog) -> None:
     check_first(config, errors)
     from ratel_cli.run.finetune import run_finetune
 
-    errors.attempt((), lambda: run_finetune(config, log, resume="auto", dry_run=True))
+    errors.attempt((), lambda: run_finetune(config, log, start=Resume(), dry_run=True))
     errors.raise_all()
 
 

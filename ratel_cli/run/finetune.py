@@ -14,9 +14,9 @@ the run's only when nothing can refuse the command any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ratel_cli.commands import command
@@ -27,7 +27,6 @@ from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export_weights import export_bytes, export_model
-from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.run import opening
@@ -48,12 +47,13 @@ from ratel_cli.run.settings import place_of, wear_limit
 from ratel_cli.run.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.split import plan_split, report_better_split, shaped_by_plan
+from ratel_cli.run.start import GoBack, Resume, Start
 from ratel_cli.run.store import as_stored, check_decay, find_store, make_store, resume_store
 from ratel_cli.run.tokenizer import tokenizer_files
 from ratel_cli.run.trackers import Trackers
 from ratel_cli.run.train import Training
 from ratel_cli.run.trial import tried_profile
-from ratel_cli.store.store import Store
+from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
 
 
@@ -61,83 +61,118 @@ def run_finetune(
     config: RunConfig,
     log: RunLog,
     *,
-    resume: str,
+    start: Start,
     dry_run: bool,
     overwrite: bool = False,
     origin: Origin | None = None,
-    overwrite_store: bool = False,
 ) -> None:
-    """Run from start to end. `resume` is `auto`, `no`, or the number of a saved step. Raises RatelError.
+    """Run from start to end. Raises RatelError.
 
     `overwrite`: files of others in the output directory are replaced if they have the names of the model's files.
     `origin`: the run whose state a new run starts from, instead of the base model's weights.
-    `overwrite_store`: with `resume` `no`, a store that another run made is replaced too.
     """
     prepare_process()
     with ExitStack() as resources:
-        is_split_planned = config.is_split_planned
-        config = as_stored(config, resume=resume, overwrite_store=overwrite_store)
-        inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)  # phase 1
-        resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
-        context = resources.enter_context(open_context(config, log, device=inputs.device))
-        identity = identity_of(config, inputs)
-        store = find_store(context, identity, resume=resume, overwrite_store=overwrite_store)
-        branch = _branch(context, inputs, store, origin)
-        first_step = branch.progress.step if branch else _first_step(context, inputs, store, resume=resume)
-        snapshot = find_snapshot(
-            context, identity, has_store=store is not None, resume=resume, overwrite_store=overwrite_store
-        )
-        if store is None and resume == "auto":
-            reject_lost_store(config)
-
-        meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
-        if config.is_split_planned or config.is_chunk_planned:
-            context, inputs = shaped_by_plan(context, inputs, hardware)
-            config = context.config
-            identity = identity_of(config, inputs)
-        planner = make_planner(context, inputs.model.spec, hardware)
-        cache = CachedProfile(config, planner.spec, hardware)
-        make_plan = partial(plan_split, planner, is_new=store is None) if is_split_planned else planner.plan
-        profile, plan = _planned(context, inputs, planner, cache.read(), make_plan, meter)
-        spaces = _spaces(context, inputs, plan, hardware)
-        rows = _opening_rows(context, inputs, plan, hardware, first_step=first_step, is_split_planned=is_split_planned)
-        log.facts([*rows, *space_rows(config, spaces, hardware)])
-        if is_split_planned and store is not None:
+        run = _find(config, log, resources, start, origin, dry_run=dry_run, overwrite=overwrite)  # phases 1 and 2
+        context, inputs, planner, hardware = run.context, run.inputs, run.planner, run.hardware
+        cache = CachedProfile(context.config, planner.spec, hardware)
+        profile, plan = _planned(run, cache.read())
+        spaces = _spaces(run, plan)
+        log.facts([*_opening_rows(run, plan), *space_rows(context.config, spaces, hardware)])
+        if run.is_split_planned and run.store is not None:
             report_better_split(planner, profile, plan, log)
-        check_wear = partial(_check_wear_limit, context, inputs, store, hardware, branch=branch, first_step=first_step)
-        _check_limits(config, plan, hardware, check_wear=check_wear, has_store=store is not None, spaces=spaces)
+        _check_limits(run, plan, spaces)
         if dry_run:
             return
 
-        claim_output(config)  # phase 3; from here on nothing is refused
+        claim_output(context.config)  # phase 3; from here on nothing is refused
         context.listen()
-        context.stop.must_resume = resume != "auto"
-        target = snapshot or make_snapshot(context, planner.spec, identity, resume=resume)
-        facts = _announce(context, facts_of(inputs, identity, first_step=first_step), is_new=store is None)
-        if store is None:
-            store = make_store(context, inputs, identity, weights=hardware.nvme.weights, resume=resume, branch=branch)
+        context.stop.must_resume = start != Resume()
+        target = run.snapshot or make_snapshot(context, planner.spec, run.identity, start)
+        facts = _announce(run)
+        if run.store is None:
+            weights = hardware.nvme.weights
+            store = make_store(context, inputs, run.identity, start, weights=weights, branch=run.branch)
         else:
-            resume_store(context, store, resume=resume)
+            store = run.store
+            resume_store(context, store, start)
 
-        save_plan = partial(
-            _save_plan,
-            context,
-            planner.spec,
-            hardware=hardware,
-            cache=cache,
-            facts=facts,
-            is_split_planned=is_split_planned,
-        )
+        save_plan = partial(_save_plan, run, cache, facts)
         save_plan(plan, profile)  # phase 4
-        snapshots = start_snapshots(context, store, target, hardware, is_new=snapshot is None)
+        snapshots = start_snapshots(context, store, target, hardware, is_new=run.snapshot is None)
         trackers = _open_trackers(context, store, resources)
         with Training(
             context, inputs, planner, store, snapshots=snapshots, trackers=trackers, save_plan=save_plan
         ) as training:
             training.run(plan, profile)
         _export(context, inputs, store, overwrite=overwrite)  # phase 5
-    if config.hub_model_id is not None:
-        upload_export(config, log)
+    if context.config.hub_model_id is not None:
+        upload_export(context.config, log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A run that is decided but for its plan. The config in its context has the split, and the chunks of the head."""
+
+    context: RunContext
+    inputs: Inputs
+    identity: StoreIdentity
+    store: Store | None
+    """None for a new run."""
+    snapshot: Store | None
+    """None if there is none yet."""
+    branch: Branch | None
+    first_step: int
+    """The run begins or resumes after this step."""
+    is_split_planned: bool
+    """Whether a plan splits the steps, now or when the run began."""
+    hardware: HardwareProfile
+    meter: LoadMeter
+    """Of other work on the machine since measuring began."""
+    planner: Planner
+
+
+def _find(
+    config: RunConfig,
+    log: RunLog,
+    resources: ExitStack,
+    start: Start,
+    origin: Origin | None,
+    *,
+    dry_run: bool,
+    overwrite: bool,
+) -> _Run:
+    """Read the inputs, open the store and its snapshot, if they exist, and measure the machine; choose what the config
+    leaves to the plan, once and for all steps."""
+    as_written, config = config, as_stored(config, start)
+    inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)
+    resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
+    context = resources.enter_context(open_context(config, log, device=inputs.device))
+    identity = identity_of(config, inputs)
+    store = find_store(context, identity, start)
+    branch = _branch(context, inputs, store, origin)
+    first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
+    snapshot = find_snapshot(context, identity, start, has_store=store is not None)
+    if store is None and start == Resume():
+        reject_lost_store(config)
+
+    meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
+    if config.is_split_planned or config.is_chunk_planned:
+        context, inputs = shaped_by_plan(context, inputs, hardware)
+        identity = identity_of(context.config, inputs)
+    return _Run(
+        context=context,
+        inputs=inputs,
+        identity=identity,
+        store=store,
+        snapshot=snapshot,
+        branch=branch,
+        first_step=first_step,
+        is_split_planned=as_written.is_split_planned,
+        hardware=hardware,
+        meter=meter,
+        planner=make_planner(context, inputs.model.spec, hardware),
+    )
 
 
 def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: bool) -> None:
@@ -164,30 +199,25 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
     log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
 
 
-def _planned(
-    context: RunContext,
-    inputs: Inputs,
-    planner: Planner,
-    cached: ModelProfile | None,
-    make_plan: Callable[[ModelProfile], Plan],
-    meter: LoadMeter,
-) -> tuple[ModelProfile, Plan]:
-    """The profile and the plan of the first step. A model that no run has recorded is tried and measured. `meter`: of
-    other work since measuring began, which is reported."""
-    profile = cached or estimated_profile(planner, inputs.model)
+def _planned(run: _Run, cached: ModelProfile | None) -> tuple[ModelProfile, Plan]:
+    """The profile and the plan of the first step. A model that no run has recorded is tried and measured."""
+    context, planner = run.context, run.planner
+    make_plan = partial(plan_split, planner, is_new=run.store is None) if run.is_split_planned else planner.plan
+    profile = cached or estimated_profile(planner, run.inputs.model)
     plan = make_plan(profile)
     if cached is None:
-        measured = tried_profile(context, inputs, planner, plan, profile)
+        measured = tried_profile(context, run.inputs, planner, plan, profile)
         if measured is not None:
             profile, plan = measured, make_plan(measured)
-    report_other_load(meter, context.log)
+    report_other_load(run.meter, context.log)
     return profile, plan
 
 
-def _announce(context: RunContext, facts: RunFacts, *, is_new: bool) -> RunFacts:
+def _announce(run: _Run) -> RunFacts:
     """The facts. Those of a new run are written before its import, which may take long, so that `status` shows it."""
-    if is_new:
-        write_run_files(context.config, {FACTS_NAME: facts.to_json()}, log=context.log)
+    facts = facts_of(run.inputs, run.identity, first_step=run.first_step)
+    if run.store is None:
+        write_run_files(run.context.config, {FACTS_NAME: facts.to_json()}, log=run.context.log)
     return facts
 
 
@@ -206,25 +236,15 @@ def _open_trackers(context: RunContext, store: Store, resources: ExitStack) -> T
     )
 
 
-def _save_plan(
-    context: RunContext,
-    spec: ModelSpec,
-    plan: Plan,
-    profile: ModelProfile,
-    *,
-    hardware: HardwareProfile,
-    cache: CachedProfile,
-    facts: RunFacts,
-    is_split_planned: bool,
-) -> None:
+def _save_plan(run: _Run, cache: CachedProfile, facts: RunFacts, plan: Plan, profile: ModelProfile) -> None:
     """Write the files in `run/` that the plan, and the profile that it was made from, belong to."""
     contents = {
         FACTS_NAME: facts.to_json(),
-        HARDWARE_NAME: hardware.to_json(),
-        MODEL_NAME: cache.content(spec, profile),
-        PLAN_NAME: {**plan.to_json(), "is_split_planned": is_split_planned},
+        HARDWARE_NAME: run.hardware.to_json(),
+        MODEL_NAME: cache.content(run.planner.spec, profile),
+        PLAN_NAME: {**plan.to_json(), "is_split_planned": run.is_split_planned},
     }
-    write_run_files(context.config, contents, log=context.log)
+    write_run_files(run.context.config, contents, log=run.context.log)
 
 
 def _branch(context: RunContext, inputs: Inputs, store: Store | None, origin: Origin | None) -> Branch | None:
@@ -237,12 +257,12 @@ def _branch(context: RunContext, inputs: Inputs, store: Store | None, origin: Or
     return open_branch(context, inputs, origin)
 
 
-def _first_step(context: RunContext, inputs: Inputs, store: Store | None, *, resume: str) -> int:
+def _first_step(context: RunContext, inputs: Inputs, store: Store | None, start: Start) -> int:
     """The step that the run begins or resumes after. Reports another length than before. Raises BadInput."""
     if store is None:
         return 0
     check_decay(context.config, inputs.model.spec)
-    step = store.progress.step if resume == "auto" else int(resume)
+    step = start.step if isinstance(start, GoBack) else store.progress.step
     notice = check_length(
         context.config,
         first_step=step,
@@ -254,96 +274,70 @@ def _first_step(context: RunContext, inputs: Inputs, store: Store | None, *, res
     return step
 
 
-def _spaces(context: RunContext, inputs: Inputs, plan: Plan, hardware: HardwareProfile) -> tuple[Space, ...]:
-    config, spec = context.config, inputs.model.spec
+def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
     return spaces_of(
-        config,
-        spec,
+        run.context.config,
+        run.inputs.model.spec,
         nvme_bytes=plan.nvme_bytes,
-        export_bytes=export_bytes(inputs.layout, inputs.base_dir),
-        weights=hardware.nvme.weights,
+        export_bytes=export_bytes(run.inputs.layout, run.inputs.base_dir),
+        weights=run.hardware.nvme.weights,
     )
 
 
-def _opening_rows(
-    context: RunContext,
-    inputs: Inputs,
-    plan: Plan,
-    hardware: HardwareProfile,
-    *,
-    first_step: int,
-    is_split_planned: bool,
-) -> list[tuple[str, str]]:
-    config, data = context.config, inputs.data
+def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
+    config, data = run.context.config, run.inputs.data
     return opening(
-        inputs.model.spec,
+        run.inputs.model.spec,
         plan,
-        hardware,
+        run.hardware,
         dtype=config.dtype,
         samples=data.num_samples,
         data_tokens=data.num_tokens,
         loss_share=data.loss_share,
-        num_steps=inputs.num_steps,
-        first_step=first_step,
-        engine=context.queue.engine,
+        num_steps=run.inputs.num_steps,
+        first_step=run.first_step,
+        engine=run.context.queue.engine,
         paths=config.storage.paths,
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config),
-        is_split_planned=is_split_planned,
+        is_split_planned=run.is_split_planned,
         computed_tokens=None if data.is_packed else round(data.num_computed_tokens / data.steps_per_epoch),
         endurance_tb=config.storage.endurance_tb,
     )
 
 
-def _check_wear_limit(
-    context: RunContext,
-    inputs: Inputs,
-    store: Store | None,
-    hardware: HardwareProfile,
-    *,
-    branch: Branch | None,
-    first_step: int,
-) -> None:
-    """Warn if `storage.max_tb_written` will end the run, which goes on after `first_step`, too early.
-
-    Raises EnvironmentFailure if it allows no step at all.
-    """
-    record = None if store is None else read_origin(context.config)
+def _check_wear_limit(run: _Run) -> None:
+    """Warn if `storage.max_tb_written` will end the run too early. Raises EnvironmentFailure if it allows no step at
+    all."""
+    config, first_step, num_steps = run.context.config, run.first_step, run.inputs.num_steps
+    record = None if run.store is None else read_origin(config)
     limit = wear_limit(
-        context.config,
-        inputs.model.spec.stored_blocks,
-        weights=hardware.nvme.weights,
-        first_step=branch.progress.step if branch else record.first_step if record else 0,
+        config,
+        run.inputs.model.spec.stored_blocks,
+        weights=run.hardware.nvme.weights,
+        first_step=run.branch.progress.step if run.branch else record.first_step if record else 0,
     )
-    if limit is None or first_step >= inputs.num_steps:
+    if limit is None or first_step >= num_steps:
         return
-    if store is not None:
-        limit = replace(limit, store_bytes=store.made_bytes, slot_bytes=store.slot_bytes)
-    warning = limit.warning(inputs.num_steps, done=first_step)
+    if run.store is not None:
+        limit = replace(limit, store_bytes=run.store.made_bytes, slot_bytes=run.store.slot_bytes)
+    warning = limit.warning(num_steps, done=first_step)
     if warning is not None and limit.last_step <= first_step:
         raise EnvironmentFailure(warning, "increase storage.max_tb_written")
     if warning is not None:
-        context.log.warn(warning)
+        run.context.log.warn(warning)
 
 
-def _check_limits(
-    config: RunConfig,
-    plan: Plan,
-    hardware: HardwareProfile,
-    *,
-    check_wear: Callable[[], None],
-    has_store: bool,
-    spaces: Sequence[Space],
-) -> None:
+def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
     """Raise EnvironmentFailure unless wear, snapshot and export are within their limits, and, together, store and
     scratch files of a new run.
 
     Each directory is checked again when its file is made.
     """
-    errors = ErrorList()
-    errors.attempt(("storage", "max_tb_written"), check_wear)
-    if not has_store:
-        errors.attempt(("storage", "paths"), lambda: check_store_space(config, plan.nvme_bytes, hardware))
+    config, errors = run.context.config, ErrorList()
+    errors.attempt(("storage", "max_tb_written"), lambda: _check_wear_limit(run))
+    if run.store is None:
+        errors.attempt(("storage", "paths"), lambda: check_store_space(config, plan.nvme_bytes, run.hardware))
     for space in spaces:
         errors.attempt(space.key, space.check)
     errors.raise_all()

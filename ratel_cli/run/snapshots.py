@@ -21,6 +21,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.output import is_of_other_run, missing_store
 from ratel_cli.run.run_directory import recorded_config
 from ratel_cli.run.space import SNAPSHOT_SLOTS, Space
+from ratel_cli.run.start import Start, StartOver
 from ratel_cli.run.store import describe_store, prepare_store, reject_replacing
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
@@ -33,9 +34,7 @@ _SHARE = 0.25
 """The share of the drives' read rate that a copy may take from training."""
 
 
-def find_snapshot(
-    context: RunContext, identity: StoreIdentity, *, has_store: bool, resume: str, overwrite_store: bool = False
-) -> Store | None:
+def find_snapshot(context: RunContext, identity: StoreIdentity, start: Start, *, has_store: bool) -> Store | None:
     """The snapshot that the run has made so far; None if there is none, or none is wanted, or the run starts over."""
     config = context.config
     wanted = config.storage.snapshot
@@ -47,10 +46,10 @@ def find_snapshot(
             "losing it would lose both the store and the snapshot",
             "set storage.snapshot.path to a directory on another device",
         )
-    _reject_other_run(config, wanted.path, overwrite_store=overwrite_store)
-    if resume == "no" and not overwrite_store:
+    _reject_other_run(config, wanted.path, start)
+    if start == StartOver(replaces_others=False):
         reject_replacing(config, [wanted.path], identity)
-    if resume == "no" or not Store.exists([wanted.path]):
+    if isinstance(start, StartOver) or not Store.exists([wanted.path]):
         return None
     if not has_store:
         raise BadInput(
@@ -71,7 +70,7 @@ def space_rows(config: RunConfig, spaces: Sequence[Space], hardware: HardwarePro
     return list(words.items())
 
 
-def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity, *, resume: str) -> Store | None:
+def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity, start: Start) -> Store | None:
     """A new, empty snapshot for the model's blocks; None if none is wanted."""
     wanted = context.config.storage.snapshot
     if wanted is None:
@@ -83,7 +82,7 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
             [wanted.path],
             geometry,
             identity=identity,
-            overwrite=resume == "no",
+            overwrite=isinstance(start, StartOver),
             queue=context.open_queue(),
             what="snapshot",
         )
@@ -115,8 +114,8 @@ def start_snapshots(
     )
 
 
-def _reject_other_run(config: RunConfig, path: Path, *, overwrite_store: bool) -> None:
-    """Raise BadInput if there is a snapshot of another run, or its store, which no `overwrite_store` replaces.
+def _reject_other_run(config: RunConfig, path: Path, start: Start) -> None:
+    """Raise BadInput if there is a snapshot of another run, or its store, which `start` does not replace.
 
     Without a record, the store's identity decides.
     """
@@ -129,7 +128,7 @@ def _reject_other_run(config: RunConfig, path: Path, *, overwrite_store: bool) -
             f"storage.snapshot.path: {path} holds {describe_store(config, [path])}, which the snapshot would replace",
             "set storage.snapshot.path to a directory that only this run uses",
         )
-    if overwrite_store:
+    if start == StartOver(replaces_others=True):
         return
     raise BadInput(
         f"storage.snapshot.path: {path} holds {describe_store(config, [path], what='snapshot')}",

@@ -38,6 +38,7 @@ from ratel_cli.run.settings import (
     place_of,
     settings_hash,
 )
+from ratel_cli.run.start import GoBack, Start, StartOver
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_step
@@ -46,30 +47,27 @@ from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
 
 
-def as_stored(config: RunConfig, *, resume: str, overwrite_store: bool) -> RunConfig:
+def as_stored(config: RunConfig, start: Start) -> RunConfig:
     """The config with what the store of its run decides, unless the run starts over.
 
-    Raises BadInput if the store belongs to another run. With `resume` `no` and `overwrite_store` it will be replaced.
+    Raises BadInput if the store belongs to another run, and `start` does not replace it.
     """
-    if resume != "no" or not overwrite_store:
+    if start != StartOver(replaces_others=True):
         _reject_store_of_other_run(config)
-    return config if resume == "no" else as_recorded(config)
+    return config if isinstance(start, StartOver) else as_recorded(config)
 
 
-def find_store(
-    context: RunContext, identity: StoreIdentity, *, resume: str, overwrite_store: bool = False
-) -> Store | None:
-    """The store of the run that resumes, which the context closes; None if there is none, or `resume` is `no`.
+def find_store(context: RunContext, identity: StoreIdentity, start: Start) -> Store | None:
+    """The store of the run that resumes, which the context closes; None if there is none, or the run starts over.
 
-    Raises BadInput if the store belongs to another run, or does not fit the config. With `resume` `no` and
-    `overwrite_store` a store of another run will be replaced.
+    Raises BadInput if the store belongs to another run, and `start` does not replace it; or does not fit the config.
     """
     config = context.config
     paths = config.storage.paths
-    if resume == "no" and not overwrite_store:
+    if start == StartOver(replaces_others=False):
         reject_replacing(config, paths, identity)
         _reject_replacing_result(config)
-    if resume != "no" and Store.exists(paths):
+    if not isinstance(start, StartOver) and Store.exists(paths):
         if deleted_store(config) is not None:
             raise no_store(config)  # deleting it was interrupted
         try:
@@ -79,10 +77,10 @@ def find_store(
             if explained is None:
                 raise
             raise explained from error
-        _check_fits(store, config, resume)
+        _check_fits(store, config, start)
         return store
-    if resume not in ("auto", "no"):
-        raise BadInput(f"there is no saved step {resume}: {missing_store(config)}")
+    if isinstance(start, GoBack):
+        raise BadInput(f"there is no saved step {start.step}: {missing_store(config)}")
     return None
 
 
@@ -202,7 +200,7 @@ def _for_a_new_run(config: RunConfig, changed: Sequence[str] = ()) -> str:
     return f"for a new run, set another output_dir (--from {config.output_dir} begins it with this run's state)"
 
 
-def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
+def _check_fits(store: Store, config: RunConfig, start: Start) -> None:
     """Raise BadInput unless the store, as it was created, can do what the config asks for now."""
     wanted = num_slots(config)
     if store.in_place != (wanted == 1):
@@ -219,23 +217,23 @@ def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
             "lower save_total_limit or storage.keep_generations, or remove save_steps or storage.snapshot; "
             "or start over with --resume no",
         )
-    if resume != "auto" and int(resume) not in store.pinned_steps:
+    if isinstance(start, GoBack) and start.step not in store.pinned_steps:
         saved = ", ".join(map(str, store.pinned_steps)) or "none"
-        raise BadInput(f"--resume {resume}: that step is not saved; saved steps: {saved}")
+        raise BadInput(f"--resume {start.step}: that step is not saved; saved steps: {saved}")
 
 
-def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
-    """Make the generation that `resume` names the current one, and check every byte of it.
+def resume_store(context: RunContext, store: Store, start: Start) -> None:
+    """Make the generation that the run begins with the current one, and check every byte of it.
 
     A crash can damage the newest generation if a drive reports a flush that it did not do. The one before it may be
     whole then. Raises IntegrityFailure if no generation can be used.
     """
     with context.bar("verifying the store", store.generation_bytes) as advance:
-        if resume == "auto":
-            store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
+        if isinstance(start, GoBack):
+            store.pinned(start.step).check_all(context.pool, progress=advance)
+            store.rewind(start.step)
         else:
-            store.pinned(int(resume)).check_all(context.pool, progress=advance)
-            store.rewind(int(resume))
+            store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
     context.pool.trim()
     hand_over(context.config.storage.paths, own_output(context.config))
     forget_deleted_store(context.config)
@@ -247,9 +245,9 @@ def make_store(
     context: RunContext,
     inputs: Inputs,
     identity: StoreIdentity,
+    start: Start,
     *,
     weights: tuple[int, ...],
-    resume: str,
     branch: Branch | None,
 ) -> Store:
     """A new store, which the context closes. Its first generation is the `branch`, or the base model's weights.
@@ -259,7 +257,7 @@ def make_store(
     spec = inputs.model.spec
     geometry = new_geometry(context.config, spec.stored_blocks, shares=weights)
     paths = context.config.storage.paths
-    store = prepare_store(context, paths, geometry, identity=identity, overwrite=resume == "no")
+    store = prepare_store(context, paths, geometry, identity=identity, overwrite=isinstance(start, StartOver))
     forget_deleted_store(context.config)
     write_origin(context.config, None if branch is None else branch.record)
     if branch is not None:

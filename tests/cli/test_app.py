@@ -23,6 +23,7 @@ from ratel_cli.errors import (
     Interrupted,
     RatelError,
 )
+from ratel_cli.run.start import GoBack, Resume, Start, StartOver
 
 Run = Callable[..., None]
 Install = Callable[[Run], None]
@@ -49,19 +50,21 @@ def raising(error: BaseException) -> Run:
 
 
 def test_arguments_arrive_as_they_were_written(install: Install) -> None:
-    calls: list[tuple[Path, list[str], str, set[str]]] = []
+    calls: list[tuple[Path, list[str], Start, set[str]]] = []
     install(
-        lambda path, overrides, resume, **flags: calls.append(
-            (path, overrides, resume, {name for name, is_set in flags.items() if is_set})
+        lambda path, overrides, start, **flags: calls.append(
+            (path, overrides, start, {name for name, is_set in flags.items() if is_set})
         )
     )
     assert main(["finetune", "a.yaml"]) == 0
     assert main(["finetune", "a.yaml", "x=y=z", "limits.host_memory=2GiB", "--resume", "12", "--dry-run"]) == 0
     assert main(["finetune", "--resume=no", "--overwrite", "a.yaml", "k="]) == 0
+    assert main(["finetune", "a.yaml", "--resume=no", "--overwrite-store"]) == 0
     assert calls == [
-        (Path("a.yaml"), [], "auto", set()),
-        (Path("a.yaml"), ["x=y=z", "limits.host_memory=2GiB"], "12", {"dry_run"}),
-        (Path("a.yaml"), ["k="], "no", {"overwrite"}),
+        (Path("a.yaml"), [], Resume(), set()),
+        (Path("a.yaml"), ["x=y=z", "limits.host_memory=2GiB"], GoBack(12), {"dry_run"}),
+        (Path("a.yaml"), ["k="], StartOver(), {"overwrite"}),
+        (Path("a.yaml"), [], StartOver(replaces_others=True), set()),
     ]
 
 
