@@ -24,7 +24,7 @@ import torch
 from ratel_cli.engine.device.device import Device
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import bytes_ahead
+from ratel_cli.planning.placement import bytes_ahead, num_looked_up
 from ratel_cli.schedule.blocks import BlockSpec, with_rows
 from ratel_cli.schedule.segments import Segment
 
@@ -32,13 +32,13 @@ from ratel_cli.schedule.segments import Segment
 class EmbeddingRows:
     """The rows of one step or of one evaluation."""
 
-    def __init__(self, block: BlockSpec, tokens: DistinctTokens, *, num_tokens: int, most_rows: int) -> None:
-        """`block`: that of the embedding. `num_tokens`: as many as the step has, not all of them distinct.
-        `most_rows`: the most that any step has."""
+    def __init__(self, block: BlockSpec, tokens: DistinctTokens, *, num_rows: int, most_rows: int) -> None:
+        """`block`: that of the embedding. `num_rows`: one for each token of the step, not all of them distinct, and
+        each substitute. `most_rows`: the most that any step has."""
         self.block = block
         self.tokens = tokens
         self._shape = block.parameters[0].shape
-        self.packed = with_rows(block, num_tokens)
+        self.packed = with_rows(block, num_rows)
         self.largest = with_rows(block, min(most_rows, self._shape[0]))
         """The packed block of a step with `most_rows` tokens."""
 
@@ -51,11 +51,11 @@ class EmbeddingRows:
         None if the whole matrix is used: in host memory, where the plan says so (`most_rows` is that of the placement),
         by code that reads more than rows, or for as many tokens as there are rows.
         """
-        num_tokens = sum(ids.numel() for ids in input_ids)
-        if device.is_host or most_rows is None or num_tokens > most_rows or not rows_suffice(spec, num_tokens):
+        num_rows = num_looked_up(spec, sum(ids.numel() for ids in input_ids))
+        if device.is_host or most_rows is None or num_rows > most_rows or not rows_suffice(spec, num_rows):
             return None
-        tokens = DistinctTokens.of(input_ids, device.torch_device)
-        return cls(spec.embedding.blocks[0], tokens, num_tokens=num_tokens, most_rows=most_rows)
+        tokens = DistinctTokens.of(input_ids, device.torch_device, substitutes=spec.substitutes)
+        return cls(spec.embedding.blocks[0], tokens, num_rows=num_rows, most_rows=most_rows)
 
     @property
     def num_elements(self) -> int:
@@ -120,9 +120,9 @@ class EmbeddingRows:
         return self._shape[1]
 
 
-def rows_suffice(spec: ModelSpec, num_tokens: int) -> bool:
-    """Whether rows are all that is used of the embedding's matrix, and fewer than all of them."""
-    return spec.looks_up_rows and num_tokens < spec.embedding.parameters[0].shape[0]
+def rows_suffice(spec: ModelSpec, num_rows: int) -> bool:
+    """Whether this many rows are all that is used of the embedding's matrix, and fewer than all of them."""
+    return spec.looks_up_rows and num_rows < spec.embedding.parameters[0].shape[0]
 
 
 def _start_behind_matrix(block: BlockSpec) -> int:

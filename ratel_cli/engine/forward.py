@@ -27,6 +27,7 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.carried import Carried, Embedded
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.row_lookup import DistinctTokens
+from ratel_cli.planning.placement import num_looked_up
 from ratel_cli.units import format_bytes
 
 
@@ -179,11 +180,12 @@ class BlockwiseForward:
 
     def _rows_of(self, input_ids: torch.Tensor) -> EmbeddingRows | None:
         """What a GPU needs of the embedding's matrix; None: all of it."""
-        spec, num_tokens, device = self._model.spec, input_ids.numel(), self._reader.device
-        if device.type == "cpu" or not rows_suffice(spec, num_tokens):
+        spec, device = self._model.spec, self._reader.device
+        num_rows = num_looked_up(spec, input_ids.numel())
+        if device.type == "cpu" or not rows_suffice(spec, num_rows):
             return None
-        tokens = DistinctTokens.of([input_ids.cpu()], device)
-        return EmbeddingRows(spec.embedding.blocks[0], tokens, num_tokens=num_tokens, most_rows=num_tokens)
+        tokens = DistinctTokens.of([input_ids.cpu()], device, substitutes=spec.substitutes)
+        return EmbeddingRows(spec.embedding.blocks[0], tokens, num_rows=num_rows, most_rows=num_rows)
 
 
 def _does_not_fit(num_bytes: int, held_bytes: int, device: torch.device) -> DoesNotFit:

@@ -57,6 +57,7 @@ class StepState:
         loss_scale: float,
         recording: StepRecording | None,
         rows: EmbeddingRows | None,
+        substitutes: Sequence[int],
         partial_sums: PartialSums,
         device: torch.device,
     ) -> None:
@@ -76,15 +77,17 @@ class StepState:
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""
         self.partial_sums = self.resources.enter_context(partial_sums)
         """The gradients of blocks that several segments bind."""
+        self._substitutes = substitutes
         self._seed = seed
         self._step = step
         self._device = device
 
     @cached_property
     def distinct_tokens(self) -> torch.Tensor:
-        """The distinct tokens of the step, sorted `[rows]`, on the compute device."""
-        tokens = DistinctTokens.of(self.input_ids, self._device) if self.rows is None else self.rows.tokens
-        return tokens.on_device
+        """The distinct tokens that the step may look up, sorted `[rows]`, on the compute device."""
+        if self.rows is not None:
+            return self.rows.tokens.on_device
+        return DistinctTokens.of(self.input_ids, self._device, substitutes=self._substitutes).on_device
 
     def seed_draws(self, block: int, micro_batch: int) -> None:
         """Seed the generators of the CPU and of the compute device for the draws of one block on one micro-batch."""

@@ -135,6 +135,7 @@ class StepEngine(Closing):
             loss_scale=loss_scale,
             recording=recording,
             rows=self._rows_of(batches),
+            substitutes=self._model.spec.substitutes,
             partial_sums=PartialSums(self._pool, self._device),
             device=self._device.torch_device,
         )

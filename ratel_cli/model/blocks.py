@@ -296,6 +296,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
             value_bytes=VALUE_BYTES[dtype],
         ),
         looks_up_rows=usage.looks_up_rows,
+        substitutes=usage.substitutes,
     )
     return DecoderModel(
         skeleton=skeleton,

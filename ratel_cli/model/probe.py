@@ -40,7 +40,9 @@ class Usage:
     after: frozenset[str]
     """What the logits depend on after the last layer. A parameter may be in both."""
     looks_up_rows: bool
-    """Whether the code before the layers reads nothing of the embedding's matrix but the rows of its tokens."""
+    """Whether the code before the layers reads nothing of the embedding's matrix but the rows of tokens."""
+    substitutes: tuple[int, ...]
+    """Tokens that this code looks up in the place of others; none if it reads more than rows."""
 
 
 def probe_usage(
@@ -57,7 +59,7 @@ def probe_usage(
     with _training(parameters.values()), _UsageWatch(names, embedding) as watch:
         layer_runner.find_layer_output(input_ids, position_ids)
         layer_runner.learn_state(input_ids, position_ids, num_positions=_POSITIONS)
-        looks_up_rows = lookup.is_possible and _looks_up_rows(layer_runner, lookup, watch, input_ids, position_ids)
+        looked_up = _looked_up(layer_runner, lookup, watch, input_ids, position_ids) if lookup.is_possible else None
         watch.before.clear()
         layer_runner.at_layer = watch.enter_layers
         embedded = layer_runner.embed(input_ids, position_ids)
@@ -67,7 +69,12 @@ def probe_usage(
         layer_runner.at_layer = None
         _reject_between_layers(layer_runner, embedded, input_ids, position_ids)
     after = _used_for(logits, parameters)
-    usage = Usage(before=frozenset(watch.before), after=after, looks_up_rows=looks_up_rows)
+    usage = Usage(
+        before=frozenset(watch.before),
+        after=after,
+        looks_up_rows=looked_up is not None,
+        substitutes=tuple(sorted(looked_up or ())),
+    )
     return usage, embedded
 
 
@@ -140,31 +147,37 @@ def _training(parameters: Collection[torch.nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _looks_up_rows(
+def _looked_up(
     layer_runner: LayerRunner,
     lookup: RowLookup,
     watch: _UsageWatch,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-) -> bool:
-    """Whether the matrix is only read by lookups in rows that `lookup` has chosen, one for each token.
+) -> set[int] | None:
+    """Tokens that are looked up in the place of others, if the matrix is only read by lookups in rows that `lookup` has
+    chosen, one for each token; else None.
 
-    The first token gets a row that is not its id: whoever reads that row has asked `lookup`. Tokens that the
-    configuration names are tried, too, next to others: some models look another one up in the place of an image's.
+    Rows have other numbers than ids: whoever reads a token's row has asked `lookup`. Tokens that the configuration
+    names are tried next to an ordinary one: some models look another one up in the place of an image's.
     """
-    config = layer_runner.model.config
+    config, num_rows = layer_runner.model.config, lookup.num_rows
     assert isinstance(config, PretrainedConfig)
-    for token in (0, *special_tokens(config, lookup.num_rows)):
-        tokens = DistinctTokens.of([torch.tensor([-2, token - 1, token, token + 1])], input_ids.device)
+    ids = torch.arange(-num_rows, num_rows)
+    substitutes = set[int]()
+    for token in (0, *special_tokens(config, num_rows)):
         watch.looked_up_rows.clear()
-        lookup.bind(tokens)
+        lookup.bind(DistinctTokens(ids=ids, on_device=ids), is_trial=True)
         try:
             layer_runner.embed(torch.full_like(input_ids, token), position_ids)
         finally:
             lookup.unbind()
-        if watch.looked_up_rows != {int(torch.searchsorted(tokens.ids, token))}:
-            return False
-    return True
+        if len(watch.looked_up_rows) != 1:
+            return None
+        [row] = watch.looked_up_rows
+        if row is None or row < num_rows:
+            return None
+        substitutes |= {row - num_rows} - {token}
+    return substitutes
 
 
 def special_tokens(config: PretrainedConfig, vocab_size: int) -> list[int]:

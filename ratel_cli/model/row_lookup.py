@@ -26,7 +26,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistinctTokens:
-    """The distinct tokens of some micro-batches: their ids in ascending order, `[rows]`, int64."""
+    """The distinct tokens that some micro-batches may look up: their ids in ascending order, `[rows]`, int64."""
 
     ids: torch.Tensor
     """In host memory."""
@@ -34,9 +34,9 @@ class DistinctTokens:
     """On the device that computes."""
 
     @classmethod
-    def of(cls, input_ids: Sequence[torch.Tensor], device: torch.device) -> Self:
-        """Those of token ids `[batch, tokens]` in host memory."""
-        ids = torch.unique(torch.cat([each.reshape(-1) for each in input_ids]))
+    def of(cls, input_ids: Sequence[torch.Tensor], device: torch.device, *, substitutes: Sequence[int] = ()) -> Self:
+        """Those of token ids `[batch, tokens]` in host memory, and those that may be looked up in their place."""
+        ids = torch.unique(torch.cat([*(each.reshape(-1) for each in input_ids), torch.tensor(substitutes).long()]))
         return cls(ids=ids, on_device=ids.to(device))
 
     def __len__(self) -> int:
@@ -62,11 +62,13 @@ class RowLookup:
         """Rows of the whole matrix; 0 if the module is no embedding of torch."""
         return 0 if self._embedding is None else self._embedding.num_embeddings
 
-    def bind(self, tokens: DistinctTokens) -> None:
-        """From now on the matrix has the rows of these tokens."""
+    def bind(self, tokens: DistinctTokens, *, is_trial: bool = False) -> None:
+        """From now on the matrix has the rows of these tokens. In a trial it need not have them, and nothing pads."""
         assert self._embedding is not None
         self._tokens = tokens
-        if self._padding_id is not None:
+        if is_trial:
+            self._embedding.padding_idx = None
+        elif self._padding_id is not None:
             place = int(torch.searchsorted(tokens.ids, self._padding_id))
             is_there = place < len(tokens) and int(tokens.ids[place]) == self._padding_id
             self._embedding.padding_idx = place if is_there else None

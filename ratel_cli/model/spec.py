@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Self
 
 from ratel_cli.errors import BadInput
-from ratel_cli.json_fields import JsonFields
+from ratel_cli.json_fields import JsonFields, checked_integer
 from ratel_cli.schedule.blocks import BlockSpec, block_from_json
 from ratel_cli.schedule.segments import Segment, segments_of
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MAX_LAYERS = 10_000
 """More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
@@ -44,7 +44,9 @@ class ModelSpec:
     carried_bytes: int = 0
     """Bytes, for one token, of what layers get besides: from the embedding, and from layers below."""
     looks_up_rows: bool = True
-    """Whether the model's code before the layers reads nothing of the embedding's matrix but the rows of its tokens."""
+    """Whether the model's code before the layers reads nothing of the embedding's matrix but the rows of tokens."""
+    substitutes: tuple[int, ...] = ()
+    """Tokens that this code may look up in the place of others, such as padding in that of an image's token."""
 
     @property
     def num_parameters(self) -> int:
@@ -175,6 +177,7 @@ class ModelSpec:
             vocab_size=fields.integer("vocab_size"),
             carried_bytes=fields.integer("carried_bytes"),
             looks_up_rows=fields.flag("looks_up_rows"),
+            substitutes=tuple(checked_integer(each, "substitutes") for each in fields.items("substitutes")),
         )
 
 

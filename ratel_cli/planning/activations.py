@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Workload
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Workload, num_looked_up
 from ratel_cli.schedule.blocks import ParameterSpec
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
@@ -247,8 +247,9 @@ def tied_bytes(spec: ModelSpec, workload: Workload) -> int:
 
 
 def tied_rows_bytes(spec: ModelSpec, workload: Workload) -> int:
-    """One micro-batch's part of `tied_bytes`: the rows of the step's distinct tokens."""
-    return min(workload.tokens, spec.vocab_size) * spec.embedding_width * spec.dtype_bytes if spec.tied else 0
+    """One micro-batch's part of `tied_bytes`: the rows that the step may look up."""
+    num_rows = min(num_looked_up(spec, workload.tokens), spec.vocab_size) if spec.tied else 0
+    return num_rows * spec.embedding_width * spec.dtype_bytes
 
 
 def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:

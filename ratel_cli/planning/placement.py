@@ -202,8 +202,13 @@ def step_schedule(spec: ModelSpec) -> list[Use]:
 
 def most_rows(spec: ModelSpec, workload: Workload) -> int | None:
     """The placement's `gpu_embedding_rows`: None if the model's code reads more than rows, or may need all."""
-    num_rows = spec.embedding.parameters[0].shape[0]
-    return workload.tokens if spec.looks_up_rows and workload.tokens < num_rows else None
+    most = num_looked_up(spec, workload.tokens)
+    return most if spec.looks_up_rows and most < spec.embedding.parameters[0].shape[0] else None
+
+
+def num_looked_up(spec: ModelSpec, num_tokens: int) -> int:
+    """The most rows of the embedding's matrix that are looked up for this many tokens."""
+    return num_tokens + len(spec.substitutes)
 
 
 def looked_up(spec: ModelSpec, num_rows: int | None) -> Segment:

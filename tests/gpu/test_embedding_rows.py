@@ -194,6 +194,31 @@ def test_code_that_reads_the_matrix_itself_gets_it(tmp_path: Path, monkeypatch: 
     assert set(opened.shapes) == {(config.vocab_size, config.hidden_size)}
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_token_that_the_model_looks_up_in_the_place_of_another_has_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    config = config_of(num_layers=2, tied=tied)
+    config.other_parts = {"image_token_id": 9}
+    recipe = replace(RECIPE, attn_implementation=attention_of(config), max_grad_norm=0.5)
+    skeleton = build_skeleton(config, dtype="bfloat16", attn_implementation=attention_of(config))
+    owner = skeleton.get_submodule("model")
+    forward = owner.forward
+    owner.forward = lambda input_ids, **keywords: forward(  # type: ignore[method-assign]
+        input_ids=torch.where(input_ids == 9, 50, input_ids), **keywords
+    )
+    model, opened = find_blocks(skeleton, name="tiny"), Opened(monkeypatch)
+    steps = [[batch_of([1, 9, 2, 9, 40]), batch_of([3, 9])], [batch_of([9]), batch_of([8, 2])]]
+    with gpu_machine(tmp_path, config, recipe, model=model, placement=AHEAD) as ratel:
+        outcomes = ratel.train(steps, recipe)
+        replaced = [
+            [replace(batch, input_ids=torch.where(batch.input_ids == 9, 50, batch.input_ids)) for batch in batches]
+            for batches in steps
+        ]
+        assert_same_training(outcomes, ratel.weights(), reference(config, replaced, recipe, device=GPU.type))
+    assert min(shape[0] for shape in opened.shapes) == 4  # 2, 8, 9 and the one that 50 has
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("tied", "max_grad_norm"), [(False, None), (False, 0.5), (True, 0.5)])
 def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: bool, max_grad_norm: float | None) -> None:

@@ -13,6 +13,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.planning.placement import Workload, most_rows
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 
 CPU = torch.device("cpu")
@@ -112,19 +113,23 @@ def test_code_that_reads_the_matrix_itself_is_noticed(
 
 @pytest.mark.parametrize("placeholder", [9, 64])
 @pytest.mark.parametrize("padding", [2, 50, 90])
-def test_a_model_that_looks_another_token_up_gets_the_matrix(placeholder: int, padding: int) -> None:
+def test_a_token_that_is_looked_up_in_the_place_of_another_gets_a_row(placeholder: int, padding: int) -> None:
     """As Gemma 4 does with the token that stands for an image. The padding token need not be one of the step's."""
     config = tiny_config("llama")
     config.other_parts = {"image_token_index": placeholder}
     skeleton = build_skeleton(config, dtype="float32", attn_implementation="eager")
-    assert find_blocks(skeleton, name="tiny").spec.looks_up_rows
+    assert find_blocks(skeleton, name="tiny").spec.substitutes == ()
     skeleton = build_skeleton(config, dtype="float32", attn_implementation="eager")
     owner = skeleton.get_submodule("model")
     forward = owner.forward
     owner.forward = lambda input_ids, **keywords: forward(  # type: ignore[method-assign]
         input_ids=torch.where(input_ids == placeholder, padding, input_ids), **keywords
     )
-    assert not find_blocks(skeleton, name="tiny").spec.looks_up_rows
+    spec = find_blocks(skeleton, name="tiny").spec
+    assert (spec.looks_up_rows, spec.substitutes) == (True, (padding,))
+    tokens = DistinctTokens.of([torch.tensor([[placeholder, 7]])], CPU, substitutes=spec.substitutes)
+    assert tokens.ids.tolist() == sorted({placeholder, 7, padding})
+    assert most_rows(spec, Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=8)) == 9
 
 
 def test_another_class_than_torchs_gets_the_matrix() -> None:

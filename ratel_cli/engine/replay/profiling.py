@@ -38,6 +38,7 @@ from ratel_cli.model.carried import Carried, Embedded, LayerCall, LayerOutput
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.planning.activations import tokens_per_chunk
+from ratel_cli.planning.placement import num_looked_up
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
 from ratel_cli.schedule.segments import Segment
 
@@ -198,9 +199,10 @@ class BlockProfiler:
 
     def _distinct_tokens(self, batch: MicroBatch) -> DistinctTokens | None:
         """The tokens whose rows a GPU gets of the embedding; None if it gets the matrix, or if the CPU computes."""
-        if self._device.is_host or not rows_suffice(self._model.spec, batch.input_ids.numel()):
+        spec = self._model.spec
+        if self._device.is_host or not rows_suffice(spec, num_looked_up(spec, batch.input_ids.numel())):
             return None
-        return DistinctTokens.of([batch.input_ids.cpu()], self._torch_device)
+        return DistinctTokens.of([batch.input_ids.cpu()], self._torch_device, substitutes=spec.substitutes)
 
     def _layer(
         self, layer: Segment, carried: Carried, hidden: torch.Tensor, most_runs: int, beside: Beside | None
