@@ -1,0 +1,1 @@
+"""Ratel: fine-tuning of models larger than GPU memory and RAM."""

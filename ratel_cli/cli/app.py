@@ -53,7 +53,7 @@ app = typer.Typer(
 def _print_version(wanted: bool) -> None:
     if not wanted:
         return
-    from ratel_cli.run.user_cache import ratel_version
+    from ratel_cli.run.files.user_cache import ratel_version
 
     typer.echo(f"ratel {ratel_version()}")
     raise typer.Exit

@@ -20,8 +20,8 @@ from ratel_cli.config.load import examine_config
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.report.check import CheckReport, ReportedError
-from ratel_cli.run.check import check_run, config_errors
-from ratel_cli.run.run_directory import config_file
+from ratel_cli.run.ask.check import check_run, config_errors
+from ratel_cli.run.files.run_directory import config_file
 
 
 def run(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from ratel_cli.commands import command
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.clean import Extent, delete, find_left_files
-from ratel_cli.run.run_directory import find_run, run_directory
+from ratel_cli.run.files.clean import Extent, delete, find_left_files
+from ratel_cli.run.files.run_directory import find_run, run_directory
 from ratel_cli.units import counted, format_bytes
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.report.data import data_to_json, reject_lines, sample_title, set_lines, summary_rows
-from ratel_cli.run.run_directory import find_run
+from ratel_cli.run.files.run_directory import find_run
 
 _MOST_REJECTS = 1000
 
@@ -22,7 +22,7 @@ def run(path: Path, overrides: Sequence[str], *, num_samples: int, bad: bool, as
     """Show the data of the config in `path`. Raises RatelError; what is known about rejected rows is shown before."""
     log = RunLog()
     config = find_run(path, log, overrides)
-    from ratel_cli.run.data import RowsRejected, inspect_data
+    from ratel_cli.run.ask.data import RowsRejected, inspect_data
 
     page = RunLog(sys.stdout)
     try:

@@ -16,14 +16,14 @@ from pathlib import Path
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.report.doctor import diagnoses_to_json, diagnosis_lines, raise_if_broken
-from ratel_cli.run.places import find_places
+from ratel_cli.run.files.places import find_places
 
 
 def run(arguments: Sequence[Path], *, as_json: bool) -> None:
     """Examine the machine and the directories. Raises RatelError; EnvironmentFailure after the table was printed."""
     log = RunLog()
     places = find_places(arguments, log)
-    from ratel_cli.run.doctor import examine
+    from ratel_cli.run.ask.doctor import examine
 
     diagnoses = examine(places, log, files=SystemFiles())
     if as_json:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.report.evaluation import evaluation_rows, evaluation_to_json
-from ratel_cli.run.named_model import find_model
+from ratel_cli.run.inputs.named_model import find_model
 
 
 def run(path: Path, data: str, overrides: Sequence[str], *, step: int | None, as_json: bool) -> None:
     """Evaluate the model that `path` names on the rows of `data`. Raises RatelError."""
     log = RunLog()
     named = find_model(path, log, overrides)
-    from ratel_cli.run.evaluate import evaluate
+    from ratel_cli.run.ask.evaluate import evaluate
 
     found = evaluate(named, data, log, overrides=tuple(overrides), step=step)
     if as_json:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.console import RunLog
-from ratel_cli.run.output import check_export_output, finish_export
-from ratel_cli.run.run_directory import find_run
+from ratel_cli.run.files.output import check_export_output, finish_export
+from ratel_cli.run.files.run_directory import find_run
 
 
 def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
@@ -19,7 +19,7 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
     check_export_output(config, output, step=step, overwrite=overwrite)
     finish_export(output, log, option="-o")
     from ratel_cli.run.context import open_context
-    from ratel_cli.run.open import open_run, write_export
+    from ratel_cli.run.train.open import open_run, write_export
 
     with open_context(config, log) as context:
         context.listen()

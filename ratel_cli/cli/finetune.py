@@ -11,11 +11,11 @@ from pathlib import Path
 from ratel_cli.cli.arguments import check_option
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, ErrorList
-from ratel_cli.run.first_checks import check_can_train, check_first
-from ratel_cli.run.origin import check_origin, find_origin
-from ratel_cli.run.output import finish_export
-from ratel_cli.run.run_directory import read_config
-from ratel_cli.run.start import GoBack, Start
+from ratel_cli.run.files.origin import check_origin, find_origin
+from ratel_cli.run.files.output import finish_export
+from ratel_cli.run.files.run_directory import read_config
+from ratel_cli.run.train.first_checks import check_can_train, check_first
+from ratel_cli.run.train.start import GoBack, Start
 
 
 def run(
@@ -47,6 +47,6 @@ def run(
         check_origin(config, found)
     if not dry_run:
         finish_export(config.output_dir, log, option="output_dir")
-    from ratel_cli.run.finetune import run_finetune
+    from ratel_cli.run.train.finetune import run_finetune
 
     run_finetune(config, log, start=start, dry_run=dry_run, overwrite=overwrite, origin=found)

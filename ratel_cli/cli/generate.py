@@ -15,7 +15,7 @@ from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.report.completions import completion_lines, completions_to_json, cost_line
-from ratel_cli.run.named_model import find_model
+from ratel_cli.run.inputs.named_model import find_model
 
 _OPTIONS = {"temperature": "--temperature", "max_new_tokens": "--max-new-tokens", "step": "--step"}
 """What people write as keys of the config, and is an option."""
@@ -51,7 +51,7 @@ def run(
     if texts == [_STDIN]:
         prompts_file = Path(_STDIN)
     prompts = list(texts) if prompts_file is None else read_prompts(prompts_file)
-    from ratel_cli.run.generate import GenerationRequest, generate
+    from ratel_cli.run.ask.generate import GenerationRequest, generate
 
     request = GenerationRequest(
         prompts=tuple(prompts),

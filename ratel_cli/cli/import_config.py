@@ -16,7 +16,7 @@ from ratel_cli.commands import command
 from ratel_cli.config.importing import Imported, import_config
 from ratel_cli.console import RunLog
 from ratel_cli.report.imported import import_rows
-from ratel_cli.run.new_file import reject_existing, write_new
+from ratel_cli.run.files.new_file import reject_existing, write_new
 
 
 def run(path: Path, output: Path | None, *, overwrite: bool, as_json: bool) -> None:

@@ -15,8 +15,8 @@ from ratel_cli.commands import command, name_run
 from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.new_file import check_new, write_new
-from ratel_cli.run.starting_text import starting_text
+from ratel_cli.run.files.new_file import check_new, write_new
+from ratel_cli.run.start.starting_text import starting_text
 
 _MOST_MODELS = 5
 _NEXT = (
@@ -39,7 +39,7 @@ def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequenc
     name_run(output)
     log = RunLog()
     text = starting_text(model, data, output, overrides)
-    from ratel_cli.run.init import starting_config
+    from ratel_cli.run.start.init import starting_config
 
     start = starting_config(text, model, data, output, log)
     write_new(output, start.text, overwrite=overwrite)

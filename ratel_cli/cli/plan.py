@@ -23,8 +23,7 @@ from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
 from ratel_cli.planning.split import SplitRate
 from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
 from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
-from ratel_cli.run.new_file import reject_existing
-from ratel_cli.run.plan_inputs import (
+from ratel_cli.run.ask.plan_inputs import (
     find_hardware,
     forecaster_of,
     setting_of,
@@ -32,9 +31,10 @@ from ratel_cli.run.plan_inputs import (
     wear_warning,
     with_planned_split,
 )
-from ratel_cli.run.plan_questions import Questions, answers
-from ratel_cli.run.run_directory import read_config
-from ratel_cli.run.settings import as_recorded, warn_of_host_limit
+from ratel_cli.run.ask.plan_questions import Questions, answers
+from ratel_cli.run.files.new_file import reject_existing
+from ratel_cli.run.files.run_directory import read_config
+from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit
 from ratel_cli.units import format_bytes
 
 

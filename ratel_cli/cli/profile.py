@@ -20,12 +20,12 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
-from ratel_cli.run.hardware_file import to_text
-from ratel_cli.run.new_file import check_new, write_new
-from ratel_cli.run.plan_inputs import with_planned_chunk, with_planned_split
-from ratel_cli.run.profile_cache import ProfileTarget, machine_profile, profile_target
-from ratel_cli.run.run_directory import read_config
-from ratel_cli.run.settings import as_recorded
+from ratel_cli.run.ask.plan_inputs import with_planned_chunk, with_planned_split
+from ratel_cli.run.files.hardware_file import to_text
+from ratel_cli.run.files.new_file import check_new, write_new
+from ratel_cli.run.files.profile_cache import ProfileTarget, machine_profile, profile_target
+from ratel_cli.run.files.run_directory import read_config
+from ratel_cli.run.inputs.settings import as_recorded
 
 
 def run(
@@ -47,7 +47,7 @@ def run(
         check_new(output, overwrite=overwrite)
 
     def measure(target: ProfileTarget) -> HardwareProfile:
-        from ratel_cli.run.profile_machine import measure_machine
+        from ratel_cli.run.train.profile_machine import measure_machine
 
         return measure_machine(target, log)
 
@@ -78,7 +78,7 @@ def _target(config: RunConfig | None, storage: Sequence[Path]) -> ProfileTarget:
 
 def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool, quiet: bool) -> None:
     """Measure and print what the config's model costs here. `ratel plan` and `ratel finetune` use the same figures."""
-    from ratel_cli.run.profile_model import record_model
+    from ratel_cli.run.ask.profile_model import record_model
 
     config = with_planned_split(as_recorded(config), hardware, name="", log=log)
     config = with_planned_chunk(config, hardware, name="", log=log)

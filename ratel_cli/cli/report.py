@@ -17,10 +17,10 @@ from pathlib import Path
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.report.page import page_of
-from ratel_cli.run.new_file import check_place
-from ratel_cli.run.report import report_of
-from ratel_cli.run.run_directory import REPORT_NAME, find_run, is_output_of_run, run_directory
-from ratel_cli.run.run_files import is_report, is_run_output, list_run_files
+from ratel_cli.run.ask.report import report_of
+from ratel_cli.run.files.new_file import check_place
+from ratel_cli.run.files.run_directory import REPORT_NAME, find_run, is_output_of_run, run_directory
+from ratel_cli.run.files.run_files import is_report, is_run_output, list_run_files
 
 
 def run(path: Path, output: Path | None, *, in_terminal: bool, overwrite: bool) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from ratel_cli.commands import command
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.run_directory import find_run
-from ratel_cli.run.settings import place_of
+from ratel_cli.run.files.run_directory import find_run, place_of
 
 
 def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrite: bool) -> None:
@@ -26,7 +25,7 @@ def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrit
                 "give the snapshot's directory: --from DIR",
             )
         snapshot = config.storage.snapshot.path
-    from ratel_cli.run.restore import restore
+    from ratel_cli.run.train.restore import restore
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
     resumes = command("finetune", path, *overrides)

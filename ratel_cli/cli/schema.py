@@ -8,7 +8,7 @@ from pathlib import Path
 from ratel_cli.cli.arguments import check_option
 from ratel_cli.config.json_schema import schema_text
 from ratel_cli.console import RunLog
-from ratel_cli.run.new_file import write_new
+from ratel_cli.run.files.new_file import write_new
 
 
 def run(output: Path | None, *, overwrite: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.report.status import status_lines, status_to_json
-from ratel_cli.run.status import MOST_LEVELS, find_statuses
+from ratel_cli.run.ask.status import MOST_LEVELS, find_statuses
 
 
 def run(path: Path, *, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ratel_cli.cli.arguments import A_RUN, ConfigPath, Overrides, Overwrite, ReplaceFile, check_option
-from ratel_cli.run.start import start_of
+from ratel_cli.run.train.start import start_of
 
 commands = typer.Typer()
 
@@ -166,7 +166,7 @@ def plan(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --plot: replace FILE if it exists.")] = False,
 ) -> None:
     from ratel_cli.cli import plan as command
-    from ratel_cli.run.plan_questions import Questions
+    from ratel_cli.run.ask.plan_questions import Questions
 
     questions = Questions(compare=compare, largest=largest, prices=prices)
     command.run(config, overrides or [], hardware, plot, questions, as_json=as_json, overwrite=overwrite)

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.report.verify import check_lines, checks_to_json, raise_if_wrong
-from ratel_cli.run.output import has_own_store, no_store
-from ratel_cli.run.run_directory import find_run, is_output_of_run
+from ratel_cli.run.files.output import has_own_store, no_store
+from ratel_cli.run.files.run_directory import find_run, is_output_of_run
 
 
 def run(path: Path, *, as_json: bool) -> None:
     """Verify a run, or a directory with a model. Raises RatelError; IntegrityFailure after the table was printed."""
     log = RunLog()
     config = None if os.path.isdir(path) and not is_output_of_run(path) else find_run(path, log)
-    from ratel_cli.run.verify import verify_directory, verify_run
+    from ratel_cli.run.ask.verify import verify_directory, verify_run
 
     if config is None:
         checks = verify_directory(path, log)

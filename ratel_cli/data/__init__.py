@@ -1,0 +1,1 @@
+"""From rows of a file to packed micro-batches."""

@@ -1,0 +1,1 @@
+"""The only part that moves bytes between memory and drives."""

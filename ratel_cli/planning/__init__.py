@@ -1,0 +1,1 @@
+"""What fits, what moves and what it costs. Pure arithmetic."""

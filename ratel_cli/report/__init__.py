@@ -1,0 +1,1 @@
+"""The rows and plots that a person reads."""

@@ -1,1 +1,1 @@
-"""A step as values: blocks, and the rules that update them. The engine follows them, the planner prices them. Pure."""
+"""A step as values, for the engine and the planner."""

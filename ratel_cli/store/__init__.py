@@ -1,0 +1,1 @@
+"""Generations of training state on NVMe."""

@@ -42,8 +42,8 @@ from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.traffic import store_bytes
-from ratel_cli.run.planner import Planner
-from ratel_cli.run.settings import num_slots
+from ratel_cli.run.inputs.settings import num_slots
+from ratel_cli.run.train.planner import Planner
 from ratel_cli.units import GIB, format_bytes
 from scripts.bench.ceilings import block_flops_per_second
 from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, llama_config, run_process

@@ -33,11 +33,11 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.engine import open_planned_engines
-from ratel_cli.run.planner import Planner, estimated_profile, make_planner
-from ratel_cli.run.profile_machine import measure_for_run
-from ratel_cli.run.settings import new_geometry
-from ratel_cli.run.store import import_base
+from ratel_cli.run.inputs.settings import new_geometry
+from ratel_cli.run.train.engine import open_planned_engines
+from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
+from ratel_cli.run.train.profile_machine import measure_for_run
+from ratel_cli.run.train.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.store import Progress, Store, StoreIdentity

@@ -20,7 +20,7 @@ from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
-from ratel_cli.run.planner import Planner
+from ratel_cli.run.train.planner import Planner
 from scripts.bench.contestants import Task, batches_of, in_turns
 from scripts.bench.ratel_run import RatelRun, open_run
 from scripts.bench.throttled_queue import ThrottledQueue

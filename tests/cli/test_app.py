@@ -23,7 +23,7 @@ from ratel_cli.errors import (
     Interrupted,
     RatelError,
 )
-from ratel_cli.run.start import GoBack, Resume, Start, StartOver
+from ratel_cli.run.train.start import GoBack, Resume, Start, StartOver
 
 Run = Callable[..., None]
 Install = Callable[[Run], None]

@@ -23,10 +23,10 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Workload
-from ratel_cli.run.hardware_file import load_hardware, to_text
-from ratel_cli.run.model_description import describe_model
-from ratel_cli.run.profile_cache import cache_file, profile_target
-from ratel_cli.run.run_directory import CachedProfile
+from ratel_cli.run.files.hardware_file import load_hardware, to_text
+from ratel_cli.run.files.profile_cache import cache_file, profile_target
+from ratel_cli.run.files.run_directory import CachedProfile
+from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU

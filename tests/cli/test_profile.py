@@ -19,9 +19,9 @@ from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.host import available_bytes, free_bytes
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.run.hardware_file import load_hardware, to_text
-from ratel_cli.run.profile_cache import ProfileTarget, cache_file, machine_profile, with_recent_rates
-from ratel_cli.run.profile_machine import measure_machine
+from ratel_cli.run.files.hardware_file import load_hardware, to_text
+from ratel_cli.run.files.profile_cache import ProfileTarget, cache_file, machine_profile, with_recent_rates
+from ratel_cli.run.train.profile_machine import measure_machine
 from ratel_cli.units import MIB
 from tests.hardware.profiles import WITHOUT_GPU
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ratel_cli.config.hardware_file import DriveSection, GpuSection, HardwareFile, HostSection, LinkSection, NvmeSection
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.run.hardware_file import load_hardware, to_text
+from ratel_cli.run.files.hardware_file import load_hardware, to_text
 from tests.tiers import examples
 
 QUICK = examples(100)

@@ -38,8 +38,8 @@ from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.run import profile_machine
-from ratel_cli.run.profile_machine import measure_machine
+from ratel_cli.run.train import profile_machine
+from ratel_cli.run.train.profile_machine import measure_machine
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from tests.reference import Recipe
@@ -221,7 +221,7 @@ def start(
     The process has the environment of this one, and `environment`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
+    context.set_forkserver_preload(["ratel_cli.run.train.finetune", "tests.e2e.runs"])
     process = context.Process(
         target=_run_child, args=(str(config), arguments, kill_at, {**os.environ, **(environment or {})})
     )

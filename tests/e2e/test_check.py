@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ratel_cli.hardware.host import memory_bytes
-from ratel_cli.run import inputs
+from ratel_cli.run.inputs import inputs
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import Ended, assert_rejected, finetune, output_of, ratel, succeed
 

@@ -211,7 +211,7 @@ def test_what_cannot_be_recorded_is_not_done(work: Path, monkeypatch: pytest.Mon
     def fail(_directory: Path, _marker: Marker) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("ratel_cli.run.output.write_marker", fail)
+    monkeypatch.setattr("ratel_cli.run.files.output.write_marker", fail)
     before = tree(work)
     ended = ratel("clean", work / "run.yaml", "--store", "--yes")
     assert_rejected(ended, 3, f"nothing was deleted: {work / 'out'} cannot be written", "Read-only file system")

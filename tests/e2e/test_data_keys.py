@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ratel_cli.config.load import load_config
-from ratel_cli.run.tokenizer import TEMPLATES
+from ratel_cli.run.inputs.tokenizer import TEMPLATES
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import CHAT, assert_rejected, assert_same_result, finetune, output_of, ratel, succeed
 

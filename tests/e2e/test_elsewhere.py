@@ -11,7 +11,7 @@ import yaml
 
 from ratel_cli.console import RunLog
 from ratel_cli.io.queue import open_queue
-from ratel_cli.run.run_directory import find_run
+from ratel_cli.run.files.run_directory import find_run
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store
 from tests.e2e.runs import SETTINGS, assert_rejected, ratel, tree

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ratel_cli.config.load import load_config
-from ratel_cli.run import profile_machine
+from ratel_cli.run.train import profile_machine
 from tests.e2e.runs import BRIEFLY, ROWS, ratel, save_base
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "first-run.md"

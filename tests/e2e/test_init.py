@@ -13,8 +13,8 @@ from ratel_cli.config.json_schema import config_schema
 from ratel_cli.config.load import LoadedConfig, load_config
 from ratel_cli.config.yaml_marks import plain, read_text
 from ratel_cli.hardware.host import gpu_names
-from ratel_cli.run import profile_machine
-from ratel_cli.run.starting_storage import is_in_memory, other_places
+from ratel_cli.run.start.starting_storage import is_in_memory, other_places
+from ratel_cli.run.train import profile_machine
 from tests.config.json_schema_oracle import violations
 from tests.e2e.runs import BRIEFLY, ROWS, Ended, assert_rejected, ratel
 
@@ -234,7 +234,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, rows: Pat
     def offline(repository: str) -> str:
         raise OfflineModeIsEnabled(repository)
 
-    monkeypatch.setattr("ratel_cli.run.init._download_small", offline)
+    monkeypatch.setattr("ratel_cli.run.start.init._download_small", offline)
     Path("models").mkdir()
     assert_rejected(init("models/smal"), 2, "there is no directory models/smal, and the hub cannot be reached")
     ended = init("org/name", "--data", rows)
@@ -245,7 +245,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, rows: Pat
 
 def test_a_hub_model_is_looked_at_without_its_weights(monkeypatch: pytest.MonkeyPatch, base: Path, rows: Path) -> None:
     small = shutil.copytree(base, "small", ignore=shutil.ignore_patterns("*.safetensors"))
-    monkeypatch.setattr("ratel_cli.run.init._download_small", lambda repository: str(small))
+    monkeypatch.setattr("ratel_cli.run.start.init._download_small", lambda repository: str(small))
     assert init("org/name", "--data", rows).code == 0
     assert (written().config.base_model, written().config.sequence_len) == ("org/name", 64)
 
@@ -254,11 +254,11 @@ def test_a_hub_model_is_looked_at_without_its_weights(monkeypatch: pytest.Monkey
 def test_a_drive_with_space_is_proposed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path, rows: Path
 ) -> None:
-    monkeypatch.setattr("ratel_cli.run.init.has_space", lambda directory, need_bytes: False)
+    monkeypatch.setattr("ratel_cli.run.start.init.has_space", lambda directory, need_bytes: False)
     ended = init(base, "--data", rows, "-o", "none.yaml")
     assert "has too little space" in ended.stderr and not written("none.yaml").config.storage.paths[0].is_absolute()
     place = type("StoreCandidate", (), {"directory": tmp_path / "drive"})
-    monkeypatch.setattr("ratel_cli.run.init.other_places", lambda directory, need_bytes: [place])
+    monkeypatch.setattr("ratel_cli.run.start.init.other_places", lambda directory, need_bytes: [place])
     assert init(base, "--data", rows).code == 0
     assert written().config.storage.paths == (tmp_path / "drive" / "ratel",)
     assert "# the store takes" in Path("run.yaml").read_text()

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
-from ratel_cli.run.model_description import describe_model
+from ratel_cli.run.inputs.model_description import describe_model
 from tests.e2e.runs import output_of, ratel, succeed, write_config
 from tests.tiers import sample
 

@@ -15,8 +15,8 @@ from ratel_cli.console import RunLog
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.report.profile import model_rows, operator_lines
-from ratel_cli.run.output import claim_output
-from ratel_cli.run.profile_model import record_model
+from ratel_cli.run.ask.profile_model import record_model
+from ratel_cli.run.files.output import claim_output
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import export_hash, metrics, output_of, ratel, succeed
 from tests.planning.shapes import machine

@@ -225,7 +225,7 @@ def test_an_output_that_fills_up_while_the_run_trains(
     config = make_config(
         output_dir=str(small_disk / "out"), storage={"engine": "threads", "paths": [str(tmp_path / "s")]}
     )
-    monkeypatch.setattr("ratel_cli.run.finetune.spaces_of", lambda *_, **__: ())
+    monkeypatch.setattr("ratel_cli.run.train.finetune.spaces_of", lambda *_, **__: ())
     ended = finetune(config)
     assert_rejected(ended, 3, f"{small_disk}/out: the export needs 2.14 MiB, ")
     assert not list((small_disk / "out").glob("*.safetensors"))

@@ -48,7 +48,7 @@ class Session:
         self.seen: list[list[str]] = []
         self._set_size(columns)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
+        context.set_forkserver_preload(["ratel_cli.run.train.finetune", "tests.e2e.runs"])
         self.process: ForkServerProcess = context.Process(
             target=_run_child, args=(str(config), arguments, dict(os.environ), os.ttyname(self._slave))
         )

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ratel_cli.run import trial
+from ratel_cli.run.train import trial
 from scripts import family_configs
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, ratel, store_of, succeed

@@ -25,7 +25,7 @@ from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
-from ratel_cli.run.store import import_base
+from ratel_cli.run.train.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import Geometry

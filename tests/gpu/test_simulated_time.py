@@ -28,8 +28,8 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import AfterGradient, Placement, UnitsOnGpu
 from ratel_cli.planning.plan import Plan
-from ratel_cli.run.hardware_file import load_hardware
-from ratel_cli.run.plan_inputs import forecaster_of, setting_of
+from ratel_cli.run.ask.plan_inputs import forecaster_of, setting_of
+from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import MIB
 from scripts.bench.simulated_drives import DriveKind, SimulatedDrives
 from tests.engine.architectures import tiny_config

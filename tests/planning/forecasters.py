@@ -12,7 +12,7 @@ from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.problem import Decisions
-from ratel_cli.run.hardware_file import load_hardware
+from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import GIB
 from tests.planning.papers.paper_profiles import paper_shape
 

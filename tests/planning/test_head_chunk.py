@@ -21,8 +21,8 @@ from ratel_cli.planning.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.placement import LEAST_UNITS, Workload
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.split import best_split
-from ratel_cli.run.hardware_file import load_hardware
-from ratel_cli.run.plan_inputs import forecaster_of, setting_of
+from ratel_cli.run.ask.plan_inputs import forecaster_of, setting_of
+from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
 from tests.planning.shapes import SEEDS, gpt, machine, unit_of

@@ -14,8 +14,8 @@ from ratel_cli.console import RunLog
 from ratel_cli.planning.forecast.forecast import Forecaster, Setting
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.split import SplitRate, best_split, splits
-from ratel_cli.run.hardware_file import load_hardware
-from ratel_cli.run.plan_inputs import forecaster_of, setting_of
+from ratel_cli.run.ask.plan_inputs import forecaster_of, setting_of
+from ratel_cli.run.files.hardware_file import load_hardware
 from tests.tiers import sample
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -21,8 +21,8 @@ from ratel_cli.report.page_tables import predicted_table
 from ratel_cli.report.run_report import RunReport, key_figures, state_words
 from ratel_cli.report.status import STATES
 from ratel_cli.report.terminal import report_lines
-from ratel_cli.run.report import report_of
-from ratel_cli.run.run_directory import find_run
+from ratel_cli.run.ask.report import report_of
+from ratel_cli.run.files.run_directory import find_run
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import format_seconds
 from tests.hardware.profiles import WITH_GPU

@@ -18,8 +18,8 @@ from ratel_cli.planning.placement import Stage, Workload
 from ratel_cli.planning.plan import Plan, make_plan, predicted_again
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.step_time import Resource
-from ratel_cli.run.adaptation import Adaptation, Adapted
-from ratel_cli.run.planner import Planner
+from ratel_cli.run.train.adaptation import Adaptation, Adapted
+from ratel_cli.run.train.planner import Planner
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
 from tests.planning.shapes import gpt, machine

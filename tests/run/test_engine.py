@@ -15,8 +15,8 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.capacity import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
-from ratel_cli.run import engine
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.train import engine
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB

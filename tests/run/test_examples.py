@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
-from ratel_cli.run.hardware_file import to_text
+from ratel_cli.run.files.hardware_file import to_text
 from tests.hardware.profiles import WITHOUT_GPU
 from tests.tiers import sample
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
-from ratel_cli.run.generate import cache_bytes
+from ratel_cli.run.ask.generate import cache_bytes
 from tests import tiers
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 

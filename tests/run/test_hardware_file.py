@@ -18,7 +18,7 @@ from ratel_cli.hardware.spec import (
     Prices,
     alternating_bytes_per_second,
 )
-from ratel_cli.run.hardware_file import load_hardware, to_text
+from ratel_cli.run.files.hardware_file import load_hardware, to_text
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 

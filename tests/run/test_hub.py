@@ -11,7 +11,7 @@ import pytest
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.model.marker import Marker, write_marker, written_file
-from ratel_cli.run.hub import upload_export
+from ratel_cli.run.train.hub import upload_export
 
 
 class FakeHub:

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-import ratel_cli.run.base_model
+import ratel_cli.run.inputs.base_model
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.model.footprint import measured_traits
-from ratel_cli.run import user_cache
-from ratel_cli.run.base_model import Base, build_base, read_base
-from ratel_cli.run.model_description import ModelDescription, describe_model, description_file
+from ratel_cli.run.files import user_cache
+from ratel_cli.run.inputs.base_model import Base, build_base, read_base
+from ratel_cli.run.inputs.model_description import ModelDescription, describe_model, description_file
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 
 LLAMA: dict[str, object] = {
@@ -100,7 +100,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         found.append(config)
         return build_base(config)
 
-    monkeypatch.setattr(ratel_cli.run.base_model, "build_base", counting)
+    monkeypatch.setattr(ratel_cli.run.inputs.base_model, "build_base", counting)
     return found
 
 
@@ -220,7 +220,7 @@ def test_a_cache_that_cannot_be_written_is_reported_and_does_no_harm(capsys: pyt
 def test_nothing_of_a_cached_model_is_built(built: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(LLAMA)
     first = described(config)
-    monkeypatch.setitem(sys.modules, "ratel_cli.run.base_model", None)
+    monkeypatch.setitem(sys.modules, "ratel_cli.run.inputs.base_model", None)
     assert described(config) == first
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.config.load import load_config
-from ratel_cli.run.named_model import overrides_for_data, with_data
+from ratel_cli.run.inputs.named_model import overrides_for_data, with_data
 
 TEXT = """
 base_model: m

@@ -13,7 +13,7 @@ from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.recorded import UnitRecord
 from ratel_cli.planning.step_time import Resource
-from ratel_cli.run.planner import Planner
+from ratel_cli.run.train.planner import Planner
 from ratel_cli.units import GIB
 from tests.planning.profiles import estimated
 from tests.planning.shapes import WORKLOAD, gpt, machine

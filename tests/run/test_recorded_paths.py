@@ -9,7 +9,7 @@ import pytest
 from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.run.run_directory import as_recorded_by_run, find_run
+from ratel_cli.run.files.run_directory import as_recorded_by_run, find_run
 
 TEXT = """
 base_model: m

@@ -12,8 +12,8 @@ from ratel_cli.config.load import to_yaml
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
-from ratel_cli.run.named_model import find_model
-from ratel_cli.run.run_directory import find_run, is_output_of_run, with_own_store
+from ratel_cli.run.files.run_directory import find_run, is_output_of_run, with_own_store
+from ratel_cli.run.inputs.named_model import find_model
 
 TEXT = "base_model: m\ndatasets: d.jsonl\noutput_dir: out\nstorage: {paths: [s]}\n"
 

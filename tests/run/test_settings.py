@@ -8,7 +8,7 @@ import pytest
 
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.run.settings import (
+from ratel_cli.run.inputs.settings import (
     DECIDES_THE_BITS,
     DECIDES_THE_LENGTH,
     settings_hash,

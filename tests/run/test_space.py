@@ -13,9 +13,9 @@ from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import NotEnoughSpace
 from ratel_cli.model.marker import STAGING_NAME, Marker, space_for_export, write_marker
-from ratel_cli.run.hardware_file import to_text
-from ratel_cli.run.settings import num_slots
-from ratel_cli.run.space import Space, spaces_of
+from ratel_cli.run.files.hardware_file import to_text
+from ratel_cli.run.inputs.settings import num_slots
+from ratel_cli.run.train.space import Space, spaces_of
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITHOUT_GPU
 from tests.planning.shapes import gpt
@@ -186,7 +186,7 @@ def test_an_export_that_does_not_fit(here: Path) -> None:
 def test_a_plan_whose_export_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other micro-batches would not help, and are not advised."""
     config_of("output_dir: /proc/self/out\n")
-    monkeypatch.setattr("ratel_cli.run.plan_inputs.cached_machine_profile", lambda *_, **__: WITHOUT_GPU)
+    monkeypatch.setattr("ratel_cli.run.ask.plan_inputs.cached_machine_profile", lambda *_, **__: WITHOUT_GPU)
     assert main(["plan", "run.yaml"]) == 3
     captured = capsys.readouterr()
     assert "the run does not fit: export is short by " in captured.err

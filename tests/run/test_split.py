@@ -14,10 +14,10 @@ from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.planning.placement import LEAST_UNITS, Workload
 from ratel_cli.planning.problem import Decisions
-from ratel_cli.run.engine import engine_settings
-from ratel_cli.run.planner import Planner
-from ratel_cli.run.settings import as_recorded, settings_hash
-from ratel_cli.run.split import plan_split, report_better_split
+from ratel_cli.run.inputs.settings import as_recorded, settings_hash
+from ratel_cli.run.train.engine import engine_settings
+from ratel_cli.run.train.planner import Planner
+from ratel_cli.run.train.split import plan_split, report_better_split
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
 from tests.planning.shapes import gpt, machine, unit_of

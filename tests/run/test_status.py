@@ -20,9 +20,9 @@ from ratel_cli.console import RunLog
 from ratel_cli.report.panel import Panel
 from ratel_cli.report.run_report import key_figures
 from ratel_cli.report.status import STATES, RunStatus, status_lines, status_to_json
-from ratel_cli.run.report import report_of
-from ratel_cli.run.run_directory import find_run
-from ratel_cli.run.status import find_runs, find_statuses
+from ratel_cli.run.ask.report import report_of
+from ratel_cli.run.ask.status import find_runs, find_statuses
+from ratel_cli.run.files.run_directory import find_run
 from ratel_cli.store.lock import OWNER_FILE_NAME, StoreLock, find_use
 from tests.report.recorded import FACTS, steps, write_metrics, write_run
 from tests.report.test_panel import FACTS as FACTS_OF_PANEL

@@ -20,10 +20,10 @@ from ratel_cli.commands import pip_install
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run import trackers
-from ratel_cli.run.tracker_child import TRACKERS as ADAPTERS
-from ratel_cli.run.tracker_child import values_of
-from ratel_cli.run.trackers import Trackers, check_trackers
+from ratel_cli.run.train import trackers
+from ratel_cli.run.train.tracker_child import TRACKERS as ADAPTERS
+from ratel_cli.run.train.tracker_child import values_of
+from ratel_cli.run.train.trackers import Trackers, check_trackers
 from ratel_cli.training.metrics import MetricsLog
 from tests.real_time import in_real_time
 from tests.run.fake_trackers import CALLS, TROUBLE, logged, read_calls, write_packages
@@ -285,7 +285,7 @@ def test_it_finishes_when_the_run_is_killed(bench: Bench) -> None:
         "import os, pathlib, signal, time\n"
         "from ratel_cli.config.schema import RunConfig\n"
         "from ratel_cli.console import RunLog\n"
-        "from ratel_cli.run.trackers import Trackers\n"
+        "from ratel_cli.run.train.trackers import Trackers\n"
         f"config = RunConfig(base_model='b', datasets=[{{'path': 'a'}}], output_dir={str(bench.output_dir)!r}, "
         "report_to=['wandb'])\n"
         "Trackers(config, RunLog(), committed_step=2)\n"

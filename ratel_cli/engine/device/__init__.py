@@ -1,0 +1,1 @@
+"""The device that computes, and the link to it."""

@@ -1,0 +1,1 @@
+"""Recording a layer in forward, and replaying it in backward."""

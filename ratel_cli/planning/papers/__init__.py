@@ -1,0 +1,1 @@
+"""The papers' cost model, and their rivals."""

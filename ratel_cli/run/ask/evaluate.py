@@ -1,0 +1,165 @@
+"""`ratel eval`: the loss of a model on the rows of a file, with one block of the model in memory at a time.
+
+Rows go the way of training: its types, its chat template, its tokenizer, its packing.
+
+Invariants: every token with loss counts once, whatever shares a micro-batch or a pass; nothing is written but into a
+temporary directory.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+
+from ratel_cli.commands import command
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.data.dataset import TrainingData
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.build import open_device
+from ratel_cli.engine.forward import BlockwiseForward
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.errors import Diverged
+from ratel_cli.hardware.gpu import compute_device, determinism
+from ratel_cli.planning.activations import logits_bytes, tokens_per_chunk
+from ratel_cli.report.evaluation import EvaluationReport
+from ratel_cli.run.ask.streamed import (
+    BlockMemory,
+    StreamedModel,
+    completed,
+    fit_blocks,
+    layer_bytes,
+    open_reader,
+    open_streamed,
+)
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.inputs.base_model import prepare_process
+from ratel_cli.run.inputs.inputs import check_positions, load_data, read_fitting_tokenizer, shared_tokens
+from ratel_cli.run.inputs.named_model import NamedModel, overrides_for_data, with_data
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES
+
+
+def evaluate(
+    named: NamedModel, data: str, log: RunLog, *, overrides: tuple[str, ...], step: int | None
+) -> EvaluationReport:
+    """The loss of the model on the rows of `data`. Raises RatelError; Diverged if the loss is not finite."""
+    prepare_process()
+    config = with_data(completed(named), data, overrides)
+    device = compute_device(config.device)
+    with (
+        determinism(config.deterministic, device, notice=log.notice),
+        open_context(config, log, device=device) as context,
+    ):
+        streamed = open_streamed(context, named, step)
+        rows, is_packed = _read_rows(context, streamed, rejects_shown_by=_rejects_shown_by(named, data, overrides))
+        context.listen()
+        return _evaluate(context, streamed, rows, data, is_packed=is_packed)
+
+
+def _rejects_shown_by(named: NamedModel, data: str, overrides: tuple[str, ...]) -> str | None:
+    """The command that lists bad rows of `data`; None for a model that no run has made, which has no data."""
+    if named.run is None:
+        return None
+    return command("data", named.run, *overrides_for_data(named.config, data, overrides), "--bad")
+
+
+def _read_rows(
+    context: RunContext, streamed: StreamedModel, *, rejects_shown_by: str | None
+) -> tuple[TrainingData, bool]:
+    """The rows in sequences, and whether samples share them."""
+    config, log, base = context.config, context.log, streamed.base
+    tokenizer = read_fitting_tokenizer(config, base, log)
+    check_positions(config.sequence_len, base.model, base.config, log)
+    is_packed = config.sample_packing and base.model.packs
+    directory = context.resources.enter_context(tempfile.TemporaryDirectory(prefix="ratel-eval-"))
+    rows = load_data(
+        config,
+        tokenizer,
+        packing=is_packed,
+        cache_dir=Path(directory),
+        rejects_path=None,
+        rejects_shown_by=rejects_shown_by,
+        shared=context.resources.enter_context(shared_tokens(log, copies=False)),
+        log=log,
+    )
+    return rows, is_packed
+
+
+def _evaluate(
+    context: RunContext, streamed: StreamedModel, rows: TrainingData, data: str, *, is_packed: bool
+) -> EvaluationReport:
+    config, spec = context.config, streamed.model.spec
+    chunk_tokens = tokens_per_chunk(spec.vocab_size, _chunk_bytes(config))
+    memory = _fit(context, streamed, rows, chunk_tokens, is_packed=is_packed)
+    num_batches = -(-rows.num_sequences // _batch_size(config))
+    total, num_targets, start = 0.0, 0, perf_counter()
+    with (
+        open_device(context.device, Timeline()) as opened,
+        opened.translate_errors(),
+        context.bar("evaluating", num_batches * len(spec.segments)) as advance,
+    ):
+        reader = open_reader(context, streamed, memory)
+        forward = BlockwiseForward(streamed.model, reader)
+        for found in forward.losses(
+            _batches(rows), held_bytes=memory.left_bytes, chunk_tokens=chunk_tokens, progress=advance
+        ):
+            total += found.total
+            num_targets += found.batch.num_targets
+    loss = total / num_targets
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"{data}: the loss is {loss}: logits are not finite",
+            "check the weights with `ratel verify CONFIG`, or evaluate with dtype=float32",
+        )
+    return EvaluationReport(
+        model=streamed.name,
+        data=data,
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        num_samples=rows.num_samples,
+        num_rejected=rows.rejected,
+        num_tokens=rows.num_tokens,
+        num_loss_tokens=num_targets,
+        num_sequences=rows.num_sequences,
+        sequence_len=config.sequence_len,
+        is_packed=is_packed,
+        dtype=config.dtype,
+        seconds=perf_counter() - start,
+        bytes_read=reader.bytes_read,
+    )
+
+
+def _fit(
+    context: RunContext, streamed: StreamedModel, rows: TrainingData, chunk_tokens: int, *, is_packed: bool
+) -> BlockMemory:
+    """The memory for the widest micro-batch: all packed sequences are as wide as that."""
+    config, spec, size = context.config, streamed.model.spec, _batch_size(context.config)
+    width = config.sequence_len if is_packed else int(rows.cache.lengths.max())
+    layer = layer_bytes(streamed.model, batch_size=size, num_tokens=width)
+    head = logits_bytes(spec, min(chunk_tokens, size * width))
+    hidden_bytes = size * width * spec.passed_bytes
+    return fit_blocks(
+        context,
+        streamed,
+        working_bytes=max(layer, head + 3 * hidden_bytes),
+        least_bytes=hidden_bytes,
+        what="evaluating",
+        hint=", or lower micro_batch_size or sequence_len",
+    )
+
+
+def _batches(rows: TrainingData) -> Iterator[MicroBatch]:
+    """Every sequence once, in the order of the rows."""
+    for step in range(rows.steps_per_epoch):
+        yield from rows.step(step)
+
+
+def _batch_size(config: RunConfig) -> int:
+    return 1 if config.is_split_planned else config.split[0]
+
+
+def _chunk_bytes(config: RunConfig) -> int:
+    return LOGITS_CHUNK_BYTES if config.head_chunk == "auto" else config.head_chunk

@@ -1,0 +1,177 @@
+"""What `ratel plan` reads: the model from its shape or its config.json, the machine from a file or from the cache.
+
+No weights are read and nothing is downloaded. A machine that nothing is known about is measured, in about a second.
+
+Invariants: the plan names its machine; free memory and free space of this machine are current.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ratel_cli.config.schema import ModelShape, RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.forecast.forecast import Forecaster, Setting, Tier
+from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
+from ratel_cli.planning.papers.largest import with_layers
+from ratel_cli.planning.papers.paper import PaperShape
+from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.split import SplitRate, best_split
+from ratel_cli.run.files.hardware_file import load_hardware
+from ratel_cli.run.files.profile_cache import (
+    REFRESHES,
+    ProfileTarget,
+    cached_machine_profile,
+    profile_target,
+    refresh_free_space,
+)
+from ratel_cli.run.files.run_directory import HARDWARE_NAME, CachedProfile, run_directory
+from ratel_cli.run.inputs.length import known_steps
+from ratel_cli.run.inputs.model_description import describe_model
+from ratel_cli.run.inputs.settings import decisions_of, wear_limit, workload_of
+from ratel_cli.run.train.space import spaces_of, taken_bytes
+from ratel_cli.units import MIB
+
+_PROCESS_BYTES = 460 * MIB
+"""What a run takes before training: Python, torch, transformers, a skeleton (2-core Xeon, 2026-11)."""
+
+
+def setting_of(config: RunConfig, hardware: HardwareProfile, *, is_split_planned: bool = False) -> Setting:
+    """What to plan for: the config's step, on this machine, with drives of the endurance that the config gives."""
+    endurance_tb = config.storage.endurance_tb or hardware.nvme.endurance_tb_written
+    return Setting(
+        workload=workload_of(config),
+        hardware=replace(hardware, nvme=replace(hardware.nvme, endurance_tb_written=endurance_tb)),
+        host_limit_bytes=config.limits.host_memory,
+        wear=config.storage.wear,
+        chunk_bytes=None if config.head_chunk == "auto" else config.head_chunk,
+        num_steps=known_steps(config),
+        is_split_planned=is_split_planned,
+    )
+
+
+def forecaster_of(
+    config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog, is_recorded: bool = True
+) -> Forecaster:
+    """The config's model under its cost model; `name` is for a `model_shape`, which has none. Raises BadInput.
+
+    `is_recorded`: costs that an earlier run recorded are used, if there are any.
+    """
+    if config.cost_model == "paper":
+        return _paper_forecaster(config, name)
+    model = describe_model(config, name=name, log=log)
+    recorded = CachedProfile(config, model.spec, hardware).read() if is_recorded else None
+    estimate = analytic_profile(model.spec, workload_of(config), traits=model.traits)
+    return RatelForecaster(
+        spec=model.spec,
+        profile=recorded or estimate,
+        decisions=decisions_of(config, host_limit_bytes=0),
+        process_bytes=_PROCESS_BYTES,
+        estimate=estimate,
+    )
+
+
+def with_planned_split(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:
+    """The config with the split that a new run's plan chooses, from shapes alone; as it is if it names a split."""
+    if not config.is_split_planned:
+        return config
+    unsplit = config.split_by(1)
+    forecaster = forecaster_of(unsplit, hardware, name=name, log=log, is_recorded=False)
+    setting = setting_of(unsplit, hardware)
+
+    def rate(workload: Workload) -> SplitRate:
+        return forecaster.forecast(replace(setting, workload=workload)).split_rate
+
+    return config.split_by(best_split(setting.workload, rate).workload.micro_batch_size)
+
+
+def with_planned_chunk(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:
+    """The config with the chunks of the head that a new run's plan chooses; as it is if it names their size."""
+    if not config.is_chunk_planned:
+        return config
+    forecaster = forecaster_of(config, hardware, name=name, log=log, is_recorded=False)
+    if not isinstance(forecaster, RatelForecaster):
+        return config
+    return config.chunked_by(forecaster.chunk_bytes(setting_of(config, hardware)))
+
+
+def space_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
+    """The tiers of the snapshot's device, if the config asks for a snapshot, and of the export's, on this machine.
+
+    Only a run knows the export to the byte: here it is its weights alone.
+    """
+    if not isinstance(forecaster, RatelForecaster):
+        return ()
+    return tuple(
+        Tier(
+            name=space.name,
+            need_bytes=space.need_bytes,
+            have_bytes=space.available_bytes,
+            remedy=f"set {space.option} to a device with more space",
+        )
+        for space in spaces_of(config, forecaster.spec, nvme_bytes=nvme_bytes)
+    )
+
+
+def wear_warning(config: RunConfig, forecaster: Forecaster) -> str | None:
+    """What `storage.max_tb_written` does to a new run of `max_steps`; None if it allows all of them."""
+    if not isinstance(forecaster, RatelForecaster) or config.max_steps is None:
+        return None
+    weights = (1,) * len(config.storage.paths)
+    limit = wear_limit(config, forecaster.spec.stored_blocks, weights=weights, first_step=0)
+    return None if limit is None else limit.warning(config.max_steps)
+
+
+def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
+    """A `model_shape` as the papers count it, with the config's micro-batch."""
+    counted = PaperShape(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        num_parameters=shape.num_parameters or 0,
+        batch_size=config.split[0],
+        sequence_len=config.sequence_len,
+    )
+    return counted if shape.num_parameters else with_layers(counted, shape.num_layers)
+
+
+def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> HardwareProfile:
+    """The machine of `--hardware`, of the config's last run, of the last `ratel profile`, or measured briefly, in this
+    order.
+
+    Raises EnvironmentFailure if this machine cannot be measured.
+    """
+    if file is not None:
+        return load_hardware(file)
+    target = profile_target(config)
+    of_run = run_directory(config.output_dir) / HARDWARE_NAME
+    if of_run.is_file():
+        log.say(f"planning for this machine, as the run in {config.output_dir} measured it")
+        hardware = refresh_free_space(load_hardware(of_run), target)
+    else:
+        hardware = cached_machine_profile(target, log, refreshed_by=REFRESHES) or _measured(target, log)
+    nvme = hardware.nvme
+    return replace(hardware, nvme=replace(nvme, free_bytes=nvme.free_bytes + taken_bytes(config)))
+
+
+def _measured(target: ProfileTarget, log: RunLog) -> HardwareProfile:
+    from ratel_cli.run.train.profile_machine import measure_briefly
+
+    return measure_briefly(target, log)
+
+
+def _paper_forecaster(config: RunConfig, name: str) -> PaperForecaster:
+    if config.model_shape is None:
+        raise BadInput(
+            "`cost_model: paper` needs `model_shape`: the paper's equations are for GPT-type models",
+            "see configs/models for the papers' models, or leave cost_model at `ratel`",
+        )
+    return PaperForecaster(
+        name=name, shape=paper_shape(config.model_shape, config), gpu_limit_bytes=config.limits.gpu_memory
+    )

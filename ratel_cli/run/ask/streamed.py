@@ -1,0 +1,187 @@
+"""A model that computes without training, a block at a time: opened, and fitted into the limits.
+
+Invariants: nothing of a run or of a model's directory is changed; what is planned here stays within `limits`, whatever
+the number of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.engine.block_reader import BlockReader, BlockSource, FileBlocks, GenerationBlocks, weights_bytes
+from ratel_cli.errors import BadInput, DoesNotFit
+from ratel_cli.hardware.gpu import gpu_limit
+from ratel_cli.hardware.host import kept_bytes
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
+from ratel_cli.model.footprint import measured_traits
+from ratel_cli.model.skeleton import DTYPES, read_model_config
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.capacity import RUNTIME_BYTES
+from ratel_cli.planning.placement import Workload
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.inputs.base_model import Base, open_weights, read_base
+from ratel_cli.run.inputs.inputs import num_positions
+from ratel_cli.run.inputs.named_model import NamedModel
+from ratel_cli.run.train.open import open_run
+from ratel_cli.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedModel:
+    """A skeleton, and where the weights of its blocks come from."""
+
+    base: Base
+    blocks: BlockSource
+    name: str
+    """What the weights are, for a person."""
+    conversion_bytes: int
+    """Host memory that reading a block takes in addition to the block."""
+
+    @property
+    def model(self) -> DecoderModel:
+        """The skeleton with its blocks."""
+        return self.base.model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """How blocks are read within the limits, and what is left."""
+
+    reads_ahead: bool
+    left_bytes: int
+    """What is left on the device that computes, for what stays while a block comes and goes."""
+    host_left_bytes: int
+    """What is left of host memory besides."""
+
+
+def completed(named: NamedModel) -> RunConfig:
+    """The config, where it is a directory's: with the data type and the length that its config.json names.
+
+    Keys of the command line stay. Raises BadInput if the directory has no model that can be read.
+    """
+    if named.directory is None or named.given is None:
+        return named.config
+    model_config = read_model_config(named.directory)
+    update: dict[str, object] = {}
+    dtype = next((name for name, each in DTYPES.items() if each == getattr(model_config, "dtype", None)), None)
+    if dtype is not None and "dtype" not in named.given:
+        update["dtype"] = dtype
+    longest = num_positions(model_config.get_text_config())
+    if longest is not None and "sequence_len" not in named.given:
+        update["sequence_len"] = max(2, min(longest, named.config.sequence_len))
+    return named.config.model_copy(update=update)
+
+
+def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> StreamedModel:
+    """Open the model; the context closes it. `step`: a saved step of the run; None: the last one.
+
+    Raises BadInput if there are no such weights.
+    """
+    if named.directory is None:
+        run = open_run(context)
+        if persistent_buffers(run.base.model.skeleton):
+            open_weights(context.config, run.base, context.resources)
+        generation = run.generation(step)
+        name = f"{context.config.output_dir}, step {generation.progress.step}"
+        return StreamedModel(base=run.base, blocks=GenerationBlocks(generation), name=name, conversion_bytes=0)
+    if step is not None:
+        raise BadInput(f"--step {step}: {named.directory} has no saved steps; only the store of a run has them")
+    base = read_base(context.config, context.log)
+    source, _ = open_weights(context.config, base, context.resources)
+    assert isinstance(source, CheckpointSource)
+    blocks, name = FileBlocks(source), f"{named.directory}, {context.config.dtype}"
+    return StreamedModel(base=base, blocks=blocks, name=name, conversion_bytes=source.conversion_bytes)
+
+
+def layer_bytes(model: DecoderModel, *, batch_size: int, num_tokens: int) -> int:
+    """What a layer takes at its peak in forward, with `[batch_size, num_tokens]` tokens. No block may be bound."""
+    workload = Workload(micro_batch_size=batch_size, num_micro_batches=1, sequence_len=num_tokens)
+    profile = analytic_profile(model.spec, workload, traits=measured_traits(model))
+    return max(layer.forward_bytes for layer in profile.profiles)
+
+
+def fit_blocks(
+    context: RunContext, streamed: StreamedModel, *, working_bytes: int, least_bytes: int, what: str, hint: str
+) -> BlockMemory:
+    """How the blocks are read so that all fits into the limits. Raises DoesNotFit.
+
+    `working_bytes`: what computing takes, and `least_bytes`: what must stay besides, both on the device that computes.
+    `what` and `hint` are for the error.
+    """
+    spec = streamed.model.spec
+    one, two = (weights_bytes(spec, reads_ahead=ahead) for ahead in (False, True))
+    on_host = context.device.type == "cpu"
+    needs = {
+        "process": kept_bytes(),
+        "weights": one + streamed.conversion_bytes,
+        "working set": RUNTIME_BYTES + (working_bytes + _packed_bytes(spec) if on_host else 0),
+        "held": least_bytes if on_host else 0,
+    }
+    left = context.host_limit_bytes - sum(needs.values())
+    if left < 0:
+        raise _does_not_fit("RAM", needs, context.host_limit_bytes, what, f"raise limits.host_memory{hint}")
+    reads_ahead = left >= two - one
+    left -= two - one if reads_ahead else 0
+    if on_host:
+        return BlockMemory(reads_ahead=reads_ahead, left_bytes=left + least_bytes, host_left_bytes=left)
+    limit_bytes = gpu_limit(context.device, context.config.limits.gpu_memory).plannable_bytes
+    needs = {"weights": one, "working set": working_bytes, "held": least_bytes}
+    left_on_gpu = limit_bytes - sum(needs.values())
+    if left_on_gpu < 0:
+        raise _does_not_fit("GPU memory", needs, limit_bytes, what, f"raise limits.gpu_memory{hint}")
+    return BlockMemory(reads_ahead=reads_ahead, left_bytes=left_on_gpu + least_bytes, host_left_bytes=left)
+
+
+def resident_blocks(streamed: StreamedModel, memory: BlockMemory) -> frozenset[int]:
+    """The blocks that stay in the host memory that is left, for passes that follow each other: the first ones."""
+    spec = streamed.model.spec
+    limit_bytes = memory.host_left_bytes + weights_bytes(spec, reads_ahead=memory.reads_ahead)
+    chosen: frozenset[int] = frozenset()
+    for segment in spec.segments:
+        more = chosen | {segment.index}
+        if weights_bytes(spec, resident=more, reads_ahead=memory.reads_ahead) > limit_bytes:
+            break
+        chosen = more
+    return chosen
+
+
+def _packed_bytes(spec: ModelSpec) -> int:
+    """The largest matrix once more: a product in 16 bit on the CPU may copy it into another order."""
+    largest = max(each.num_elements for block in spec.blocks for each in block.parameters)
+    return 0 if spec.dtype_bytes == 4 else largest * spec.dtype_bytes
+
+
+def open_reader(
+    context: RunContext, streamed: StreamedModel, memory: BlockMemory, *, resident: frozenset[int] = frozenset()
+) -> BlockReader:
+    """The reader of the model's blocks; the context closes it. `resident`: blocks that stay in host memory."""
+    streamed.model.place(context.device)
+    spec = streamed.model.spec
+    context.pool.limit_bytes = weights_bytes(spec, resident=resident, reads_ahead=memory.reads_ahead)
+    return context.resources.enter_context(
+        BlockReader(
+            streamed.model,
+            streamed.blocks,
+            context.pool,
+            device=context.device,
+            resident=resident,
+            reads_ahead=memory.reads_ahead,
+            check_stop=context.stop.check,
+        )
+    )
+
+
+def _does_not_fit(where: str, needs: dict[str, int], limit_bytes: int, what: str, hint: str) -> DoesNotFit:
+    total_bytes = sum(needs.values())
+    named = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in needs.items() if num_bytes)
+    shortfall_bytes = total_bytes - limit_bytes
+    return DoesNotFit(
+        f"{where}: {what} needs {format_bytes(total_bytes)} ({named}), "
+        f"{format_bytes(limit_bytes)} available (short by {format_bytes(shortfall_bytes)})",
+        hint,
+        shortfall_bytes=shortfall_bytes,
+        is_gpu_memory=where != "RAM",
+    )

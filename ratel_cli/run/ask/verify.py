@@ -1,0 +1,285 @@
+"""Checks everything that a run has left: every byte of its store, and its export.
+
+    1. every saved generation of the store, chunk by chunk, against its checksums; also the snapshot's generation
+    2. the export's files: their headers, every value, and the checksums that the export noted in its marker
+    3. the export, loaded by transformers
+    4. the export's weights against those of the generation that it was made from, bit for bit
+    5. the export's logits against those of that generation, computed with one block in memory at a time
+
+Invariants: nothing is changed. A check that depends on something that was found wrong is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
+from ratel_cli.engine.forward import BlockwiseForward
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
+from ratel_cli.hardware.host import default_limit_bytes
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
+from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.kind import class_of
+from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
+from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
+from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.skeleton import DTYPES, read_model_config
+from ratel_cli.model.stored_weights import StoredWeights
+from ratel_cli.report.verify import Check
+from ratel_cli.run.context import RunContext, open_context, stoppable_bar
+from ratel_cli.run.inputs.base_model import check_model, prepare_process
+from ratel_cli.run.train.open import OpenedRun, open_run
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.store import Store
+from ratel_cli.training.stopping import StopRequest
+from ratel_cli.units import counted, format_bytes, format_count, format_rate, format_seconds
+
+_NUM_TOKENS = 16
+_TOKEN_STRIDE = 7919
+"""A prime, so that the tokens come from the whole vocabulary. They are the same ones each time."""
+
+_ReadValues = Callable[[str, int, int], torch.Tensor]
+"""Reads elements of a parameter of the export, given its name, the first element and their number."""
+
+
+def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
+    """Check the store of a run, and its export if there is one. Raises RatelError if a check cannot be made."""
+    with open_context(config, log) as context:
+        context.listen()
+        run = open_run(context)
+        generations = _generations(run)
+        checks = _check_generations(context, run.store, generations)
+        whole = [generation for generation, check in zip(generations, checks, strict=True) if not check.is_wrong]
+        checks += _check_snapshot(run)
+        if not holds_export(config.output_dir):
+            log.say(f"there is no export in {config.output_dir}; only the store was verified")
+            return checks
+        checks += _check_files(config.output_dir, context.stop, log)
+        model, loading = _load(config.output_dir, dtype=DTYPES[config.dtype], attention=run.base.attention)
+        return [*checks, loading, *_compare(run, whole, model)]
+
+
+def verify_directory(directory: Path, log: RunLog) -> list[Check]:
+    """Check a directory with a model, without its run. Raises BadInput if it holds no model."""
+    prepare_process()
+    if not (directory / "config.json").is_file() or not holds_export(directory):
+        raise BadInput(
+            f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
+        )
+    with StopRequest() as stop:
+        return [*_check_files(directory, stop, log), _load(directory, dtype=None, attention=None)[1]]
+
+
+def _generations(run: OpenedRun) -> list[Generation]:
+    """The saved generations of the store, the current one first."""
+    step = run.store.progress.step
+    return [run.store.current(), *(run.store.pinned(saved) for saved in run.store.pinned_steps[::-1] if saved != step)]
+
+
+def _check_generations(
+    context: RunContext, store: Store, generations: Sequence[Generation], *, where: str | None = None
+) -> list[Check]:
+    """One row for each generation, the current one first. `where` names a store that is not the run's own."""
+    num_bytes = sum(block.num_bytes for block in store.blocks)
+    checks: list[Check] = []
+    start = perf_counter()
+    with context.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as advance:
+        for number, generation in enumerate(generations):
+            check = Check(
+                what=f"step {generation.progress.step}, {where or ('saved' if number else 'current')}",
+                num_bytes=num_bytes,
+                checked="every chunk",
+                verdict="whole",
+            )
+            try:
+                generation.check_all(context.pool, progress=advance)
+            except IntegrityFailure as failure:
+                check = replace(check, verdict=failure.message, is_wrong=True)
+            checks.append(check)
+    seconds = perf_counter() - start
+    total_bytes = len(generations) * num_bytes
+    rate = format_rate(total_bytes / seconds)
+    context.log.say(f"read {format_bytes(total_bytes)} in {format_seconds(seconds)}, {rate}")
+    return checks
+
+
+def _check_snapshot(run: OpenedRun) -> list[Check]:
+    """The rows of the run's snapshot; none if the config asks for no snapshot."""
+    context = run.context
+    wanted = context.config.storage.snapshot
+    if wanted is None:
+        return []
+    if not Store.exists([wanted.path]):
+        verdict = f"there is none in {wanted.path} yet, or its drive is missing"
+        return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=verdict)]
+    queue = context.open_queue()
+    try:
+        store = context.open_store([wanted.path], queue=queue, read_only=True)
+        check_model(store, context.config, run.base.model.spec, wanted.path)
+    except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
+        return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
+    return _check_generations(context, store, [store.current()], where="snapshot")
+
+
+def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:
+    """One row for each file of weights: its header, every value, and the checksum that the export noted.
+
+    And one for all other files of an export. The checksums are in the marker, which is copied with the directory.
+    """
+    marker = read_marker(directory)
+    written = {} if marker is None else {file.name: file for file in marker.files}
+    try:
+        files = find_weight_files(directory)
+    except BadInput as error:
+        return [Check(what=directory.name, num_bytes=0, checked="index", verdict=error.message, is_wrong=True)]
+    checks: list[Check] = []
+    total_bytes = sum(path.stat().st_size for path in files.paths)
+    with stoppable_bar(log, stop, "verifying the export", total_bytes) as advance:
+        for name, path in zip(files.names, files.paths, strict=True):
+            check = Check(what=path.name, num_bytes=path.stat().st_size, checked="header", verdict="")
+            try:
+                with ShardReader(path) as reader:
+                    check = replace(check, checked=counted(len(reader.tensors), "tensor"))
+                    digest = check_values(reader, progress=advance)
+                checks.append(_compared(check, digest, written.get(name)))
+            except (BadInput, IntegrityFailure) as failure:
+                checks.append(replace(check, verdict=failure.message, is_wrong=True))
+    others = [file for name, file in written.items() if name not in files.names]
+    return [*checks, _check_others(directory, others)] if others else checks
+
+
+def _compared(check: Check, digest: str, written: WrittenFile | None) -> Check:
+    """The row of a file of weights whose values are finite."""
+    if written is None or not written.xxh3_128:
+        return replace(check, verdict="every value finite; there is no checksum to compare it with")
+    if digest != written.xxh3_128:
+        return replace(check, verdict="has not the checksum that it was exported with", is_wrong=True)
+    return replace(check, verdict="whole, every value finite")
+
+
+def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
+    """The row of an export's files that are no weights. A change is reported; it may be the user's."""
+    changed = [file.name for file in written if not has_written_content(directory, file)]
+    verdict = f"changed or removed since the export: {', '.join(map(excerpt, changed))}" if changed else "whole"
+    num_bytes = sum(file.num_bytes for file in written)
+    return Check(what="other files", num_bytes=num_bytes, checked=counted(len(written), "file"), verdict=verdict)
+
+
+def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) -> tuple[PreTrainedModel | None, Check]:
+    """The model, loaded by transformers; None if that fails, or there is not enough memory."""
+    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    check = Check(what="transformers", num_bytes=num_bytes, checked="from_pretrained", verdict="")
+    available_bytes = default_limit_bytes()
+    if num_bytes > available_bytes:
+        verdict = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(available_bytes)} available"
+        return None, replace(check, verdict=verdict)
+    try:
+        with ExitStack() as resources:
+            open_shards(resources, find_weight_files(directory))
+        model_class = class_of(read_model_config(directory))
+        model = load_export(directory, dtype=dtype, attention=attention, model_class=model_class)
+    except (BadInput, IntegrityFailure) as failure:
+        return None, replace(check, verdict=failure.message, is_wrong=True)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return model, replace(check, verdict=f"loads: {type(model).__name__}, {format_count(num_parameters)} parameters")
+
+
+def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTrainedModel | None) -> list[Check]:
+    """The rows for the export's weights and logits, compared with the generation that it was made from."""
+    if not generations:
+        return []
+    num_bytes = sum(block.num_parameters * block.dtype_bytes for block in run.base.model.spec.blocks)
+    check = Check(what="weights", num_bytes=num_bytes, checked="every bit", verdict="")
+    same: Generation | None = None
+    differing: list[str] = []
+    try:
+        with ExitStack() as resources:
+            read = _reader_of(run, model, resources)
+            for generation in generations:
+                found = _first_difference(run, generation, read)
+                if found is None:
+                    same = generation
+                    break
+                differing.append(found)
+    except (BadInput, IntegrityFailure) as failure:
+        return [replace(check, verdict=failure.message, is_wrong=True)]
+    if same is None:
+        step = generations[0].progress.step
+        verdict = f"{differing[0]} differs from step {step}, and the export equals no other saved step"
+        return [replace(check, verdict=verdict, is_wrong=True)]
+    equal = replace(check, verdict=f"equal to step {same.progress.step}")
+    if model is None:
+        return [equal]
+    try:
+        return [equal, _compare_logits(run, same, model)]
+    except IntegrityFailure as failure:
+        return [equal, Check(what="logits", num_bytes=0, checked="", verdict=failure.message, is_wrong=True)]
+
+
+def _reader_of(run: OpenedRun, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:
+    """Reads values of the loaded model, or of the export's files, as transformers would, if no model was loaded."""
+    if model is not None:
+        return lambda name, start, number: read_parameter(model, name, start, number)
+    config, decoder = run.context.config, run.base.model
+    source = resources.enter_context(CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec))
+    dtypes = decoder.spec.exported_dtypes(config.dtype)
+    return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[dtypes[name]])
+
+
+def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues) -> str | None:
+    """The name of the first tensor of the export that differs from the generation's weights; None if all are equal.
+
+    The weights are rounded as an export rounds them.
+    """
+    context, spec = run.context, run.base.model.spec
+    dtype, progress = context.config.dtype, context.stop.check
+    with StoredWeights(spec, generation, context.pool, dtype, progress=progress) as weights:
+        for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
+            start = 0
+            for values in weights.slices(parameter.name, 0, parameter.num_elements):
+                if not _same_bits(read(parameter.name, start, len(values)), values):
+                    return parameter.name
+                start += len(values)
+    return None
+
+
+def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel) -> Check:
+    decoder, device = run.base.model, torch.device("cpu")
+    install_buffers(decoder.skeleton, persistent_buffers(model))
+    longest = getattr(run.base.config.get_text_config(), "max_position_embeddings", None)
+    num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
+    positions = torch.arange(num_tokens).unsqueeze(0)
+    tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size
+    context = run.context
+    blocks = GenerationBlocks(generation)
+    with BlockReader(decoder, blocks, context.pool, device=device, check_stop=context.stop.check) as reader:
+        ours = BlockwiseForward(decoder, reader).logits(tokens, positions)
+    keywords = {"position_ids": positions} if decoder.layer_runner.takes_positions else {}
+    with torch.no_grad():
+        theirs = model(input_ids=tokens, use_cache=False, **keywords).logits
+    check = Check(
+        what="logits",
+        num_bytes=ours.nbytes,
+        checked=f"{num_tokens} tokens",
+        verdict=f"equal to those from step {generation.progress.step}, bit for bit",
+    )
+    if _same_bits(ours, theirs):
+        return check
+    largest = float((ours.float() - theirs.float()).abs().max()) if ours.shape == theirs.shape else float("inf")
+    verdict = f"differ by up to {largest:.3g} from those computed from step {generation.progress.step}"
+    return replace(check, verdict=verdict, is_wrong=True)
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

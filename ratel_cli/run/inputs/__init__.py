@@ -1,0 +1,1 @@
+"""Everything that a run reads before it writes, checked."""

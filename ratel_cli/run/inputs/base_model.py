@@ -1,0 +1,127 @@
+"""The model that a config names, before training: its skeleton, its weights, its name.
+
+Invariant: a store that passes `check_model` has this model's parameters, in this order.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+from transformers import PretrainedConfig
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.hardware.host import return_large_buffers
+from ratel_cli.json_fields import hash_of
+from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.export_layout import ExportLayout, layout_of_model
+from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.files.run_directory import as_recorded_by_run
+from ratel_cli.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A base model without its weights."""
+
+    directory: Path
+    config: PretrainedConfig
+    """What config.json describes: a language model, or a model with more parts."""
+    attention: str
+    """The attention kernel that is used."""
+    model: DecoderModel
+
+
+def prepare_process() -> None:
+    """Let freed memory go back to the system, and turn off what transformers would show."""
+    return_large_buffers()
+    silence_transformers()
+
+
+def silence_transformers() -> None:
+    """Turn off the messages and progress bars of transformers."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def read_base(config: RunConfig, log: RunLog) -> Base:
+    """Find the config's base model and build its skeleton. Raises BadInput, EnvironmentFailure."""
+    base = build_base(config)
+    if base.attention != config.attn_implementation:
+        log.notice(f"{why_unsupported(base.config, config.attn_implementation)}; using {base.attention}")
+    return base
+
+
+def build_base(config: RunConfig) -> Base:
+    """Like `read_base`, but without the notice about another attention kernel."""
+    assert config.base_model is not None
+    directory = resolve_base_model(config.base_model)
+    model_config = read_model_config(directory)
+    attention = supported_attention(model_config, config.attn_implementation)
+    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
+    model = find_blocks(skeleton, name=Path(config.base_model).name, gradient_dtype=config.resolved_gradient_dtype)
+    if model.looks_ahead:
+        raise BadInput(
+            f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
+            "set is_decoder: true in the model's config.json" if hasattr(model_config, "is_decoder") else None,
+        )
+    return Base(
+        directory=directory,
+        config=model_config,
+        attention=attention,
+        model=model,
+    )
+
+
+def open_weights(
+    config: RunConfig, base: Base, resources: ExitStack
+) -> tuple[CheckpointSource | RandomSource, ExportLayout]:
+    """The source of the weights, whose files are checked, and the layout of an export. The skeleton gets the buffers.
+
+    Raises BadInput if the files do not match the model.
+    """
+    skeleton, spec = base.model.skeleton, base.model.spec
+    if config.random_init:
+        if base.model.has_other_parts:
+            raise BadInput(
+                f"random_init: the other parts of {spec.architecture} would have no weights",
+                "set base_model to a directory with a language model's config.json, or remove random_init",
+            )
+        return RandomSource(skeleton, config.seed), layout_of_model(skeleton, spec, config.dtype)
+    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec))
+    install_buffers(skeleton, source.read_buffers())
+    return source, source.layout(config.dtype)
+
+
+def hub_id(config: RunConfig) -> str | None:
+    """The hub id of the base model; None if the base model is a directory."""
+    return None if Path(config.base_model or "").exists() else config.base_model
+
+
+def model_hash(config: RunConfig, spec: ModelSpec) -> str:
+    """The hash of a store's model: of its architecture, dtype, origin, and the place of each parameter.
+
+    The origin is the base model as the run has recorded it, whatever its path is from here.
+    """
+    origin = as_recorded_by_run(config).base_model
+    blocks = [
+        (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters]) for each in spec.blocks
+    ]
+    return hash_of([spec.architecture, blocks, config.dtype, str(origin), config.random_init])
+
+
+def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:
+    """Raise BadInput if the store in `directory` was made for another model."""
+    if store.identity.model_hash != model_hash(config, spec):
+        raise BadInput(
+            f"the store in {directory} was made for another model, not for {config.base_model} in {config.dtype}",
+            "give the config of the run that the store belongs to",
+        )

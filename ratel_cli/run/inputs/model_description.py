@@ -1,0 +1,132 @@
+"""What a config's model is, without its weights: its blocks, and what its layers compute with.
+
+`model_shape` is described at once. A base model is described by its skeleton, the one that a run builds, which takes
+seconds of imports. So a description is cached, in a file named by everything that it depends on.
+
+Invariant: a description equals what a run of the same config finds in its skeleton. A cached one that cannot be read
+is made again, and no code that comes with a model is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.source import read_file
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.json_fields import JsonFields
+from ratel_cli.model.spec import LayerTraits, ModelSpec
+from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_shape
+from ratel_cli.run.files.user_cache import software_versions, user_cache_file, write_user_cache
+
+FORMAT_VERSION = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model without its weights."""
+
+    spec: ModelSpec
+    traits: LayerTraits
+
+
+def describe_model(config: RunConfig, *, name: str, log: RunLog) -> ModelDescription:
+    """The model that `config` names; `name` is for a `model_shape`, which has none. Downloads nothing.
+
+    Raises BadInput for a model that cannot be trained.
+    """
+    shape = config.model_shape
+    if shape is None:
+        return _base_model(config, log)
+    spec = spec_from_shape(
+        name=name,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        num_parameters=shape.num_parameters,
+        dtype=config.dtype,
+        gradient_dtype=config.resolved_gradient_dtype,
+    )
+    compute_bytes = spec.dtype_bytes
+    traits = LayerTraits(
+        num_heads=shape.num_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+        activations=gpt_activations(
+            num_heads=shape.num_heads, hidden_size=shape.hidden_size, compute_bytes=compute_bytes
+        ),
+        norm=gpt_norm(hidden_size=shape.hidden_size, compute_bytes=compute_bytes),
+    )
+    return ModelDescription(spec=spec, traits=traits)
+
+
+def description_file(config: RunConfig) -> Path:
+    """Where the description of the config's base model is cached. Raises BadInput."""
+    assert config.base_model is not None
+    content = _config_text(config.base_model)
+    software = software_versions("ratel-cli", "torch", "transformers")
+    return user_cache_file("model", [content, config.dtype, config.attn_implementation, software])
+
+
+def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
+    assert config.base_model is not None
+    file = description_file(config)
+    cached = _read(file, name=Path(config.base_model).name)
+    if cached is not None:
+        return replace(cached, spec=cached.spec.with_gradients(config.resolved_gradient_dtype))
+    from ratel_cli.model.footprint import measured_traits
+    from ratel_cli.run.inputs.base_model import build_base, silence_transformers
+
+    silence_transformers()
+    model = build_base(config).model
+    description = ModelDescription(spec=model.spec, traits=measured_traits(model))
+    content = {
+        "format_version": FORMAT_VERSION,
+        "spec": description.spec.to_json(),
+        "traits": description.traits.to_json(),
+    }
+    try:
+        write_user_cache(file, json.dumps(content) + "\n")
+    except OSError as error:
+        log.notice(f"{file}: the model's description cannot be cached ({error.strerror}); the next plan makes it again")
+    return description
+
+
+def _read(file: Path, *, name: str) -> ModelDescription | None:
+    """The cached description; None if there is none, or if it cannot be used."""
+    try:
+        fields = JsonFields(json.loads(file.read_text(encoding="utf-8")))
+        if fields.integer("format_version") != FORMAT_VERSION:
+            return None
+        return ModelDescription(
+            spec=replace(ModelSpec.from_json(fields.value("spec")), name=name),
+            traits=LayerTraits.from_json(fields.value("traits")),
+        )
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _config_text(base_model: str) -> str:
+    """The model's config.json, checked as far as that is possible without transformers. Raises BadInput."""
+    directory = Path(os.path.expanduser(base_model))
+    if not os.path.isdir(directory):  # is_dir raises for names that are too long
+        raise BadInput(
+            f"base_model: there is no directory {base_model}; `ratel plan` downloads nothing",
+            "give a directory with the model's config.json, or `model_shape`",
+        )
+    path = directory / "config.json"
+    if path.exists() and not path.is_file():
+        raise BadInput(f"{path}: not a regular file")  # opening a FIFO would wait for a writer
+    text = read_file(path, "model's config")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be parsed: {error}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path}: must contain an object, `{{...}}`")
+    if not isinstance(values.get("model_type"), str):
+        raise BadInput(f"{path}: `model_type` is missing or is not text")
+    return text

@@ -1,0 +1,120 @@
+"""What a config asks of the store and the plan, in the terms of `planning`: the same for a run and for `ratel plan`.
+
+Invariant: this file imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.hardware.host import memory_bytes
+from ratel_cli.json_fields import hash_of
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
+from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.problem import Decisions
+from ratel_cli.planning.split import divisors
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES
+from ratel_cli.store.layout import Geometry, StoredBlock
+from ratel_cli.store.open import stored_identity
+from ratel_cli.training.wear_limit import WearLimit
+from ratel_cli.units import format_bytes
+
+DECIDES_THE_BITS: Final = (
+    "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "shuffle", "micro_batch_size",
+    "gradient_accumulation_steps", "learning_rate", "lr_scheduler", "lr_scheduler_kwargs", "warmup_steps",
+    "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
+    "gradient_dtype", "attn_implementation", "head_chunk", "deterministic", "seed", "val_set_size",
+)  # fmt: skip
+"""Keys that must be the same when a run resumes. All other keys may change."""
+DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
+"""Keys that may change when a run resumes, and decide the bits of the steps that follow."""
+
+
+def settings_hash(config: RunConfig) -> str:
+    """The part of a store's identity that says which settings its run has."""
+    return hash_of(config.model_dump(mode="json", include=set(DECIDES_THE_BITS)))
+
+
+def as_recorded(config: RunConfig) -> RunConfig:
+    """The config with the split, and the chunks of the head, that its store was made with.
+
+    The config as it is if it names both, or if there is no store of a run with these settings.
+    """
+    is_planned = config.is_split_planned or config.is_chunk_planned
+    identity = stored_identity(config.storage.paths) if is_planned else None
+    if identity is None:
+        return config
+    splits = map(config.split_by, divisors(config.sequences_per_step)) if config.is_split_planned else (config,)
+    for split in splits:
+        for each in map(split.chunked_by, CHUNK_BYTES) if config.is_chunk_planned else (split,):
+            if identity.config_hash == settings_hash(each):
+                return each
+    return config
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """The tokens of a full step. What the head does at once depends on the model too: see `chunked_workload_of`."""
+    size, number = config.split
+    return Workload(micro_batch_size=size, num_micro_batches=number, sequence_len=config.sequence_len)
+
+
+def chunked_workload_of(config: RunConfig, spec: ModelSpec) -> Workload:
+    """The tokens of a full step, and of a chunk of the head; of one of 64 MiB if the plan has still to choose it."""
+    chunk_bytes = LOGITS_CHUNK_BYTES if config.head_chunk == "auto" else config.head_chunk
+    return with_chunk(spec, workload_of(config), chunk_bytes)
+
+
+def decisions_of(config: RunConfig, *, host_limit_bytes: int) -> Decisions:
+    """What the config decides about the plan; the planner decides the rest."""
+    slots = num_slots(config)
+    return Decisions(
+        holds_gradients=slots == 1 or config.max_grad_norm is not None,
+        num_slots=slots,
+        host_limit_bytes=host_limit_bytes,
+        device_limit_bytes=config.limits.gpu_memory,
+        activations=config.activations,
+        overlap=config.optimizer_overlap,
+        wear=config.storage.wear,
+    )
+
+
+def num_slots(config: RunConfig) -> int:
+    """Slots of the config's store: the number of generations that it has space for."""
+    if config.storage.durability == "none":
+        return 1
+    # A generation that is being copied to the snapshot needs its slot until the copy is done.
+    return 2 + config.num_saved_generations + (config.storage.snapshot is not None)
+
+
+def warn_of_host_limit(config: RunConfig, log: RunLog) -> None:
+    """Warn if `limits.host_memory` is more than this machine has. The plan keeps to the limit all the same."""
+    limit_bytes, total_bytes = config.limits.host_memory, memory_bytes()
+    if limit_bytes is not None and limit_bytes > total_bytes:
+        limit, total = format_bytes(limit_bytes), format_bytes(total_bytes)
+        log.warn(f"limits.host_memory is {limit}, but this machine has {total} of RAM: a run may run out of memory")
+
+
+def wear_limit(
+    config: RunConfig, blocks: tuple[StoredBlock, ...], *, weights: tuple[int, ...], first_step: int
+) -> WearLimit | None:
+    """The config's limit on what is written to a store of these blocks; None if it sets none.
+
+    `weights` are the shares of `storage.paths`, `first_step` is the step that the store is made with.
+    """
+    if config.storage.max_tb_written is None:
+        return None
+    geometry = new_geometry(config, blocks, shares=weights)
+    return WearLimit(
+        max_bytes=int(config.storage.max_tb_written * 1e12),
+        store_bytes=geometry.made_bytes,
+        slot_bytes=geometry.slot.num_bytes,
+        first_step=first_step,
+    )
+
+
+def new_geometry(config: RunConfig, blocks: tuple[StoredBlock, ...], *, shares: tuple[int, ...]) -> Geometry:
+    """The geometry of the store that the config asks for. `shares`: of `storage.paths`."""
+    return Geometry(blocks=blocks, num_slots=num_slots(config), shares=shares)

@@ -1,0 +1,1 @@
+"""A config to begin with, for `ratel init`."""

@@ -1,0 +1,268 @@
+"""A starting config for a model, a dataset and this machine: what `ratel init` writes.
+
+    1. the model is looked at: its config and its tokenizer, no weights
+    2. the first rows of the data say of which type they are, and how long
+    3. the plan says how many sequences make a step on this machine, and whether it fits
+    4. the drives are looked at for a place of the store
+
+Invariant: nothing is written but the description of a model in the user's cache. Of a hub model only the small files
+are downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.yaml_marks import Plain
+from ratel_cli.console import RunLog
+from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.hardware.host import free_bytes, gpu_names
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.io.files import nearest_existing
+from ratel_cli.model.directory import find_weight_files, resolve_base_model
+from ratel_cli.model.skeleton import read_model_config
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.forecast.forecast import Forecast
+from ratel_cli.planning.traffic import store_bytes
+from ratel_cli.run.ask.plan_inputs import find_hardware, forecaster_of, setting_of, with_planned_split
+from ratel_cli.run.inputs.base_model import silence_transformers
+from ratel_cli.run.inputs.model_description import describe_model
+from ratel_cli.run.inputs.settings import num_slots
+from ratel_cli.run.inputs.tokenizer import read_tokenizer
+from ratel_cli.run.start.starting_data import DataSketch, needs_template, sketch_data
+from ratel_cli.run.start.starting_storage import has_space, is_in_memory, other_places
+from ratel_cli.run.start.starting_text import DATA_PLACEHOLDER, MODEL_PLACEHOLDER, StartingText
+from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate
+
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
+_SPLIT_LENGTH = 2048
+"""The sequence length for plain texts, which are split."""
+_STEP_TOKENS = 1 << 15
+_LEAST_STEPS = 20
+"""Steps in an epoch, if the data has so much."""
+_MANY_TOKENS = 10_000_000
+"""An epoch with more tokens is enough by itself."""
+_NEAR_BEST = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A starting config, and what was found out for it."""
+
+    text: str
+    rows: tuple[tuple[str, str], ...]
+    """A name and a fact each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    directory: Path
+    config: PretrainedConfig
+    tokenizer: Tokenizer
+    spec: ModelSpec
+
+
+def starting_config(text: StartingText, model: str | None, data: Sequence[str], output: Path, log: RunLog) -> Start:
+    """A config to begin with, for the file `output`, from its first keys in `text`.
+
+    Raises BadInput for a model or data that cannot be used. Without a model its place is a commented line.
+    """
+    silence_transformers()
+    is_open = model is None and "base_model" not in text.given
+    if is_open:
+        text.choose("base_model", MODEL_PLACEHOLDER, "remove the #, and name a directory or a hub id")
+    if not gpu_names():
+        text.choose("dtype", "float32", "fastest on most CPUs; for a GPU remove it (bfloat16)")
+    text.choose("output_dir", str(_new_directory(Path("outputs") / output.stem)))
+    found = None if is_open else _look_at_model(text.config, log)
+    sketches = [] if found is None else _look_at_data(text, data, found, log)
+    missing = f"not given; put it where {output} has {MODEL_PLACEHOLDER}" if is_open else text.config.base_model
+    rows = [("model", missing or "" if found is None else _model_words(found))]
+    rows += [("data", f"{sketch.described}; {_rows_words(sketch)}") for sketch in sketches]
+    if not data:
+        rows.append(("data", f"not given; put its path where {output} has {DATA_PLACEHOLDER}"))
+    _choose_length(text, found, sketches)
+    if found is not None:
+        rows.append(("store", _choose_storage(text, found)))
+    _choose_epochs(text, sketches)
+    rows.append(("plan", _choose_step(text, found, sketches, log)))
+    text.choose("learning_rate", 1e-5, "usual for a whole model: 5e-6 to 2e-5")
+    written = text.text()
+    if is_open:
+        written = written.replace(f"\nbase_model: {MODEL_PLACEHOLDER}", f"\n# base_model: {MODEL_PLACEHOLDER}", 1)
+    return Start(text=written, rows=tuple(rows))
+
+
+def _new_directory(wanted: Path) -> Path:
+    """The directory, or one with a number if it exists."""
+    number = 1
+    while os.path.lexists(found := wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")):
+        number += 1
+    return found
+
+
+def _look_at_model(config: RunConfig, log: RunLog) -> _Model | None:
+    """The model without its weights; None if it is on the hub and the hub cannot be reached. Raises BadInput."""
+    assert config.base_model is not None
+    is_local = os.path.isdir(config.base_model)
+    try:
+        directory = resolve_base_model(config.base_model, download=_download_small)
+    except EnvironmentFailure as error:
+        if _looks_local(config.base_model):
+            message = f"base_model: there is no directory {config.base_model}, and the hub cannot be reached"
+            raise BadInput(
+                message, "check the spelling; `ratel init` alone names the models below this directory"
+            ) from error
+        log.warn(f"{error.message}; the config is written without a look at the model")
+        return None
+    if is_local and not config.random_init:
+        find_weight_files(directory)
+    spec = describe_model(config.model_copy(update={"base_model": str(directory)}), name=directory.name, log=log).spec
+    model_config = read_model_config(directory)
+    tokenizer = read_tokenizer(config, directory, model_config, num_embeddings=spec.vocab_size, notice=log.notice)
+    return _Model(directory=directory, config=model_config, tokenizer=tokenizer, spec=spec)
+
+
+def _looks_local(name: str) -> bool:
+    """Whether a name like OWNER/NAME rather means a directory: there is one named OWNER."""
+    owner, _, rest = name.partition("/")
+    return bool(rest) and os.path.isdir(owner)
+
+
+def _download_small(repository: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(repository, allow_patterns=_SMALL_FILES, ignore_patterns=["*/*"])
+
+
+def _look_at_data(text: StartingText, data: Sequence[str], model: _Model, log: RunLog) -> list[DataSketch]:
+    """The datasets by their first rows. Chooses their types, and a chat template if they need one."""
+    tokenizer = model.tokenizer
+    if any(needs_template(path, tokenizer) for path in data):
+        text.choose("chat_template", "chatml", "the tokenizer has no chat template of its own")
+        rows = model.spec.vocab_size
+        tokenizer = read_tokenizer(text.config, model.directory, model.config, num_embeddings=rows, notice=log.notice)
+    sketches = [sketch_data(path, tokenizer, notice=lambda line: None) for path in data]
+    if sketches:
+        chosen: list[Plain] = [{"path": sketch.path, "type": sketch.type} for sketch in sketches]
+        text.choose("datasets", chosen, "; ".join(sketch.described for sketch in sketches))
+    return sketches
+
+
+def _choose_length(text: StartingText, model: _Model | None, sketches: Sequence[DataSketch]) -> None:
+    """The sequence length: that of the longest sample that was looked at, as a power of two, within bounds."""
+    positions = None if model is None else getattr(model.config, "max_position_embeddings", None)
+    most = min(_GREATEST_LENGTH, positions) if isinstance(positions, int) else _GREATEST_LENGTH
+    if not sketches:
+        text.choose("sequence_len", min(_SPLIT_LENGTH, most), "longer samples are truncated, plain texts are split")
+        return
+    if all(sketch.is_text for sketch in sketches):
+        text.choose("sequence_len", min(_SPLIT_LENGTH, most), "longer texts are split")
+        return
+    lengths = [length for sketch in sketches if not sketch.is_text for length in sketch.lengths]
+    chosen = min(most, max(_LEAST_LENGTH, 1 << (max(lengths) - 1).bit_length()))
+    longer = sum(length > chosen for length in lengths)
+    comment = f"of {len(lengths)} samples looked at, the longest has {max(lengths)} tokens"
+    text.choose("sequence_len", chosen, comment + (f"; {longer} would be truncated" if longer else ""))
+
+
+def _choose_storage(text: StartingText, model: _Model) -> str:
+    """Another drive for the store, if the one of the output directory has no space. Returns where it will be."""
+    config = text.config
+    need_bytes = store_bytes(model.spec, num_slots=num_slots(config))
+    size = format_bytes(need_bytes)
+    here = nearest_existing(config.storage.paths[0])
+    if "storage" not in text.given and (is_in_memory(here) or not has_space(here, need_bytes)):
+        why = "is in memory" if is_in_memory(here) else "has too little space"
+        others = other_places(here, need_bytes)
+        if not others:
+            return f"{size}; {here} {why}, and no other drive has enough that you may write to"
+        text.choose("storage", {"paths": [str(others[0].directory / "ratel")]}, f"the store takes {size}; {here} {why}")
+    paths = text.config.storage.paths
+    free = format_bytes(free_bytes([nearest_existing(path) for path in paths]))
+    return f"{size} in {', '.join(map(str, paths))}; {free} free"
+
+
+def _choose_epochs(text: StartingText, sketches: Sequence[DataSketch]) -> None:
+    num_tokens = sum(sketch.num_tokens for sketch in sketches)
+    if "max_steps" not in text.given:
+        is_large = num_tokens > _MANY_TOKENS or not all(sketch.is_whole for sketch in sketches)
+        comment = f"one of them has about {format_count(num_tokens)} tokens" if num_tokens else ""
+        text.choose("num_epochs", 1 if is_large else 3, comment)
+
+
+def _choose_step(text: StartingText, model: _Model | None, sketches: Sequence[DataSketch], log: RunLog) -> str:
+    """The tokens of a step: the fewest that are nearly as fast as more of them. Returns what the plan says."""
+    config, length = text.config, text.config.sequence_len
+    hardware = None if model is None else _hardware(config, log)
+    if text.given & {"tokens_per_step", "micro_batch_size", "gradient_accumulation_steps"}:
+        return _plan_words(None if model is None or hardware is None else _forecast(config, model, hardware, log))
+    most = _STEP_TOKENS // length
+    if sketches:
+        most = min(most, sum(sketch.num_tokens for sketch in sketches) // (length * _LEAST_STEPS))
+    numbers = [1 << power for power in range(max(1, most).bit_length())]
+    forecasts = {}
+    if model is not None and hardware is not None:
+        split = {"micro_batch_size": "auto", "gradient_accumulation_steps": "auto"}
+        for number in numbers:
+            step = config.model_copy(update={"tokens_per_step": number * length, **split})
+            forecasts[number] = _forecast(step, model, hardware, log)
+    number = _best_number(forecasts) or (numbers[0] if forecasts else numbers[-1])
+    forecast = forecasts.get(number)
+    comment = counted(number, "sequence") + (", which the plan splits into micro-batches" if number > 1 else "")
+    if forecast is not None and number > 1:
+        workload = forecast.setting.workload
+        comment += f", here {workload.num_micro_batches} of {workload.micro_batch_size}"
+    text.choose("tokens_per_step", number * length, comment)
+    return _plan_words(forecast)
+
+
+def _best_number(forecasts: Mapping[int, Forecast]) -> int | None:
+    """The least number of sequences that is nearly as fast as any; None if no step fits."""
+    rates = {number: each.prediction.tokens_per_second for number, each in forecasts.items() if each.fits}
+    return min((number for number, rate in rates.items() if rate >= _NEAR_BEST * max(rates.values())), default=None)
+
+
+def _hardware(config: RunConfig, log: RunLog) -> HardwareProfile | None:
+    """This machine; None if it cannot be measured."""
+    try:
+        return find_hardware(config, None, log)
+    except EnvironmentFailure as error:
+        log.warn(f"this machine cannot be measured: {error.message}")
+        return None
+
+
+def _forecast(config: RunConfig, model: _Model, hardware: HardwareProfile, log: RunLog) -> Forecast:
+    local = config.model_copy(update={"base_model": str(model.directory)})
+    split = with_planned_split(local, hardware, name=model.spec.name, log=log)
+    return forecaster_of(split, hardware, name=model.spec.name, log=log).forecast(setting_of(split, hardware))
+
+
+def _plan_words(forecast: Forecast | None) -> str:
+    if forecast is None:
+        return "none: the model or this machine is not known well enough"
+    if not forecast.fits:
+        short = ", ".join(f"{each.name} by {format_bytes(each.shortfall_bytes)}" for each in forecast.shortfalls)
+        return f"it does not fit: short of {short}; `ratel plan CONFIG` says what would help"
+    prediction = forecast.prediction
+    seconds = format_seconds(prediction.time.total)
+    return (
+        f"fits; {seconds} per step, {format_token_rate(prediction.tokens_per_second)}, mostly {prediction.bottleneck}"
+    )
+
+
+def _model_words(model: _Model) -> str:
+    return f"{model.spec.architecture}: {format_count(model.spec.num_parameters)} parameters"
+
+
+def _rows_words(sketch: DataSketch) -> str:
+    rows = f"{sketch.num_rows} rows" if sketch.is_whole else f"more than {sketch.num_rows} rows"
+    return f"{rows}, {sketch.lengths[0]} to {sketch.lengths[-1]} tokens each"

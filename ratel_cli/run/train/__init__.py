@@ -1,0 +1,1 @@
+"""A run from its inputs to its export: measured, planned, resumed or begun, trained."""

@@ -1,0 +1,119 @@
+"""The state that a new run takes over from a step of another run.
+
+With its optimizer's moments the new run goes on after that step: every later step is that of a run which has the new
+settings from there on. With a fresh optimizer it begins at step 0 with that step's fp32 master weights.
+
+Invariants: the other run is only read, and its store is locked until it is copied. A run that cannot start from it is
+rejected before anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from ratel_cli.commands import command, errors_about
+from ratel_cli.errors import BadInput
+from ratel_cli.model.copy_weights import copy_weights
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.files.origin import Origin, OriginRecord
+from ratel_cli.run.files.output import missing_store
+from ratel_cli.run.inputs.base_model import model_hash
+from ratel_cli.run.inputs.inputs import Inputs
+from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.store import Progress, Store
+
+FIRST_LOSS_SCALE = 2.0**16
+DECIDES_THE_STATE: Final = ("base_model", "random_init", "dtype")
+"""Keys that must be those of the run that a new one starts from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """An open step of another run."""
+
+    origin: Origin
+    store: Store
+    generation: Generation
+
+    @property
+    def progress(self) -> Progress:
+        """How far the new run is when it begins."""
+        return beginning() if self.origin.fresh_optimizer else self.generation.progress
+
+    @property
+    def record(self) -> OriginRecord:
+        """What the new run records."""
+        return OriginRecord(
+            run=os.path.realpath(self.origin.config.output_dir),
+            step=self.generation.progress.step,
+            fresh_optimizer=self.origin.fresh_optimizer,
+        )
+
+    def copy_into(self, store: Store, context: RunContext) -> None:
+        """Fill and commit the new run's store, checking every byte that is read, and let go of the other run's."""
+        step = self.generation.progress.step
+        with context.bar(f"copying step {step} of {self.origin.config.output_dir}", store.generation_bytes) as advance:
+            copy = copy_weights if self.origin.fresh_optimizer else copy_generation
+            with errors_about(self.origin.config.output_dir):
+                copy(self.generation, store.shadow(), context.pool, progress=advance)
+        store.commit_import(self.progress)
+        context.pool.trim()
+        self.store.close()
+
+
+def beginning() -> Progress:
+    """The progress of a run that has done no step."""
+    return Progress(step=0, updates=0, loss_scale=FIRST_LOSS_SCALE, good_steps=0, tokens=0)
+
+
+def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
+    """Open the step that the new run starts from; the context closes it.
+
+    Raises BadInput if that run has no such step or trains another model, or if the new run would have no step to do.
+    """
+    theirs = origin.config
+    if not Store.exists(theirs.storage.paths):
+        raise BadInput(
+            f"--from {origin}: {missing_store(theirs)}",
+            "to train its exported model, set base_model to the directory of the export",
+        )
+    with errors_about(theirs.output_dir):
+        store = context.open_store(theirs.storage.paths, read_only=True)
+    _reject_other_model(context, inputs.model.spec, store, origin)
+    if origin.step is None or origin.step == store.progress.step:
+        generation = store.current()
+    else:
+        try:
+            generation = store.pinned(origin.step)
+        except BadInput as error:
+            raise BadInput(f"--from {origin}: {error.message}", error.hint) from error
+    branch = Branch(origin=origin, store=store, generation=generation)
+    if branch.progress.step >= inputs.num_steps:
+        raise BadInput(
+            f"--from {origin}: that run has done {branch.progress.step} steps, and this one ends after step "
+            f"{inputs.num_steps}, counted from the beginning of that run",
+            "set max_steps or num_epochs higher; start from an earlier saved step, --from RUN@STEP; or begin at step 0 "
+            "with its weights, --fresh-optimizer",
+        )
+    return branch
+
+
+def _reject_other_model(context: RunContext, spec: ModelSpec, store: Store, origin: Origin) -> None:
+    ours, theirs = context.config, origin.config
+    is_same_place = os.path.realpath(str(ours.base_model)) == os.path.realpath(str(theirs.base_model))
+    update = {key: getattr(ours, key) for key in DECIDES_THE_STATE if key != "base_model" or not is_same_place}
+    wanted = theirs.model_copy(update=update)
+    if store.identity.model_hash == model_hash(wanted, spec):
+        return
+    old, new = (each.model_dump(mode="json") for each in (theirs, wanted))
+    keys = [key for key in DECIDES_THE_STATE if old[key] != new[key]]
+    differences = "; ".join(f"{key} was {old[key]}, is now {new[key]}" for key in keys) or "its parameters differ"
+    raise BadInput(
+        f"--from {origin}: that run trains another model: {differences}",
+        "set them as in that run; or export its model with "
+        f"{command('export', theirs.output_dir, '-o', 'DIR')}, and set base_model: DIR",
+    )

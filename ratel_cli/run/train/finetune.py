@@ -1,0 +1,343 @@
+"""One run of `ratel finetune`, from a checked config to the export. All parts meet here.
+
+    1. the inputs: model skeleton, tokenizer, data; and the store and its snapshot, opened if they exist
+    2. the machine is measured and the plan made, which splits the steps of a new run and chooses the chunks of its head
+       if the config leaves that to it; one layer of each kind is run on the device that computes, and planned with; the
+       opening statement is printed                                                    (--dry-run ends here)
+    3. the store is resumed where a run left it, or created and filled; and so is its snapshot
+    4. training, step by step; every step is committed
+    5. the export: a Hugging Face directory, uploaded to the hub if the config names a repository
+
+Invariants: nothing is written to a store before it is known that everything fits, and a folder of the user's becomes
+the run's only when nothing can refuse the command any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ratel_cli.commands import command
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import EnvironmentFailure, ErrorList
+from ratel_cli.hardware.gpu import determinism
+from ratel_cli.hardware.load import LoadMeter
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.export_weights import export_bytes, export_model
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.plan import Plan
+from ratel_cli.report.run import opening
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.files.origin import Origin, check_same_origin, read_origin
+from ratel_cli.run.files.output import claim_output, own_output, reject_lost_store
+from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, place_of
+from ratel_cli.run.files.run_files import files_of_training, forget_missing, write_run_files
+from ratel_cli.run.inputs.base_model import prepare_process
+from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
+from ratel_cli.run.inputs.length import check_length
+from ratel_cli.run.inputs.settings import wear_limit
+from ratel_cli.run.inputs.tokenizer import tokenizer_files
+from ratel_cli.run.train.branch import Branch, open_branch
+from ratel_cli.run.train.card import card_of
+from ratel_cli.run.train.hub import upload_export
+from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
+from ratel_cli.run.train.profile_machine import measure_for_run, report_other_load
+from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
+from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
+from ratel_cli.run.train.split import plan_split, report_better_split, shaped_by_plan
+from ratel_cli.run.train.start import GoBack, Resume, Start
+from ratel_cli.run.train.store import as_stored, check_decay, find_store, make_store, resume_store
+from ratel_cli.run.train.trackers import Trackers
+from ratel_cli.run.train.train import Training
+from ratel_cli.run.train.trial import tried_profile
+from ratel_cli.store.store import Store, StoreIdentity
+from ratel_cli.training.facts import FACTS_NAME, RunFacts
+
+
+def run_finetune(
+    config: RunConfig,
+    log: RunLog,
+    *,
+    start: Start,
+    dry_run: bool,
+    overwrite: bool = False,
+    origin: Origin | None = None,
+) -> None:
+    """Run from start to end. Raises RatelError.
+
+    `overwrite`: files of others in the output directory are replaced if they have the names of the model's files.
+    `origin`: the run whose state a new run starts from, instead of the base model's weights.
+    """
+    prepare_process()
+    with ExitStack() as resources:
+        run = _find(config, log, resources, start, origin, dry_run=dry_run, overwrite=overwrite)  # phases 1 and 2
+        context, inputs, planner, hardware = run.context, run.inputs, run.planner, run.hardware
+        cache = CachedProfile(context.config, planner.spec, hardware)
+        profile, plan = _planned(run, cache.read())
+        spaces = _spaces(run, plan)
+        log.facts([*_opening_rows(run, plan), *space_rows(context.config, spaces, hardware)])
+        if run.is_split_planned and run.store is not None:
+            report_better_split(planner, profile, plan, log)
+        _check_limits(run, plan, spaces)
+        if dry_run:
+            return
+
+        claim_output(context.config)  # phase 3; from here on nothing is refused
+        context.listen()
+        context.stop.must_resume = start != Resume()
+        target = run.snapshot or make_snapshot(context, planner.spec, run.identity, start)
+        facts = _announce(run)
+        if run.store is None:
+            weights = hardware.nvme.weights
+            store = make_store(context, inputs, run.identity, start, weights=weights, branch=run.branch)
+        else:
+            store = run.store
+            resume_store(context, store, start)
+
+        save_plan = partial(_save_plan, run, cache, facts)
+        save_plan(plan, profile)  # phase 4
+        snapshots = start_snapshots(context, store, target, hardware, is_new=run.snapshot is None)
+        trackers = _open_trackers(context, store, resources)
+        with Training(
+            context, inputs, planner, store, snapshots=snapshots, trackers=trackers, save_plan=save_plan
+        ) as training:
+            training.run(plan, profile)
+        _export(context, inputs, store, overwrite=overwrite)  # phase 5
+    if context.config.hub_model_id is not None:
+        upload_export(context.config, log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A run that is decided but for its plan. The config in its context has the split, and the chunks of the head."""
+
+    context: RunContext
+    inputs: Inputs
+    identity: StoreIdentity
+    store: Store | None
+    """None for a new run."""
+    snapshot: Store | None
+    """None if there is none yet."""
+    branch: Branch | None
+    first_step: int
+    """The run begins or resumes after this step."""
+    is_split_planned: bool
+    """Whether a plan splits the steps, now or when the run began."""
+    hardware: HardwareProfile
+    meter: LoadMeter
+    """Of other work on the machine since measuring began."""
+    planner: Planner
+
+
+def _find(
+    config: RunConfig,
+    log: RunLog,
+    resources: ExitStack,
+    start: Start,
+    origin: Origin | None,
+    *,
+    dry_run: bool,
+    overwrite: bool,
+) -> _Run:
+    """Read the inputs, open the store and its snapshot, if they exist, and measure the machine; choose what the config
+    leaves to the plan, once and for all steps."""
+    as_written, config = config, as_stored(config, start)
+    inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)
+    resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
+    context = resources.enter_context(open_context(config, log, device=inputs.device))
+    identity = identity_of(config, inputs)
+    store = find_store(context, identity, start)
+    branch = _branch(context, inputs, store, origin)
+    first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
+    snapshot = find_snapshot(context, identity, start, has_store=store is not None)
+    if store is None and start == Resume():
+        reject_lost_store(config)
+
+    meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
+    if config.is_split_planned or config.is_chunk_planned:
+        context, inputs = shaped_by_plan(context, inputs, hardware)
+        identity = identity_of(context.config, inputs)
+    return _Run(
+        context=context,
+        inputs=inputs,
+        identity=identity,
+        store=store,
+        snapshot=snapshot,
+        branch=branch,
+        first_step=first_step,
+        is_split_planned=as_written.is_split_planned,
+        hardware=hardware,
+        meter=meter,
+        planner=make_planner(context, inputs.model.spec, hardware),
+    )
+
+
+def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: bool) -> None:
+    config, log = context.config, context.log
+    context.stop.check()
+    notices = export_model(
+        inputs.model.spec,
+        store.current(),
+        context.pool,
+        base_dir=inputs.base_dir,
+        output_dir=config.output_dir,
+        run=own_output(config),
+        overwrite=overwrite,
+        dtype=config.dtype,
+        layout=inputs.layout,
+        card=card_of(config, store, step=store.progress.step, log=log),
+        replaced_sidecars=tokenizer_files(config, inputs.base_dir),
+        progress=context.stop.check,
+    )
+    for text in notices:
+        log.notice(text)
+    log.remark(f"exported the model to {config.output_dir}; load it with transformers' from_pretrained")
+    delete = command("clean", config.output_dir, "--store")
+    log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
+
+
+def _planned(run: _Run, cached: ModelProfile | None) -> tuple[ModelProfile, Plan]:
+    """The profile and the plan of the first step. A model that no run has recorded is tried and measured."""
+    context, planner = run.context, run.planner
+    make_plan = partial(plan_split, planner, is_new=run.store is None) if run.is_split_planned else planner.plan
+    profile = cached or estimated_profile(planner, run.inputs.model)
+    plan = make_plan(profile)
+    if cached is None:
+        measured = tried_profile(context, run.inputs, planner, plan, profile)
+        if measured is not None:
+            profile, plan = measured, make_plan(measured)
+    report_other_load(run.meter, context.log)
+    return profile, plan
+
+
+def _announce(run: _Run) -> RunFacts:
+    """The facts. Those of a new run are written before its import, which may take long, so that `status` shows it."""
+    facts = facts_of(run.inputs, run.identity, first_step=run.first_step)
+    if run.store is None:
+        write_run_files(run.context.config, {FACTS_NAME: facts.to_json()}, log=run.context.log)
+    return facts
+
+
+def _open_trackers(context: RunContext, store: Store, resources: ExitStack) -> Trackers:
+    """The trackers. Their files, and the others that grow while the run trains, are the run's from now on."""
+    config, names = context.config, files_of_training(context.config)
+    claim_output(config, names)
+    resources.callback(forget_missing, config.output_dir, names)
+    return resources.enter_context(
+        Trackers(
+            config,
+            context.log,
+            committed_step=store.progress.step,
+            is_stopping=lambda: context.stop.is_requested,
+        )
+    )
+
+
+def _save_plan(run: _Run, cache: CachedProfile, facts: RunFacts, plan: Plan, profile: ModelProfile) -> None:
+    """Write the files in `run/` that the plan, and the profile that it was made from, belong to."""
+    contents = {
+        FACTS_NAME: facts.to_json(),
+        HARDWARE_NAME: run.hardware.to_json(),
+        MODEL_NAME: cache.content(run.planner.spec, profile),
+        PLAN_NAME: {**plan.to_json(), "is_split_planned": run.is_split_planned},
+    }
+    write_run_files(run.context.config, contents, log=run.context.log)
+
+
+def _branch(context: RunContext, inputs: Inputs, store: Store | None, origin: Origin | None) -> Branch | None:
+    """The step of another run that a new run starts from; None if the run begins with its base model, or resumes."""
+    if origin is None:
+        return None
+    if store is not None:
+        check_same_origin(context.config, origin)
+        return None
+    return open_branch(context, inputs, origin)
+
+
+def _first_step(context: RunContext, inputs: Inputs, store: Store | None, start: Start) -> int:
+    """The step that the run begins or resumes after. Reports another length than before. Raises BadInput."""
+    if store is None:
+        return 0
+    check_decay(context.config, inputs.model.spec)
+    step = start.step if isinstance(start, GoBack) else store.progress.step
+    notice = check_length(
+        context.config,
+        first_step=step,
+        steps_per_epoch=inputs.data.steps_per_epoch,
+        saved_steps=store.pinned_steps,
+    )
+    if notice is not None:
+        context.log.notice(notice)
+    return step
+
+
+def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
+    return spaces_of(
+        run.context.config,
+        run.inputs.model.spec,
+        nvme_bytes=plan.nvme_bytes,
+        export_bytes=export_bytes(run.inputs.layout, run.inputs.base_dir),
+        weights=run.hardware.nvme.weights,
+    )
+
+
+def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
+    config, data = run.context.config, run.inputs.data
+    return opening(
+        run.inputs.model.spec,
+        plan,
+        run.hardware,
+        dtype=config.dtype,
+        samples=data.num_samples,
+        data_tokens=data.num_tokens,
+        loss_share=data.loss_share,
+        num_steps=run.inputs.num_steps,
+        first_step=run.first_step,
+        engine=run.context.queue.engine,
+        paths=config.storage.paths,
+        output_dir=config.output_dir,
+        taken_bytes=taken_bytes(config),
+        is_split_planned=run.is_split_planned,
+        computed_tokens=None if data.is_packed else round(data.num_computed_tokens / data.steps_per_epoch),
+        endurance_tb=config.storage.endurance_tb,
+    )
+
+
+def _check_wear_limit(run: _Run) -> None:
+    """Warn if `storage.max_tb_written` will end the run too early. Raises EnvironmentFailure if it allows no step at
+    all."""
+    config, first_step, num_steps = run.context.config, run.first_step, run.inputs.num_steps
+    record = None if run.store is None else read_origin(config)
+    limit = wear_limit(
+        config,
+        run.inputs.model.spec.stored_blocks,
+        weights=run.hardware.nvme.weights,
+        first_step=run.branch.progress.step if run.branch else record.first_step if record else 0,
+    )
+    if limit is None or first_step >= num_steps:
+        return
+    if run.store is not None:
+        limit = replace(limit, store_bytes=run.store.made_bytes, slot_bytes=run.store.slot_bytes)
+    warning = limit.warning(num_steps, done=first_step)
+    if warning is not None and limit.last_step <= first_step:
+        raise EnvironmentFailure(warning, "increase storage.max_tb_written")
+    if warning is not None:
+        run.context.log.warn(warning)
+
+
+def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
+    """Raise EnvironmentFailure unless wear, snapshot and export are within their limits, and, together, store and
+    scratch files of a new run.
+
+    Each directory is checked again when its file is made.
+    """
+    config, errors = run.context.config, ErrorList()
+    errors.attempt(("storage", "max_tb_written"), lambda: _check_wear_limit(run))
+    if run.store is None:
+        errors.attempt(("storage", "paths"), lambda: check_store_space(config, plan.nvme_bytes, run.hardware))
+    for space in spaces:
+        errors.attempt(space.key, space.check)
+    errors.raise_all()

@@ -1,0 +1,94 @@
+"""A run that is not training, opened for reading: its base model's skeleton, and its store.
+
+Invariant: nothing of the run is changed, and no permission to change it is needed. Its store is locked meanwhile.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.model.export_weights import export_model
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, own_output, reject_overlap
+from ratel_cli.run.inputs.base_model import (
+    Base,
+    check_model,
+    open_weights,
+    prepare_process,
+    read_base,
+)
+from ratel_cli.run.inputs.tokenizer import tokenizer_files
+from ratel_cli.run.train.card import card_of
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRun:
+    """A run that is not training."""
+
+    context: RunContext
+    base: Base
+    store: Store
+
+    def generation(self, step: int | None) -> Generation:
+        """The saved generation of `step`; None: the current one. Raises BadInput if that step is not saved."""
+        if step is None or step == self.store.progress.step:
+            return self.store.current()
+        return self.store.pinned(step)
+
+
+def open_run(context: RunContext) -> OpenedRun:
+    """Open the config's run; the context closes it.
+
+    Raises BadInput if there is no store of this run, or it was made for another model.
+    """
+    prepare_process()
+    config = context.config
+    paths = config.storage.paths
+    if not has_own_store(config):
+        raise no_store(config)
+    base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
+    store = context.open_store(paths, read_only=True)
+    check_model(store, config, base.model.spec, paths[0])
+    return OpenedRun(context=context, base=base, store=store)
+
+
+def _on_the_cpu(config: RunConfig) -> RunConfig:
+    """The config with an attention kernel that the CPU has. The store does not depend on it."""
+    if not config.attn_implementation.startswith("flash"):
+        return config
+    return config.model_copy(update={"attn_implementation": "sdpa"})
+
+
+def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwrite: bool) -> int:
+    """Export a generation to the directory `output`. Returns the generation's step.
+
+    Raises BadInput if something would be replaced there that is not this export, unless `overwrite` is set.
+    """
+    context, step = run.context, generation.progress.step
+    reject_overlap(output, run.base.directory, option="-o")
+    check_export_output(context.config, output, step=step, overwrite=overwrite)
+    with ExitStack() as resources:
+        _, layout = open_weights(context.config, run.base, resources)
+        notices = export_model(
+            run.base.model.spec,
+            generation,
+            context.pool,
+            base_dir=run.base.directory,
+            output_dir=output,
+            run=own_output(context.config),
+            overwrite=overwrite,
+            option="-o",
+            dtype=context.config.dtype,
+            layout=layout,
+            card=card_of(context.config, run.store, step=step, log=context.log),
+            replaced_sidecars=tokenizer_files(context.config, run.base.directory),
+            progress=context.stop.check,
+        )
+    for text in notices:
+        context.log.notice(text)
+    return step

@@ -1,0 +1,99 @@
+"""Replaces a run's store by a copy of its snapshot.
+
+    1. open the snapshot; it must be of the config's model
+    2. look at `storage.paths`: it must be empty, or hold a store that is older than the snapshot, or `overwrite` is set
+    3. if a store will be replaced, read and check every byte of the snapshot first
+    4. create the new store, copy the snapshot into it, checking every byte, and commit it as the first generation
+
+Invariants: a store of another run is never replaced; one of this run only by a snapshot that is whole, and, unless
+`overwrite` is set, newer. Until the last byte is copied the new store counts as unfinished, and no run resumes from it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.hardware.budget import BRIEF
+from ratel_cli.hardware.drives import measure_drives
+from ratel_cli.io.files import nearest_existing
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.files.output import forget_deleted_store
+from ratel_cli.run.files.run_directory import place_of
+from ratel_cli.run.inputs.base_model import check_model, prepare_process, read_base
+from ratel_cli.run.inputs.settings import new_geometry
+from ratel_cli.run.train.store import prepare_store, reject_restoring_over_other_run
+from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.store import Store
+
+
+def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog) -> int:
+    """Copy the snapshot in `directory` to the config's storage. Returns its step. Raises RatelError."""
+    prepare_process()
+    _reject_same_directory(config, directory)
+    reject_restoring_over_other_run(config)
+    if not Store.exists([directory]):
+        raise BadInput(f"there is no snapshot in {directory}", "give its directory: --from DIR")
+    base = read_base(config, log)
+    with open_context(config, log) as context:
+        context.listen()
+        snapshot = _open(context, directory)
+        check_model(snapshot, config, base.model.spec, directory)
+        if Store.exists(config.storage.paths):
+            if not overwrite:
+                _reject_loss(context, snapshot)
+            with context.bar("verifying the snapshot", snapshot.generation_bytes) as advance:
+                snapshot.current().check_all(context.pool, progress=advance)
+        with _make(context, snapshot) as store:
+            with context.bar("copying the snapshot", snapshot.generation_bytes) as advance:
+                copy_generation(snapshot.current(), store.shadow(), context.pool, progress=advance)
+            store.commit_import(snapshot.progress)
+        forget_deleted_store(config)
+        return snapshot.progress.step
+
+
+def _reject_same_directory(config: RunConfig, directory: Path) -> None:
+    if os.path.realpath(directory) in map(os.path.realpath, config.storage.paths):
+        raise BadInput(f"the snapshot and the store to restore are in the same directory, {directory}")
+
+
+def _open(context: RunContext, directory: Path) -> Store:
+    try:
+        return context.open_store([directory], read_only=True)
+    except EnvironmentFailure as failure:
+        raise EnvironmentFailure(
+            f"the snapshot cannot be used: {failure.message}",
+            "make sure that no other process uses it, and that you may read it",
+        ) from failure
+
+
+def _reject_loss(context: RunContext, snapshot: Store) -> None:
+    """Raise BadInput unless the existing store belongs to the snapshot's run and is at an earlier step."""
+    paths = context.config.storage.paths
+    where, hint = place_of(context.config), "use --overwrite to replace it with the snapshot"
+    try:
+        with context.open_store(paths) as existing:
+            identity, step = existing.identity, existing.progress.step
+    except (BadInput, IntegrityFailure) as failure:
+        raise BadInput(f"there is a store in {where} that cannot be opened: {failure.message}", hint) from failure
+    if replace(identity, software="") != replace(snapshot.identity, software=""):
+        raise BadInput(f"the store in {where} and the snapshot belong to different runs", hint)
+    if step >= snapshot.progress.step:
+        raise BadInput(
+            f"the store in {where} is at step {step}, and the snapshot at step {snapshot.progress.step}", hint
+        )
+
+
+def _make(context: RunContext, snapshot: Store) -> Store:
+    """A new, empty store for the snapshot's blocks, as the config's run would create it."""
+    paths = context.config.storage.paths
+    shares: tuple[int, ...] = (1,)
+    if len(paths) > 1:
+        existing = [nearest_existing(path) for path in paths]
+        shares = measure_drives(existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
+    geometry = new_geometry(context.config, snapshot.blocks, shares=shares)
+    return prepare_store(context, paths, geometry, identity=snapshot.identity, overwrite=True)

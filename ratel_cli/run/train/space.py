@@ -1,0 +1,171 @@
+"""The space that a run takes in the file systems that it writes to, and what is available there.
+
+They are those of the store, of the snapshot and of the export, which may be the same. Scratch files are gone when the
+export is written.
+
+Invariant: this file imports nothing heavy, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.errors import ConfigKey, NotEnoughSpace
+from ratel_cli.hardware.host import free_bytes
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.io.files import nearest_existing
+from ratel_cli.model.marker import space_for_export
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.traffic import store_bytes
+from ratel_cli.run.files.run_directory import place_of
+from ratel_cli.run.inputs.settings import num_slots
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.units import format_bytes
+
+SNAPSHOT_SLOTS: Final = 2
+"""Slots of a snapshot's store: the generation that was copied last, and the one that is being copied."""
+
+
+_STORE_HINT: Final = (
+    "free some space, set storage.paths to other directories, or halve the need with storage.durability: none"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The space that the snapshot or the export needs in its file system, and what the rest of the run leaves there."""
+
+    name: Literal["snapshot", "export"]
+    option: Literal["storage.snapshot.path", "output_dir"]
+    path: Path
+    need_bytes: int
+    available_bytes: int
+    is_shared: bool
+    """Whether other new files of the run will be there, too."""
+
+    @property
+    def key(self) -> ConfigKey:
+        """The key of the config that names its place."""
+        return tuple(self.option.split("."))
+
+    @property
+    def words(self) -> str:
+        """What is needed, where, and what is available."""
+        need, available = format_bytes(self.need_bytes), format_bytes(self.available_bytes)
+        return f"needs {need} in {self.path}, {available} available{' beside the store' if self.is_shared else ''}"
+
+    @property
+    def remedy(self) -> str | None:
+        """What to do; None if it fits."""
+        fits = self.need_bytes <= self.available_bytes
+        return None if fits else f"free some space there, or set {self.option} to another device"
+
+    def check(self) -> None:
+        """Raise NotEnoughSpace if it does not fit."""
+        if self.remedy is not None:
+            raise NotEnoughSpace(f"not enough space for the {self.name}: it {self.words}", self.remedy)
+
+
+def spaces_of(
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    nvme_bytes: int,
+    weights: Sequence[int] | None = None,
+    export_bytes: int | None = None,
+) -> tuple[Space, ...]:
+    """The space of the snapshot, if the config asks for one, and of the export.
+
+    `nvme_bytes` is what the run needs in `storage.paths`, with scratch files; `weights` are the paths' shares of it,
+    equal ones if None. `export_bytes` is the size of the export; its weights alone if None.
+    """
+    weights = weights or (1,) * len(config.storage.paths)
+    export = config.output_dir
+    taken = _to_come(config, store_bytes(spec, num_slots=num_slots(config)), weights)
+    spaces: list[Space] = []
+    if config.storage.snapshot is not None:
+        path = config.storage.snapshot.path
+        beside = _to_come(config, nvme_bytes, weights)[_device(path)]
+        snapshot = Space(
+            name="snapshot",
+            option="storage.snapshot.path",
+            path=path,
+            need_bytes=store_bytes(spec, num_slots=SNAPSHOT_SLOTS),
+            available_bytes=max(0, free_bytes([nearest_existing(path)]) + _file_bytes(path) - beside),
+            is_shared=beside > 0,
+        )
+        spaces.append(snapshot)
+        taken[_device(path)] += max(0, snapshot.need_bytes - _file_bytes(path))
+    beside = taken[_device(export)]
+    available_bytes = max(0, space_for_export(export) - beside)
+    spaces.append(
+        Space(
+            name="export",
+            option="output_dir",
+            path=export,
+            need_bytes=sum(block.num_parameters * block.dtype_bytes for block in spec.blocks)
+            if export_bytes is None
+            else export_bytes,
+            available_bytes=available_bytes,
+            is_shared=beside > 0,
+        )
+    )
+    return tuple(spaces)
+
+
+def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProfile) -> None:
+    """Raise NotEnoughSpace unless store and scratch files of a new run fit together."""
+    available_bytes = hardware.nvme.free_bytes + taken_bytes(config)
+    if need_bytes > available_bytes:
+        raise NotEnoughSpace(
+            f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "
+            f"{format_bytes(available_bytes)} available",
+            _STORE_HINT,
+        )
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for device, new_bytes in _to_come(config, need_bytes, hardware.nvme.weights).items():
+        here = [path for path in config.storage.paths if _device(path) == device]
+        free = free_bytes([nearest_existing(here[0])])
+        if new_bytes > free:
+            raise NotEnoughSpace(
+                f"not enough space for the store: its share in {', '.join(map(str, here))} is "
+                f"{format_bytes(new_bytes)}, {format_bytes(free)} available",
+                _STORE_HINT,
+            )
+        if limit_bytes != resource.RLIM_INFINITY and new_bytes > limit_bytes * len(here):
+            raise NotEnoughSpace(
+                f"{', '.join(map(str, here))}: the store needs a file of {format_bytes(new_bytes // len(here))}, but "
+                f"the limit of this process on the size of files is {format_bytes(limit_bytes)}",
+                "raise it with `ulimit -f unlimited`",
+            )
+
+
+def taken_bytes(config: RunConfig) -> int:
+    """Bytes that an earlier store in the same directories takes: they are there already, or will be free."""
+    return sum(map(_file_bytes, config.storage.paths))
+
+
+def _to_come(config: RunConfig, num_bytes: int, weights: Sequence[int]) -> Counter[int]:
+    """What `num_bytes` in `storage.paths` will still take of each file system, by its device."""
+    num_bytes, whole = max(0, num_bytes - taken_bytes(config)), sum(weights)
+    found = Counter[int]()
+    for path, weight in zip(config.storage.paths, weights, strict=True):
+        found[_device(path)] += -(-num_bytes * weight // whole)
+    return found
+
+
+def _device(path: Path) -> int:
+    return nearest_existing(path).stat().st_dev
+
+
+def _file_bytes(directory: Path) -> int:
+    """Bytes of the store in a directory; 0 if there is none."""
+    file = directory / DATA_FILE_NAME
+    return file.stat().st_size if os.path.isfile(file) else 0  # is_file raises for long names

@@ -1,0 +1,284 @@
+"""Trains: runs the steps of a run that are not committed yet, under its plan.
+
+If the model's profile is only an estimate, the first step offloads nothing and is recorded. The following steps run
+under a new plan. Its engine takes over what is resident and what is left to update, so a new plan costs no step more.
+
+Invariant: the bits are the same under every plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
+
+from ratel_cli.closing import Closing
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.step import StepEngine
+from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
+from ratel_cli.engine.trace import TraceFile
+from ratel_cli.hardware.host import free_bytes
+from ratel_cli.hardware.load import LoadMeter, OtherLoad
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.plan import Plan
+from ratel_cli.report.panel import Panel, PanelFacts
+from ratel_cli.report.run import adapted_line, evaluation_line, plan_line, run_summary, saved_line, step_line
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.files.origin import read_origin
+from ratel_cli.run.files.run_directory import METRICS_NAME, TRACE_NAME, run_directory
+from ratel_cli.run.inputs.inputs import Inputs
+from ratel_cli.run.inputs.length import learning_rates
+from ratel_cli.run.train.adaptation import NUM_STEPS, Adaptation
+from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
+from ratel_cli.run.train.planner import Planner
+from ratel_cli.run.train.trackers import Trackers
+from ratel_cli.store.store import Store
+from ratel_cli.training.history import read_recent
+from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
+from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
+from ratel_cli.training.snapshots import Snapshots
+from ratel_cli.training.wear_limit import written_bytes
+
+
+class Training(Closing):
+    """What all steps of a run share under every plan: metrics, trace, totals. Use as a context manager."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        inputs: Inputs,
+        planner: Planner,
+        store: Store,
+        *,
+        snapshots: Snapshots | None,
+        trackers: Trackers,
+        save_plan: Callable[[Plan, ModelProfile], None],
+    ) -> None:
+        """`save_plan` is called with each new plan and the profile that it was made from."""
+        self._context = context
+        self._config = config = context.config
+        self._inputs = inputs
+        self._planner = planner
+        self._store = store
+        self._snapshots = snapshots
+        self._trackers = trackers
+        self._log = log = context.log
+        self._save_plan = save_plan
+        self._timeline = Timeline()
+        self._totals = RunTotals()
+        self._retries = AllocRetries(log.warn)
+        origin = read_origin(config)
+        self._first_step = 0 if origin is None else origin.first_step
+        max_tb_written = config.storage.max_tb_written
+        self._max_bytes_written = None if max_tb_written is None else int(max_tb_written * 1e12)
+        self._last: StepMetrics | None = None
+        """Of the last step that was announced."""
+        self._adaptation: Adaptation | None = None
+        """None until there is a plan from a recorded profile."""
+        self._spans: tuple[Span, ...] = ()
+        """Of the last step."""
+        self._meter = LoadMeter()
+        self._other_loads: deque[OtherLoad | None] = deque(maxlen=NUM_STEPS)
+        """Of the last steps."""
+        self._estimate: ModelProfile | None = None
+        """The profile before the step that is recorded; None if none is."""
+        self._resources = ExitStack()
+        run_dir = run_directory(config.output_dir)
+        self._metrics = self._resources.enter_context(
+            MetricsLog(run_dir / METRICS_NAME, committed_step=store.progress.step, warn=log.warn)
+        )
+        self._trace = (
+            self._resources.enter_context(TraceFile(run_dir / TRACE_NAME, warn=log.warn)) if config.trace else None
+        )
+
+    def run(self, plan: Plan, profile: ModelProfile) -> None:
+        """Run all steps that are left; record the first of them if the profile is an estimate."""
+        panel = self._open_panel(plan)  # with the time of the whole run, not of the step that is recorded
+        if profile.source == "analytic":
+            self._estimate = profile
+            plan = self._planner.plan_recording(profile)
+        else:
+            self._adaptation = Adaptation(self._planner, plan, profile)
+        pin_ahead(self._context, self._inputs.model.spec, plan)
+        try:
+            with self._log.live(panel.lines):
+                self._steps(plan, panel, recording=StepRecording() if profile.source == "analytic" else None)
+                if self._snapshots is not None:
+                    panel.show_work("copying the last snapshot")
+                    self._snapshots.finish(self._context.stop.check)
+        finally:
+            if self._log.is_live and self._last is not None:
+                self._log.say(step_line(self._last, self._inputs.num_steps, width=self._log.columns))
+        self._log.facts(run_summary(self._totals, endurance_tb=self._config.storage.endurance_tb))
+
+    def close(self) -> None:
+        """Close the files, and let the trackers finish. Idempotent."""
+        self._trackers.finish(self._store.progress.step)
+        self._resources.close()
+
+    def _open_panel(self, plan: Plan) -> Panel:
+        config, hardware, decisions = self._config, self._planner.hardware, plan.decisions
+        first_step = self._store.progress.step
+        facts = PanelFacts(
+            num_steps=self._inputs.num_steps,
+            first_step=first_step,
+            has_gpu=hardware.link is not None,
+            host_limit_bytes=decisions.host_limit_bytes,
+            gpu_limit_bytes=decisions.device_limit_bytes,
+            store_bytes=plan.nvme_bytes,
+            free_bytes=partial(free_bytes, config.storage.paths),
+            written_bytes=written_bytes(
+                first_step - self._first_step, store_bytes=self._store.made_bytes, slot_bytes=self._store.slot_bytes
+            ),
+            state_bytes=self._store.slot_bytes,
+            max_bytes_written=self._max_bytes_written,
+        )
+        return Panel(
+            facts,
+            predicted_seconds=plan.time.total,
+            earlier_losses=self._metrics.earlier_losses,
+            earlier_steps=self._earlier_steps(),
+            is_stopping=lambda: self._context.stop.is_requested,
+            ascii_only=self._log.ascii_only,
+        )
+
+    def _earlier_steps(self) -> Sequence[StepMetrics]:
+        try:
+            return read_recent(run_directory(self._config.output_dir) / METRICS_NAME).steps
+        except OSError:  # the log of the metrics has said so
+            return ()
+
+    def _steps(self, plan: Plan, panel: Panel, *, recording: StepRecording | None) -> None:
+        """Run the steps that are left; with a recording, all but the first under the plan that follows from it."""
+        num_steps = self._inputs.num_steps
+        with open_planned_engines(
+            self._context,
+            self._inputs.model,
+            self._store,
+            plan,
+            timeline=self._timeline,
+            drive_weights=self._planner.hardware.nvme.weights,
+        ) as engine_for:
+            loop = self._loop(engine_for(plan), plan, panel, recording)
+            previous: StepMetrics | None = None  # the step before, if its update overlaps with this one's forward
+            for metrics in loop.steps():
+                self._other_loads.append(self._meter.other_load())
+                self._meter.restart()
+                self._metrics.write(metrics)
+                self._totals.add(metrics)
+                self._retries.note(metrics)
+                self._trackers.report(self._store.progress.step)
+                panel.show_work(None)
+                if metrics.eval_loss is not None:
+                    panel.show_evaluation(metrics.step, metrics.eval_loss)
+                    self._log.say(evaluation_line(metrics.step, metrics.eval_loss))
+                # A step that was clipped leaves its update to the next one.
+                is_typical = not loop.is_committed and previous is not None and previous.clipped == metrics.clipped
+                followed = self._new_plan(metrics, recording, is_typical=is_typical)
+                recording, previous = None, None if loop.is_committed else metrics
+                if followed is not None and metrics.step < num_steps:
+                    panel.show_work("pinning host memory")
+                    pin_ahead(self._context, self._inputs.model.spec, followed, units_only=True)
+                    loop.follow(partial(engine_for, followed), self._loop_settings(followed))
+                    previous = None
+
+    def _new_plan(self, metrics: StepMetrics, recording: StepRecording | None, *, is_typical: bool) -> Plan | None:
+        """The plan for the next steps; None if it stays as it is and is predicted as before."""
+        if recording is not None:
+            return self._plan_from(recording, step=metrics.step)
+        adaptation = self._adaptation
+        if adaptation is None or not is_typical:
+            return None
+        if adaptation.refine(metrics.step_seconds, self._spans):
+            self._save_plan(adaptation.plan, adaptation.profile)
+        adapted = adaptation.adapt(
+            metrics.step_seconds,
+            self._spans,
+            predicted_seconds=metrics.predicted_seconds,
+            clipped=metrics.clipped,
+        )
+        if adapted is None:
+            return None
+        self._save_plan(adapted.plan, adapted.profile)
+        self._log.remark(
+            adapted_line(
+                adapted.plan,
+                step=metrics.step,
+                num_steps=NUM_STEPS,
+                is_changed=adapted.is_changed,
+                seconds=adapted.seconds,
+                predicted_seconds=adapted.predicted_seconds,
+                other_load=max(filter(None, self._other_loads), key=lambda load: load.cores, default=None),
+            )
+        )
+        return adapted.plan
+
+    def _announce(self, panel: Panel, metrics: StepMetrics) -> None:
+        """Write and show a step that will be committed: as a row of the panel or, without a terminal, as a line."""
+        self._metrics.write(metrics)
+        self._last = metrics
+        is_due = metrics.step % self._config.logging_steps == 0 or metrics.step in (1, self._inputs.num_steps)
+        if self._log.is_live:
+            panel.show(metrics)
+        elif is_due:
+            self._log.say(step_line(metrics, self._inputs.num_steps))
+
+    def _loop(self, engine: StepEngine, plan: Plan, panel: Panel, recording: StepRecording | None) -> TrainingLoop:
+        return TrainingLoop(
+            engine,
+            store=self._store,
+            queue=self._context.queue,
+            data=self._inputs.data,
+            schedule=learning_rates(self._config, self._inputs.num_steps),
+            settings=self._loop_settings(plan),
+            timeline=self._timeline,
+            callbacks=LoopCallbacks(
+                check_stop=self._context.stop.check,
+                announce=partial(self._announce, panel),
+                trace_step=self._trace_step,
+                after_commit=self._after_commit,
+                after_save=lambda step, dropped: self._log.say(saved_line(step, dropped)),
+                before_evaluation=lambda step: panel.show_work(f"evaluating after step {step}"),
+            ),
+            recording=recording,
+        )
+
+    def _plan_from(self, recording: StepRecording, *, step: int) -> Plan:
+        """The plan that follows from `step`, which was recorded."""
+        assert self._estimate is not None
+        profile = self._planner.recorded(recording, self._spans, estimate=self._estimate)
+        plan = self._planner.plan_again(profile, self._log)
+        self._adaptation = Adaptation(self._planner, plan, profile)
+        self._save_plan(plan, profile)
+        self._log.remark(plan_line(plan, step=step))
+        return plan
+
+    def _trace_step(self, step: int, times: StepTimes, start: float) -> None:
+        self._spans = times.spans
+        if self._trace is not None:
+            self._trace.write_step(step, times.spans, start=start, end=perf_counter())
+
+    def _after_commit(self) -> None:
+        self._context.stop.saved_step = self._store.progress.step
+        if self._snapshots is not None:
+            self._snapshots.after_commit()
+
+    def _loop_settings(self, plan: Plan) -> LoopSettings:
+        config = self._config
+        return LoopSettings(
+            num_steps=self._inputs.num_steps,
+            micro_batches_per_step=config.split[1],
+            deterministic=config.deterministic,
+            scale_loss=config.dtype == "float16",
+            eval_steps=config.eval_interval(self._inputs.num_steps),
+            save_steps=config.save_interval(self._inputs.num_steps),
+            save_total_limit=config.save_total_limit,
+            first_step=self._first_step,
+            max_bytes_written=self._max_bytes_written,
+            flops_forward_per_token=plan.flops_forward / plan.workload.tokens,
+            flops_recomputed_per_token=plan.flops_recomputed / plan.workload.tokens,
+            predicted_seconds=plan.time.total,
+            predicted_unclipped_seconds=plan.time.total if plan.unclipped_seconds is None else plan.unclipped_seconds,
+        )

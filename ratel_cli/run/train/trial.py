@@ -1,0 +1,205 @@
+"""Runs one layer of each kind, the embedding and the head on the device that computes, before anything is written.
+
+    1. try      forward and backward on a few tokens: what cannot run, such as an operator without a deterministic
+                kernel, is an error now, not in step 1, after the import
+    2. measure  the run's own micro-batch, operator by operator, alone and next to AdamW: a plan from this profile
+                predicts step 1
+
+The plan from shapes comes first. A trial takes what that plan has for the block that computes, so it fits where the
+plan fits. Where it would take too long, or more memory after all, step 1 is recorded instead.
+
+Invariant: nothing is written, and the model is as before afterwards, but for its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from threading import Event, Thread
+
+import torch
+
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.replay.profiling import Beside, BlockProfiler, Sums
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.errors import BadInput, DoesNotFit
+from ratel_cli.hardware.host import return_free_memory
+from ratel_cli.hardware.measure import ADAMW_BYTES, adamw_update, spare_bytes
+from ratel_cli.hardware.spec import Host
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import Placement, Workload
+from ratel_cli.planning.plan import Plan
+from ratel_cli.planning.recorded import recorded_profile
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.inputs.inputs import Inputs
+from ratel_cli.run.train.engine import open_planned_device
+from ratel_cli.run.train.planner import Planner
+from ratel_cli.schedule.segments import Segment
+from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
+from ratel_cli.units import MIB, format_seconds
+
+_TRIED_TOKENS = 64
+_MOST_SECONDS = 120.0
+"""Longer than this, a micro-batch is not measured before step 1."""
+_ADAMW_BYTES = 128 * MIB
+"""Gradients and states that AdamW works on next to a layer: more than a cache has, less where memory is short."""
+
+
+def tried_profile(
+    context: RunContext, inputs: Inputs, planner: Planner, plan: Plan, estimate: ModelProfile
+) -> ModelProfile | None:
+    """The model's measured profile; None if step 1 has to be recorded. `plan` is the one from `estimate`.
+
+    Raises BadInput if the model cannot run as the config has it.
+    """
+    model, workload, log = inputs.model, planner.workload, context.log
+    try:
+        with (
+            open_planned_device(context, plan, Timeline()) as device,
+            log.bar("trying one layer of each kind", 2 * len(model.spec.segments)) as bar,
+        ):
+            profiler = block_profiler(
+                model, context.pool, device, dtype=context.config.dtype, placement=plan.placement, workload=workload
+            )
+            progress = _advancing(bar.advance)
+            seconds = _try(profiler, model, workload, 2 if inputs.data.is_packed else 1, progress)
+            if seconds > _MOST_SECONDS:
+                log.notice(f"measuring a layer would take about {format_seconds(seconds)}; step 1 is recorded instead")
+                return None
+            units, seconds_of = profiler.record(
+                _own_batch(inputs, workload),
+                beside=adamw_beside(context.pool, planner.hardware.host, device),
+                progress=progress,
+            )
+    except DoesNotFit as failure:
+        log.notice(f"the layers could not be measured before step 1: {failure.message}; step 1 is recorded instead")
+        return None
+    finally:
+        context.pool.trim()
+        return_free_memory()
+        if context.device.type != "cpu":
+            torch.accelerator.empty_cache()
+    profile = recorded_profile(units, seconds_of, planner.spec, workload, num_micro_batches=1, estimate=estimate)
+    return replace(profile, adamw_share=profiler.sharing)
+
+
+def block_profiler(
+    model: DecoderModel,
+    pool: BufferPool,
+    device: Device,
+    *,
+    dtype: DtypeName,
+    placement: Placement,
+    workload: Workload,
+) -> BlockProfiler:
+    """A profiler of the model's blocks whose gradients go where the placement has their sums."""
+    is_single = workload.num_micro_batches == 1
+    return BlockProfiler(
+        model,
+        pool,
+        dtype=DTYPES[dtype],
+        device=device,
+        sums=Sums(
+            num_micro_batches=workload.num_micro_batches,
+            holds_layers=device.is_host or (placement.gpu_holds_sums and not is_single),
+            holds_head=device.is_host or placement.gpu_holds_head,
+        ),
+        chunk_tokens=workload.chunk_tokens,
+    )
+
+
+def any_batch(size: int, num_tokens: int, vocab_size: int, *, num_samples: int = 1) -> MicroBatch:
+    """A micro-batch `[size, num_tokens]` of random tokens; every position has a target, which every head knows."""
+    shape = size, num_tokens
+    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    parts = torch.arange(num_tokens).tensor_split(num_samples)
+    positions = torch.cat([torch.arange(len(part)) for part in parts]).expand(shape).contiguous()
+    return MicroBatch(
+        input_ids=tokens,
+        targets=torch.zeros_like(tokens),
+        position_ids=positions,
+        sample_ids=(),
+        num_targets=tokens.numel(),
+        num_tokens=tokens.numel(),
+    )
+
+
+def _try(
+    profiler: BlockProfiler,
+    model: DecoderModel,
+    workload: Workload,
+    num_samples: int,
+    progress: Callable[[Segment], None],
+) -> float:
+    """Run every kind of block on a few tokens of some samples. Returns about how long measuring a micro-batch takes.
+
+    Some models compute with chunks of a fixed length: what a short row cannot do is tried with a whole one.
+    """
+    num_tokens = min(_TRIED_TOKENS, workload.sequence_len)
+    try:
+        batch = any_batch(1, num_tokens, model.spec.vocab_size, num_samples=num_samples)
+        _, seconds = profiler.record(batch, most_runs=2, progress=progress)
+    except BadInput as failure:
+        if num_tokens == workload.sequence_len or failure.key:
+            raise
+        num_tokens = workload.sequence_len
+        batch = any_batch(1, num_tokens, model.spec.vocab_size, num_samples=num_samples)
+        _, seconds = profiler.record(batch, most_runs=1)
+    # Layers that are alike have the same seconds; it is measured at least twice, and its operators once.
+    kinds = {(each.forward, each.backward) for each in seconds.values()}
+    return 3 * sum(map(sum, kinds)) * workload.micro_batch_tokens / num_tokens
+
+
+def _own_batch(inputs: Inputs, workload: Workload) -> MicroBatch:
+    """The first micro-batch of the run; one of its size if the data has too few samples for that."""
+    own = inputs.data.step(0)[0]
+    shape = workload.micro_batch_size, workload.sequence_len
+    return own if own.input_ids.shape == shape else any_batch(*shape, inputs.model.spec.vocab_size)
+
+
+def _advancing(advance: Callable[[float], None]) -> Callable[[Segment], None]:
+    """Advances a bar to each block of two passes through the model, as it comes."""
+    last = 0
+
+    def progress(block: Segment) -> None:
+        nonlocal last
+        advance(block.index - last if block.index > last else block.index)
+        last = block.index
+
+    return progress
+
+
+def adamw_beside(pool: BufferPool, host: Host, device: Device) -> Beside | None:
+    """AdamW as a step has it next to a layer; None if that takes nothing from the device that computes."""
+    return partial(_updating, pool, host) if device.is_host else None
+
+
+@contextmanager
+def _updating(pool: BufferPool, host: Host) -> Iterator[Callable[[], float]]:
+    """AdamW on a thread of its own, again and again.
+
+    Yields a function that returns the seconds that all updates so far would have taken alone.
+    """
+    num_chunks = spare_bytes(pool, _ADAMW_BYTES) // (ADAMW_BYTES * CHUNK_ELEMENTS)
+    number, stop, num_done = max(1, num_chunks) * CHUNK_ELEMENTS, Event(), 0
+    update = adamw_update(number)
+
+    def work() -> None:
+        nonlocal num_done
+        while not stop.is_set():
+            update()
+            num_done += 1
+
+    thread = Thread(target=work, name="ratel-trial-adamw")
+    thread.start()
+    try:
+        yield lambda: num_done * number / host.adam_parameters_per_second
+    finally:
+        stop.set()
+        thread.join()
