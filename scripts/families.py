@@ -145,7 +145,7 @@ def try_here(family: str, directory: Path) -> Result:
     torch.set_num_threads(1)
     result = Result(family=family)
     try:
-        base = _save_base(family, directory / "base")
+        base = save_base(family, directory / "base")
         architecture = json.loads((base / "config.json").read_text())["architectures"][0]
         result = replace(result, architecture=architecture)
         trained = _train_plain(base, _recipe(base, "float32"))
@@ -176,7 +176,7 @@ def _child(family: str, connection: Connection) -> None:
         connection.send(result)
 
 
-def _save_base(family: str, directory: Path) -> Path:
+def save_base(family: str, directory: Path) -> Path:
     """Save a tiny model of the family whose parameters are all random, and large enough to matter."""
     config = tiny_config(family)
     torch.manual_seed(zlib.crc32(family.encode()))
@@ -240,7 +240,8 @@ def _batch(rows: Sequence[Sequence[int]]) -> _Batch:
     return _Batch(input_ids=ids, targets=targets, position_ids=positions, num_targets=int((targets >= 0).sum()))
 
 
-def _training_rows() -> list[list[int]]:
+def training_rows() -> list[list[int]]:
+    """The tokens that a tiny model is trained on: a row for each sequence of each step."""
     return _rows([_TOKENS] * (_STEPS * _MICRO_BATCHES * _ROWS))
 
 
@@ -249,7 +250,7 @@ def _loaded(base: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def _train_plain(base: Path, recipe: Recipe) -> Trained:
-    rows = _training_rows()
+    rows = training_rows()
     batches = [_batch(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
     steps = [batches[start : start + _MICRO_BATCHES] for start in range(0, len(batches), _MICRO_BATCHES)]
     model = _loaded(base)
@@ -305,7 +306,7 @@ def _finetune(base: Path, directory: Path, recipe: Recipe, rows: Sequence[Sequen
 
 def _compare(base: Path, directory: Path, dtype: str, trained: Trained) -> None:
     """Train with Ratel and compare. Raises _Refused, _Fault."""
-    _finetune(base, directory, _recipe(base, dtype), _training_rows())
+    _finetune(base, directory, _recipe(base, dtype), training_rows())
     out = directory / "out"
     losses = [json.loads(line)["loss"] for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     loaded = _reload(out, _DTYPES[dtype])

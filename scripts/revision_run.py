@@ -1,0 +1,73 @@
+"""Trains as a config says, and writes the hash of every value that the run's store has then.
+
+    python -P scripts/revision_run.py run.yaml found.json
+
+`scripts/compare_revisions.py` runs this file with the interpreter of an older or newer revision of Ratel, whose own
+code trains and reads the store, since formats differ between revisions. So it imports nothing of the repository but
+that revision's package, and only what revisions have in common; `_field_bytes` is where they differ.
+
+Invariant: values are named by parameter and field, so that neither their order nor their place in the store matters.
+The exit code is that of `ratel finetune`; the file is written after success alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import ratel_cli
+from ratel_cli import _native
+from ratel_cli.cli.app import main as ratel
+from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
+
+
+def main(config: Path, found: Path) -> int:
+    """Train, and write which code did so, and the hashes."""
+    code = ratel(["finetune", str(config)])
+    if code == 0:
+        origins = [str(ratel_cli.__file__), str(_native.__file__)]
+        found.write_text(json.dumps({"origins": origins, "fields": stored_values(config)}), encoding="utf-8")
+    return code
+
+
+def stored_values(config: Path) -> dict[str, str]:
+    """The SHA-256 of each field of each parameter, and of its fp32 master weights, in the last generation."""
+    from ratel_cli.model.stored_weights import StoredWeights
+    from ratel_cli.run.context import open_context
+    from ratel_cli.run.open import open_run
+
+    hashes = {}
+    with open_context(load_config(config).config, RunLog()) as context:
+        run = open_run(context)
+        generation = run.store.current()
+        for block in (each for each in run.base.model.spec.blocks if each.parameters):
+            for field, num_bytes in _field_bytes(generation, block.index, block.num_elements).items():
+                with context.pool.lease(num_bytes, field, crosses_link=False) as lease:
+                    memory = lease.memory[:num_bytes]
+                    generation.read(block.index, field, 0, block.num_elements, memory).wait()
+                    size = num_bytes // block.num_elements
+                    for each in block.parameters:
+                        values = memory[each.start * size : each.stop * size]
+                        hashes[f"{each.name} {field}"] = hashlib.sha256(values).hexdigest()
+        with StoredWeights(run.base.model.spec, generation, context.pool, "float32") as weights:
+            for block in run.base.model.spec.blocks:
+                for each in block.parameters:
+                    master = weights.whole(each.name).numpy().tobytes()
+                    hashes[f"{each.name} master"] = hashlib.sha256(master).hexdigest()
+    return hashes
+
+
+def _field_bytes(generation: object, block: int, num_elements: int) -> dict[str, int]:
+    """By name: the size of each field that the store has of a block."""
+    blocks = getattr(generation, "blocks", None)
+    if blocks is not None:
+        return {field.name: field.num_bytes(num_elements) for field in blocks[block].record.fields}
+    layout = getattr(generation, "layout")  # noqa: B009  once the same for all blocks; unknown to today's types
+    return {field.name: field.bytes_per_element * num_elements for field in layout.fields}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
