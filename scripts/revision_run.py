@@ -4,7 +4,7 @@
 
 `scripts/compare_revisions.py` runs this file with the interpreter of an older or newer revision of Ratel, whose own
 code trains and reads the store, since formats differ between revisions. So it imports nothing of the repository but
-that revision's package, and only what revisions have in common; `_field_bytes` is where they differ.
+that revision's package, and only what revisions have in common but for a module's place and a field's size.
 
 Invariant: values are named by parameter and field, so that neither their order nor their place in the store matters.
 The exit code is that of `ratel finetune`; the file is written after success alone.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import ratel_cli
@@ -37,8 +38,10 @@ def stored_values(config: Path) -> dict[str, str]:
     """The SHA-256 of each field of each parameter, and of its fp32 master weights, in the last generation."""
     from ratel_cli.model.stored_weights import StoredWeights
     from ratel_cli.run.context import open_context
-    from ratel_cli.run.open import open_run
 
+    package = Path(ratel_cli.__file__).parent  # the module has been moved
+    has_wings = (package / "run" / "train" / "open.py").is_file()
+    open_run = import_module("ratel_cli.run.train.open" if has_wings else "ratel_cli.run.open").open_run
     hashes = {}
     with open_context(load_config(config).config, RunLog()) as context:
         run = open_run(context)
