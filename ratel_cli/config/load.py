@@ -132,7 +132,8 @@ def examine_text(text: str, path: Path, overrides: Sequence[str] = ()) -> Readin
         assert config is not None
         for doubtful in doubtful_keys(config):
             where = place_of_keys(root, (), doubtful.keys)
-            dialect.notices.append(Finding(where=where, message=doubtful.message))
+            message = doubtful.message if doubtful.hint is None else f"{doubtful.message}; {doubtful.hint}"
+            dialect.notices.append(Finding(where=where, message=message))
     notices = sorted(dialect.notices, key=lambda notice: notice.where)
     return Reading(
         config=None if config is None else config.resolved(uncompressed_name(path).stem),

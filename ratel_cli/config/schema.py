@@ -352,7 +352,7 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
         found.extend(_unused(key, "`val_set_size` is 0") for key in given)
     if config.learning_rate > _GREAT_LEARNING_RATE:
         message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
-        found.append(Contradiction(keys=("learning_rate",), message=f"{message}; 1e-6 to 1e-3 are usual"))
+        found.append(Contradiction(keys=("learning_rate",), message=message, hint="1e-6 to 1e-3 are usual"))
     return found
 
 

@@ -1,8 +1,9 @@
 """The head and the loss, a chunk of tokens at a time, so that large logits never exist whole.
 
-The head's weights must be bound. The loss of a step is the sum of the cross-entropies over the targets of all its
-micro-batches, divided by the number of targets. Invariant: however a step is cut into micro-batches, its loss is that
-mean.
+The head's weights must be bound. A chunk has tokens of several rows one after another, as if they were one row: the
+head must treat each token alone, which `ratel_cli/model/around_layers.py` sees to. The loss of a step is the sum of the
+cross-entropies over the targets of all its micro-batches, divided by the number of targets. Invariant: however a step
+is cut into micro-batches, its loss is that mean.
 """
 
 from __future__ import annotations

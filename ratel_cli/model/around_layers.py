@@ -26,6 +26,8 @@ from ratel_cli.model.trials import ordinary_tokens, trying
 _TOKENS = 12
 _ROW_TOKENS = 4
 """Of a row whose logits are computed."""
+_ROUNDING = 0.02
+"""How far logits may move, relative to the largest, since products of other sizes round otherwise in 16 bit."""
 
 
 def reject_what_passes_all_layers(layer_runner: LayerRunner, outside: Sequence[StandsIn], *, vocab_size: int) -> None:
@@ -50,7 +52,8 @@ def reject_other_text(
     layer_runner: LayerRunner, outside: Sequence[StandsIn], *, vocab_size: int, has_other_parts: bool
 ) -> None:
     """Raise BadInput unless the model does with rows of text what the owner of its layers does: it calls the layers
-    with the same, to the last bit, and makes the same logits of the last one's output.
+    with the same, to the last bit, and makes the same logits of the last one's output. And unless it makes the logits
+    of each token from that token alone: a step has the head compute tokens of several rows as one row.
 
     A model may hand all its keywords down. Those of its own that are not set, and that no layer names, say nothing to
     layers: `labels` is one.
@@ -75,6 +78,10 @@ def reject_other_text(
         raise _no_part(name, "it cannot run on text alone")
     if not _is_same(found, wanted[1]):
         raise _no_part(name, "it does not do with text what the module does that has its layers")
+    if not wanted[2]:
+        raise BadInput(
+            f"{name}: its head computes the logits of a token from other tokens too; such models cannot be streamed"
+        )
 
 
 def _no_part(name: str, reason: str) -> BadInput:
@@ -84,16 +91,24 @@ def _no_part(name: str, reason: str) -> BadInput:
     )
 
 
-def _of_owner(layer_runner: LayerRunner, rows: torch.Tensor, stand_ins: StandIns) -> tuple[torch.Tensor, list[object]]:
-    """An output of the last layer; then what layers get, and the logits of that output, as a flat list."""
+def _of_owner(
+    layer_runner: LayerRunner, rows: torch.Tensor, stand_ins: StandIns
+) -> tuple[torch.Tensor, list[object], bool]:
+    """An output of the last layer; what layers get, and the logits of that output, as a flat list; and whether these
+    are the logits of all rows as one row, but for rounding."""
     positions = torch.arange(_ROW_TOKENS).expand(rows.shape)
     with layer_runner.without_positions():
         embedded = layer_runner.embed(rows, positions)
         hidden = stand_ins.random(embedded.hidden.shape)
         finished = layer_runner.finish(hidden, rows, positions)
     # All rows at once, as the model does: for each row alone, a matrix product may round differently.
-    logits = layer_runner.logits(finished, last_hidden_state(finished))
-    return hidden, _flat(layer_runner, embedded, logits)
+    last = last_hidden_state(finished)
+    logits = layer_runner.logits(finished, last)
+    as_one_row = layer_runner.logits(finished, last.reshape(1, -1, last.shape[-1]))
+    is_alike = as_one_row.numel() == logits.numel() and bool(
+        (as_one_row.reshape(logits.shape) - logits).abs().max() <= _ROUNDING * logits.abs().max()
+    )
+    return hidden, _flat(layer_runner, embedded, logits), is_alike
 
 
 def _flat(layer_runner: LayerRunner, embedded: Embedded, logits: torch.Tensor) -> list[object]:

@@ -70,7 +70,10 @@ def decode_weights(read: tuple[Field, ...], fields: Fields, dtype: DtypeName) ->
 
 
 def encode_record(record: Record, fields: Fields) -> None:
-    """Fill the record's fields from the master weights in `w32`. Moments begin at zero."""
+    """Fill the record's fields from the master weights in `w32`. Moments begin at zero.
+
+    Every field is filled here: buffers are reused, so another's bytes would go to the store with a valid checksum.
+    """
     master = fields[W32.name]
     for field in record.fields:
         if field in (M32, V32):
@@ -81,5 +84,7 @@ def encode_record(record: Record, fields: Fields) -> None:
                 master[not_numbers] = torch.nan
         elif field == record.compute_field != W32:
             fields[field.name].copy_(master)
+        else:
+            assert field in (W32, LO16), f"nothing is known about how {field.name} begins"
     if HI16 in record.fields:
         _native.split_bfloat16(master, fields[HI16.name], fields[LO16.name], fields[V32.name])

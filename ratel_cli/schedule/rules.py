@@ -1,13 +1,14 @@
 """Update rules: what a block keeps for each parameter, and how finely it may be cut.
 
-A rule gives the record of a block, by the dtype that the block computes in. Field names are spelled here alone: the
-store takes fields as they come, and what encodes and decodes them (`ratel_cli/model/records.py`) imports them. The
-kernels of a rule are chosen in `ratel_cli/engine/optimizer/adamw.py`.
+A rule gives the record of a block, by the dtype that the block computes in. The store takes fields as they come, and
+what encodes and decodes them (`ratel_cli/model/records.py`) imports them from here. The kernels take the values of all
+fields by position, in the order of the record, and repeat their names (`kernels/`, `ratel_cli/_native.pyi`);
+`ratel_cli/engine/optimizer/adamw.py` chooses one by the compute dtype.
 
 AdamW keeps master weights (P32), m and v (OS32) in fp32: 12 bytes for each parameter in bf16 and fp32, 14 in fp16. For
 bf16 the master is split into its upper and lower half. The upper half is the weight that the device computes with
-(P16), so no separate copy of it exists. Rounding loses one bit, which the sign of v carries (docs/store-format.md). A
-frozen block keeps its compute weights alone.
+(P16), so no separate copy of it exists. Rounding loses one bit, which the sign of v carries (docs/store-format.md); a
+rule without v needs another place for it. A frozen block keeps its compute weights alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rule:
     records: tuple[tuple[DtypeName, Record], ...]
     """By compute dtype: the fields of a block."""
     unit_elements: int = 1
-    """Elements that belong together: two ranks must not have one part each."""
+    """Elements that belong together: two ranks must not have one part each. Nothing asks for it while there is one."""
     is_frozen: bool = False
     """True if nothing changes: such a block has no gradient, and lies in the store once for all generations."""
 

@@ -42,7 +42,10 @@ HEADER_BYTES: Final = IDENTIFICATION_OFFSET + PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a record: a value for each element of the block, or for each `per` consecutive elements."""
+    """One array of a record: a value for each element of the block, or for each `per` consecutive elements.
+
+    The store handles any `per`; the engine and the kernels take 1 alone.
+    """
 
     name: str
     dtype: ValueType
@@ -114,7 +117,8 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """Which part of every block lies in one rank's store. One rank alone has all of it."""
+    """Which part of every block lies in one rank's store. One rank alone has all of it, and no run has more of them:
+    manifests note the slice, and nothing else uses it yet."""
 
     rank: int = 0
     size: int = 1

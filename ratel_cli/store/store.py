@@ -251,7 +251,7 @@ class Store(Closing):
         2 write the checksum table behind the records
         3 fdatasync each file: now the shadow is durable, but no manifest refers to it
 
-        `publish` ends the commit, `discard` takes it back. Between them another party may be asked.
+        `publish` ends the commit, `discard` takes it back. Between them others may be asked, such as other ranks.
         """
         self._commits.check_usable()
         assert self._phase is _Phase.STEPPING

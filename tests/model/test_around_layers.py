@@ -59,6 +59,19 @@ def test_products_that_round_by_their_number_of_rows_refuse_no_model(monkeypatch
     assert (model.packs, model.looks_ahead, model.row_multiple) == (True, False, 1)
 
 
+def test_a_head_that_mixes_tokens_is_refused() -> None:
+    """A step computes chunks of tokens, across rows."""
+
+    class Centred(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden - hidden.mean(dim=1, keepdim=True))
+
+    skeleton = skeleton_of("llama")
+    skeleton.lm_head.__class__ = Centred  # type: ignore[assignment]
+    with pytest.raises(BadInput, match=r"LlamaForCausalLM: its head computes the logits of a token from other tokens"):
+        find_blocks(skeleton, name="tiny")
+
+
 class Pair(nn.Module):
     """A layer that returns its hidden states and something else, and may use what the layer below returned."""
 

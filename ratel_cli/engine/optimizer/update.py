@@ -297,7 +297,10 @@ class Updates:
         return "speculative" if is_possible and self._speculation.is_worthwhile else "deferred"
 
     def _watch_norm(self, gradient: BlockGradient) -> None:
-        """Follow the norm of the gradients that have arrived, and stop speculating when clipping is certain."""
+        """Follow the norm of the gradients that have arrived, and stop speculating when clipping is certain.
+
+        When that is depends on when downloads end. The bits of the step do not; how much is written for nothing does.
+        """
         if self._speculation is None:
             return
         self._unknown_norms.append(gradient)

@@ -64,7 +64,8 @@ def describe_model(config: RunConfig, *, name: str, log: RunLog) -> ModelDescrip
 
 
 def description_file(config: RunConfig) -> Path:
-    """Where the description of the config's base model is cached. Raises BadInput."""
+    """Where the description of the config's base model is cached: by everything that `find_blocks` takes, but for the
+    dtype of gradients, which is set afterwards. Raises BadInput."""
     assert config.base_model is not None
     content = _config_text(config.base_model)
     software = software_versions("ratel-cli", "torch", "transformers")

@@ -28,7 +28,8 @@ DECIDES_THE_BITS: Final = (
     "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
     "gradient_dtype", "attn_implementation", "head_chunk", "deterministic", "seed", "val_set_size",
 )  # fmt: skip
-"""Keys that must be the same when a run resumes. All other keys may change."""
+"""Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
+it changes the hash in every store's identity."""
 DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
 
