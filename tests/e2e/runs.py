@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -34,6 +34,7 @@ from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
 from ratel_cli.data.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
 from ratel_cli.data.dataset import Tokenizer as EncodeTokenizer
+from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
@@ -89,6 +90,7 @@ BRIEFLY = MeasurementBudget(
     seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0, adamw_bytes=0
 )
 """Measuring the machine takes longer than a run of these models. The plans are odd then; the bits are the same."""
+_RECORD_DEFAULTS = BlockProfiler.record.__kwdefaults__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +180,19 @@ def ratel(*arguments: object) -> Ended:
     return Ended(code=code, stderr=stderr.getvalue(), stdout=stdout.getvalue())
 
 
-def measured_briefly() -> contextlib.AbstractContextManager[object]:
-    """A context in which the machine is measured in no time, by `ratel profile` as well."""
+@contextlib.contextmanager
+def measured_briefly() -> Iterator[None]:
+    """A context in which the machine and the model's blocks are measured in no time, by `ratel profile` as well.
 
+    A product of two large matrices in a 16-bit dtype takes seconds on processors that have no instructions for it.
+    """
     brief = functools.partial(measure_machine, budget=BRIEFLY)
-    return mock.patch.multiple(
-        profile_machine, measure=functools.partial(measure, budget=BRIEFLY), measure_machine=brief
-    )
+    with (
+        mock.patch.multiple(profile_machine, measure=functools.partial(measure, budget=BRIEFLY), measure_machine=brief),
+        mock.patch.dict("ratel_cli.hardware.gpu._MATMUL_SIZES", cpu=64),
+        mock.patch.dict(_RECORD_DEFAULTS, most_runs=2),
+    ):
+        yield
 
 
 def finetune(config: Path, *arguments: str) -> Ended:
