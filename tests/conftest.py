@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import typer.main
 
 from ratel_cli.hardware import load
 from ratel_cli.hardware.system_files import SystemFiles
@@ -21,6 +24,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 register_profiles()
+
+_build_commands = functools.cache(lambda app, _variable, build=typer.main.get_command: build(app))
+
+
+def _commands(app: typer.Typer) -> object:
+    """The commands of the program. typer builds them from all their options, and has other ones where this variable is
+    set. A process has one command line and needs them once; tests have thousands of command lines in a process."""
+    return _build_commands(app, os.environ.get("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"))
+
+
+typer.main.get_command = _commands
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
