@@ -14,6 +14,7 @@ import typer.main
 from ratel_cli.hardware import load
 from ratel_cli.hardware.system_files import SystemFiles
 from tests.environment import fix, restored
+from tests.forked_chat import forked_chat_children
 from tests.slowest import SlowestTests, add_slowest_option
 from tests.tiers import register_profiles
 
@@ -50,4 +51,11 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Each test has the same environment, a cache directory of its own, and a machine on which nobody else works."""
     silent = SystemFiles(root=tmp_path_factory.getbasetemp() / "no-such-root")
     with restored(), mock.patch.object(load, "SystemFiles", return_value=silent):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _chat_children() -> Iterator[None]:
+    """A test of how chat children start has a fixture of this name that does nothing."""
+    with forked_chat_children():
         yield

@@ -38,6 +38,11 @@ REVERSED = "{% for m in messages | reverse %}<{{ m.role }}>{{ m.content }}{% end
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{{ messages | length }}"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _chat_children() -> None:
+    """The children start as in a run: no forks."""
+
+
 def _turns(*contents: str) -> list[ChatMessage]:
     return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
 

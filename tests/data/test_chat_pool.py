@@ -23,6 +23,11 @@ TEMPLATE = (
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _chat_children() -> None:
+    """The children start as in a run: no forks."""
+
+
 def _children() -> set[str]:
     """The processes that this one has started, in any thread."""
     return {child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()}
