@@ -6,7 +6,7 @@ import itertools
 
 from _pytest.mark import ParameterSet
 
-from tests.tiers import pairwise, rotating, sample, sample_kinds
+from tests.tiers import pairwise, rotating, sample, sample_kinds, thinned
 
 
 def short(cases: list[ParameterSet]) -> list[tuple[object, ...]]:
@@ -38,6 +38,15 @@ def test_rotating_has_each_first_value_once_and_meets_every_combination() -> Non
     assert {tuple(rest) for _, *rest in short(cases)} == set(itertools.product(*axes[1:]))
     assert short(cases)[0] == (0, "a", 0.5)
     assert short(rotating(range(7), "ab", every=3)) == [(0, "a"), (3, "b"), (6, "a")]
+
+
+def test_what_is_thinned_out_waits_for_the_full_tier() -> None:
+    given = rotating(range(6), "ab")
+    cases = thinned(given, every=3, offset=1)
+    assert every(cases) == every(given)
+    assert short(cases) == [short(given)[1], short(given)[4]]
+    waiting = [tuple(case.values) for case in cases if [mark.name for mark in case.marks] == ["full"]]
+    assert waiting == [case for case in short(given) if case not in short(cases)]
 
 
 def test_pairwise_has_every_pair_in_few_cases() -> None:

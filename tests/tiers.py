@@ -6,7 +6,8 @@ other cases wait for the night, and so do the many examples of Hypothesis: by da
 
 A case marked `full` runs in the full tier only, one marked `nightly` in the nightly tier only; every other case runs in
 the short tier. The functions here make the cases of a test and mark those that the short tier leaves out, so that one
-list serves all tiers. If a test is marked as well, the later of both tiers has the case.
+list serves all tiers; `thinned` leaves to the full tier some of what they give to the short one. If a test is marked as
+well, the later of both tiers has the case.
 
 Invariant: every function returns all cases of the product, in its order; only the marks differ.
 """
@@ -83,6 +84,17 @@ def rotating(*axes: Sequence[object], every: int = 1, offset: int = 0, full_pair
         )
         for which, (place, number, case) in enumerate(cases)
     ]
+
+
+def thinned(cases: Iterable[object], *, every: int, offset: int = 0) -> list[ParameterSet]:
+    """The same cases: those of another function here, or one parameter's values. Of those that the short tier would
+    run, it runs every `every`th, beginning with number `offset`; the full tier runs the others."""
+    numbers, result = itertools.count(), []
+    for case in cases:
+        given = case if isinstance(case, ParameterSet) else pytest.param(case)
+        is_left_out = not given.marks and next(numbers) % every != offset % every
+        result.append(pytest.param(*given.values, marks=pytest.mark.full, id=given.id) if is_left_out else given)
+    return result
 
 
 def pairwise(*axes: Sequence[object]) -> list[ParameterSet]:

@@ -31,7 +31,7 @@ from tests.engine.exactness import (
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.swaps import ChosenEverywhere
 from tests.reference import Recipe
-from tests.tiers import pairwise, rotating
+from tests.tiers import rotating, thinned
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,8 @@ def test_dropout_draws_the_same_when_recomputed(tmp_path: Path, architecture: st
 
 
 @pytest.mark.parametrize(
-    ("placement", "max_grad_norm", "architecture"), pairwise(list(PLACEMENTS), [None, 0.5], ["llama", "llama_tied"])
+    ("placement", "max_grad_norm", "architecture"),
+    rotating(list(PLACEMENTS), [None, 0.5], ["llama", "llama_tied"], full_pairs=True),
 )
 def test_what_stays_and_what_runs_ahead_changes_no_bit(
     tmp_path: Path, placement: str, max_grad_norm: float | None, architecture: str
@@ -119,7 +120,9 @@ def test_what_stays_and_what_runs_ahead_changes_no_bit(
     check_training(machine, tmp_path, tiny_config(architecture), recipe, num_steps=3, **PLACEMENTS[placement])
 
 
-@pytest.mark.parametrize(("architecture", "offloading"), rotating(ARCHITECTURES, list(OFFLOADING), every=2))
+@pytest.mark.parametrize(
+    ("architecture", "offloading"), thinned(rotating(ARCHITECTURES, list(OFFLOADING), every=2), every=2)
+)
 def test_offloading_changes_no_bit(tmp_path: Path, architecture: str, offloading: str) -> None:
     """Any operators of any layers, chosen by chance; several of these models have dropout."""
     share, spilled_units = OFFLOADING[offloading]
@@ -129,9 +132,8 @@ def test_offloading_changes_no_bit(tmp_path: Path, architecture: str, offloading
     check_training(machine, tmp_path, tiny_config(architecture), recipe, placement=placement)
 
 
-@pytest.mark.parametrize("num_again", range(6))
-@pytest.mark.parametrize("resident", [frozenset(), EVERY_BLOCK], ids=["streamed", "resident"])
-def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, resident: frozenset[int], num_again: int) -> None:
+@pytest.mark.parametrize(("num_again", "where"), rotating(range(6), ["streamed", "resident"], full_pairs=True))
+def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, num_again: int, where: str) -> None:
     """Wherever in backward that is noticed. Only step 3 is clipped. The blocks whose gradients came before that was
     certain are written twice, to the byte: all of them if the norm is above the limit by less than its margin."""
     config, steps = tiny_config("llama_tied", num_hidden_layers=3), random_steps(5, 2)
@@ -143,6 +145,7 @@ def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, resident: fr
     unclipped = reference(config, steps, Recipe(dtype=torch.bfloat16))
     limit = limit_that_is_passed_after(num_again, config, unclipped.parameter_norms[2])
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=limit)
+    resident = EVERY_BLOCK if where == "resident" else frozenset()
     placement = Placement(prefetch_blocks=1, resident_weights=resident, resident_states=resident)
     with machine(
         tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config), placement=placement

@@ -21,7 +21,7 @@ from ratel_cli.model.spec import LayerActivations, LayerTraits, name_in_layer
 from ratel_cli.planning.analytic import gpt_activations, gpt_norm
 from tests.engine.architectures import ARCHITECTURES, larger_config
 from tests.engine.machine import attention_of
-from tests.tiers import sample
+from tests.tiers import sample, thinned
 
 NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -68,7 +68,7 @@ DENSE = [each for each in ARCHITECTURES if each not in ("mixtral", "qwen3_moe", 
 """How many tokens visit an expert depends on values."""
 
 
-@pytest.mark.parametrize("architecture", sample(DENSE, every=4))
+@pytest.mark.parametrize("architecture", thinned(sample(DENSE, every=4), every=2))
 def test_what_is_saved_is_what_a_recorded_layer_saves(architecture: str) -> None:
     """Of another number of tokens: it grows with the tokens, and masks with their square."""
     model, tokens = model_of(architecture), 96
@@ -77,7 +77,7 @@ def test_what_is_saved_is_what_a_recorded_layer_saves(architecture: str) -> None
     assert tokens * found.saved_per_token + tokens**2 * found.saved_per_pair == pytest.approx(wanted, rel=0.02)
 
 
-@pytest.mark.parametrize("architecture", sample(DENSE, every=4, offset=1))
+@pytest.mark.parametrize("architecture", thinned(sample(DENSE, every=4, offset=1), every=2, offset=1))
 def test_the_products_that_are_saved_are_those_that_autograd_packs(architecture: str) -> None:
     """The results of the layer's linear modules, next to what the hooks of autograd are given."""
     model = model_of(architecture)
@@ -104,7 +104,7 @@ def test_the_products_that_are_saved_are_those_that_autograd_packs(architecture:
     assert len(wanted) >= 1
 
 
-@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=4, offset=2))
+@pytest.mark.parametrize("architecture", thinned(sample(ARCHITECTURES, every=4, offset=2), every=2))
 def test_backward_takes_more_than_what_is_saved(architecture: str) -> None:
     model = model_of(architecture)
     found, width = activations_of(model), model.spec.hidden_size * 2
@@ -112,7 +112,7 @@ def test_backward_takes_more_than_what_is_saved(architecture: str) -> None:
     assert found.forward_per_token >= width
 
 
-@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=4, offset=3))
+@pytest.mark.parametrize("architecture", thinned(sample(ARCHITECTURES, every=4, offset=3), every=2, offset=1))
 def test_backward_takes_less_and_less(architecture: str) -> None:
     """After gradients of its own parameters, in an order in which products are left out one after another. Forward
     takes no less when results of products stay."""

@@ -23,7 +23,7 @@ from ratel_cli.model.spec import (
 )
 from ratel_cli.schedule.blocks import lay_out_block
 from tests.engine.architectures import ARCHITECTURES, tiny_config
-from tests.tiers import examples
+from tests.tiers import examples, thinned
 
 SPEC = ModelSpec(
     name="tiny",
@@ -114,7 +114,7 @@ def test_what_is_taken_for_a_matrix(name: str, num_dimensions: int, expected: bo
     assert is_matrix(name, num_dimensions) is expected
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, every=4, offset=1))
 def test_a_spec_and_its_traits_survive_json(architecture: str) -> None:
     skeleton = build_skeleton(tiny_config(architecture), dtype="float32", attn_implementation="eager")
     model = find_blocks(skeleton, name="tiny")

@@ -144,7 +144,12 @@ def paper_13b(gib: int) -> tuple[RatelForecaster, Setting]:
 
 @pytest.mark.parametrize(
     ("gib", "least"),
-    [pytest.param(8, 64 * MIB, marks=pytest.mark.nightly), (12, 64 * MIB), (24, 512 * MIB), (48, GIB)],
+    [
+        pytest.param(8, 64 * MIB, marks=pytest.mark.nightly),
+        pytest.param(12, 64 * MIB, marks=pytest.mark.full),
+        (24, 512 * MIB),
+        pytest.param(48, GIB, marks=pytest.mark.full),
+    ],
 )
 def test_chunks_grow_with_the_card(gib: int, least: int) -> None:
     """13B, 32 rows of 1024 tokens in the fastest split that fits. Ten bytes per parameter of the head and chunk at

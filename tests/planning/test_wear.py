@@ -28,7 +28,7 @@ from tests.planning.test_choose import (
     problem,
     problem_by_chance,
 )
-from tests.tiers import examples
+from tests.tiers import examples, rotating
 
 POLICIES: tuple[WearPolicy, ...] = ("save", "balanced", "ignore")
 
@@ -131,8 +131,7 @@ def test_more_memory_never_costs_more_under_any_rule(seed: int, wear: WearPolicy
         least[at] = min(before, (written, seconds))
 
 
-@pytest.mark.parametrize("holds_gradients", [False, True])
-@pytest.mark.parametrize("wear", POLICIES)
+@pytest.mark.parametrize(("wear", "holds_gradients"), rotating(POLICIES, [False, True], full_pairs=True))
 @pytest.mark.parametrize("num_layers", [8, pytest.param(80, marks=pytest.mark.nightly)])
 def test_a_large_model_gets_no_slower_with_more_memory(
     num_layers: int, wear: WearPolicy, holds_gradients: bool

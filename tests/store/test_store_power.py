@@ -27,13 +27,14 @@ from tests.store.exploration import (
 from tests.store.mutants import DRIVES, STORES, NeverSyncs, SyncsAgain, SyncsOnlyTheFirstFile, without_crc_check
 from tests.store.power import FailsToSync, RecordingDrive, cuts
 from tests.store.stores import IDENTITY, create_store, import_all
+from tests.tiers import thinned
 
 NUM_WALKS = 8
 STATES_PER_WALK = 20_000 // NUM_WALKS
 NUM_SHORT_WALKS = 4
 STATES_PER_SHORT_WALK = 1_000 // NUM_SHORT_WALKS
 WALKS = [
-    *(pytest.param(seed, 2, STATES_PER_SHORT_WALK) for seed in range(NUM_SHORT_WALKS)),
+    *thinned((pytest.param(seed, 2, STATES_PER_SHORT_WALK) for seed in range(NUM_SHORT_WALKS)), every=2),
     *(pytest.param(seed, 16, STATES_PER_WALK, marks=pytest.mark.nightly) for seed in range(NUM_WALKS)),
 ]
 OTHER = replace(IDENTITY, seed=7)
