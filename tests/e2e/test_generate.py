@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from tests.e2e.conftest import SignalAt
 from tests.e2e.runs import assert_rejected, output_of, ratel
 from tests.model.tiny import save_tiny
+from tests.tiers import thinned
 
 QUESTIONS = ["Which number is 3?", "Which number is 12, and is it even or odd?", "4"]
 CHATS = [f"<|user|>{question}<|assistant|>" for question in QUESTIONS]
@@ -128,7 +129,7 @@ def test_rows_with_prompts_and_conversations(base: Path, tmp_path: Path) -> None
     assert_rejected(ratel("generate", base, "--prompts", path, "--raw"), 2, "prompt 2 is a conversation")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", thinned(["gpt2", "qwen3_moe", "gemma2"], every=3, offset=2))
 def test_other_architectures(base: Path, tmp_path: Path, family: str) -> None:
     """With the tokenizer of the base model, whose vocabulary is larger than theirs."""
     save_tiny(family, tmp_path / "model", vocab_size=400)

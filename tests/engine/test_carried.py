@@ -15,12 +15,12 @@ from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, assert_same_training, check_training, reference
 from tests.engine.machine import initial_weights, machine, packs, random_steps
 from tests.engine.mixed import CARRYING, SHARING, mixed_config, mixed_recipe
-from tests.tiers import rotating
+from tests.tiers import rotating, thinned
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "max_grad_norm"),
-    rotating(CARRYING, ["bfloat16", "float32"], [None, 0.5], every=4),
+    thinned(rotating(CARRYING, ["bfloat16", "float32"], [None, 0.5], every=4), every=2),
 )
 def test_equals_plain_pytorch(tmp_path: Path, family: str, dtype: DtypeName, max_grad_norm: float | None) -> None:
     recipe = mixed_recipe(family, dtype, max_grad_norm=max_grad_norm)

@@ -21,7 +21,7 @@ from tests.engine.faulty_run import MOST_SECONDS, Bench, Kind, Way
 from tests.engine.swaps import EVERYTHING
 from tests.fakes import Fault, FaultyBarrier, FaultyQueue, directory_in_memory
 from tests.reference import Recipe
-from tests.tiers import rotating, sample
+from tests.tiers import rotating, sample, thinned
 
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
 ON_ARRIVAL = Way(options={"placement": replace(AHEAD, adamw_threads=2), "chunk_elements": BLOCK_ALIGNMENT})
@@ -80,7 +80,7 @@ def calls_of(bench: Bench, first: int, *, every: int = EVERY) -> range:
     return range(first, bench.undisturbed.num_calls, every)
 
 
-@pytest.mark.parametrize(("name", "first"), rotating(list(KINDS), range(EVERY)))
+@pytest.mark.parametrize(("name", "first"), thinned(rotating(list(KINDS), range(EVERY)), every=2))
 def test_updated_on_arrival(directory: Path, name: str, first: int) -> None:
     bench = Bench(directory, ON_ARRIVAL)
     for call in calls_of(bench, first):

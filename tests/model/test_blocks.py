@@ -16,6 +16,7 @@ from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.sizes import DtypeName
 from scripts import family_configs
 from tests.engine.architectures import ARCHITECTURES, tiny_config
+from tests.tiers import thinned
 
 PACKS = {
     "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "gptj",
@@ -29,7 +30,7 @@ def find(config: PretrainedConfig) -> DecoderModel:
     return find_blocks(build_skeleton(config, dtype="float32", attn_implementation=attention), name="tiny")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, every=4, offset=3))
 def test_every_parameter_has_one_place(architecture: str) -> None:
     config = tiny_config(architecture)
     model = find(config)

@@ -54,6 +54,7 @@ from tests.model.tiny import (
     save_tiny,
     skeleton_of,
 )
+from tests.tiers import thinned
 
 SHARD_BYTES = 60_000
 
@@ -111,7 +112,7 @@ def state_of(model: PreTrainedModel) -> Tensors:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, every=2))
 def test_transformers_loads_the_same_weights(tmp_path: Path, family: str) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, family) as exported:

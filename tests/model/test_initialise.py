@@ -14,6 +14,7 @@ from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from tests.model.tiny import FAMILIES, Tensors, assert_same, read_all, skeleton_of, tiny_config
+from tests.tiers import thinned
 
 
 def draw(directory: Path, *, seed: int, num_elements: int = 1000) -> Tensors:
@@ -21,7 +22,7 @@ def draw(directory: Path, *, seed: int, num_elements: int = 1000) -> Tensors:
     return read_all(RandomSource(skeleton, seed), spec, num_elements=num_elements)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, every=3))
 def test_same_distribution_as_in_memory(tmp_path: Path, family: str) -> None:
     config = tiny_config(family)
     config.save_pretrained(tmp_path)
