@@ -24,7 +24,9 @@ from ratel_cli.units import MIB
 _LINK_BYTES = 256 * MIB
 """A transfer long enough that its start-up time does not matter: 10 ms at 25 GB/s."""
 _MATMUL_SIZES = {"cpu": 1024, "gpu": 8192}
-"""By kind of device. Large enough to use it fully, small enough to be quick: 4 ms on 2 cores, 2 ms on a fast GPU."""
+"""By kind of device. Large enough to use it fully, small enough to be quick: 4 ms on 2 cores, 2 ms on a fast GPU. A CPU
+without instructions for 16 bit takes 2 s for it, and gets a smaller one."""
+_SMALL_MATMUL = 128
 _ADDED_ELEMENTS = 64 * MIB
 """384 MiB of a GPU's memory, far more than its caches hold."""
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -221,6 +223,15 @@ def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.
 
 def _matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     size = _MATMUL_SIZES["cpu" if device.type == "cpu" else "gpu"]
+    if device.type == "cpu" and size > _SMALL_MATMUL:
+        rate = _rate_of_products(_SMALL_MATMUL, dtype, device, 0.0)
+        while size > _SMALL_MATMUL and 2 * size**3 / rate > seconds:
+            size //= 2
+    return _rate_of_products(size, dtype, device, seconds)
+
+
+def _rate_of_products(size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """FLOP/s of products of square matrices, measured for about as many seconds, at least once."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
 
@@ -229,7 +240,7 @@ def _matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> f
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    return 2 * size**3 / best_seconds(multiply, seconds)
+    return 2 * size**3 / best_seconds(multiply, max(seconds, 1e-6))
 
 
 def _adding_rate(device: torch.device, seconds: float) -> float:

@@ -7,6 +7,7 @@ import torch
 from torch.utils import deterministic
 
 from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.hardware import gpu
 from ratel_cli.hardware.gpu import compute_device, determinism
 
 
@@ -40,3 +41,16 @@ def test_an_operator_that_is_not_deterministic_warns_on_the_cpu_and_raises_on_a_
             assert settings()[0] is False
         assert settings() == (True, warns, False)
     assert settings() == before
+
+
+@pytest.mark.parametrize(("rate", "sizes"), [(1e12, [128, 1024]), (1.3e9, [128, 256]), (1e6, [128, 128])])
+def test_a_slow_cpu_multiplies_smaller_matrices(monkeypatch: pytest.MonkeyPatch, rate: float, sizes: list[int]) -> None:
+    asked: list[int] = []
+
+    def rate_of_products(size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+        asked.append(size)
+        return rate
+
+    monkeypatch.setattr(gpu, "_rate_of_products", rate_of_products)
+    assert gpu.measure_device(torch.bfloat16, torch.device("cpu"), 0.1).flops_per_second == rate
+    assert asked == sizes
