@@ -2,9 +2,9 @@
 
 For each use of a segment:
 
-    1. read     its blocks' flat arrays into a buffer, from a generation in the store or from the model's own files
+    1. read     the flat arrays of its blocks into buffers, from a generation in the store or from the model's own files
     2. bind     its parameters to the modules, after an upload where a GPU computes
-    3. release  the modules, and the buffer
+    3. release  the modules, and the buffers
 
 A forward pass uses the segments in one order. With `reads_ahead` a thread reads the next segment of the pass while one
 computes. Resident segments are read once and stay in host memory.
@@ -15,7 +15,7 @@ of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -95,6 +95,7 @@ class BlockReader(Closing):
         self._position = 0
         """Of the next use in the order."""
         self._resident: dict[int, Lease] = {}
+        """By block: what a resident segment has bound stays, once, whichever of them bind it."""
         self._ahead: _Ahead | None = None
         self._thread = ThreadPoolExecutor(1, "ratel-read-ahead") if reads_ahead else None
 
@@ -105,11 +106,11 @@ class BlockReader(Closing):
         Raises what reading raises, and DoesNotFit if the pool has no memory for the segment.
         """
         self._check_stop()
-        lease = self._take(segment)
+        leases = self._take(segment)
         parameters: list[torch.nn.Parameter] = []
         try:
-            for block, memory in _arrays(segment, lease.memory):
-                weights = view(memory, VALUE_DTYPES[block.dtype])
+            for block, lease in zip(segment.bound, leases, strict=True):
+                weights = view(lease.memory, VALUE_DTYPES[block.dtype])
                 parts, tokens = [weights], None
                 if rows is not None and rows.block is block:
                     parts, tokens = [weights.new_empty(rows.num_elements), weights[rows.others_start :]], rows.tokens
@@ -118,7 +119,7 @@ class BlockReader(Closing):
             yield tuple(parameters)
         finally:
             self._model.release(segment)
-            lease.release()
+            _release(leases)
 
     def end_pass(self) -> None:
         """Give back what only this pass used, whether it came to its end or not. The next use begins a new one."""
@@ -135,85 +136,93 @@ class BlockReader(Closing):
             lease.release()
         self._resident.clear()
 
-    def _take(self, segment: Segment) -> Lease:
-        """The segment's buffer, filled; its user releases it. Starts to read the segment after it."""
+    def _take(self, segment: Segment) -> list[Lease]:
+        """Buffers of the segment's blocks, filled, which their user releases. Starts to read the segment after it."""
         position = self._position if self._order[self._position] is segment else self._order.index(segment)
-        lease = self._filled(segment)
+        leases = self._filled(segment)
         try:
-            if segment.index in self._resident_indices and segment.index not in self._resident:
-                self._resident[segment.index] = lease.share()
+            if segment.index in self._resident_indices:
+                for block, lease in zip(segment.bound, leases, strict=True):
+                    if block.index not in self._resident:
+                        self._resident[block.index] = lease.share()
             following = self._order[position + 1 :]
             self._position = position + 1 if following else 0
             if following:
                 self._read_ahead(following[0])
         except BaseException:
-            lease.release()
+            _release(leases)
             raise
-        return lease
+        return leases
 
-    def _filled(self, segment: Segment) -> Lease:
-        if segment.index in self._resident:
-            return self._resident[segment.index].share()
+    def _filled(self, segment: Segment) -> list[Lease]:
         if self._ahead is not None and self._ahead.segment is segment:
             ahead, self._ahead = self._ahead, None
             return ahead.wait()
         self._drop_ahead()
-        lease = self._lease(segment)
+        leases, missing = self._lease(segment)
         try:
-            self._read(segment, lease.memory)
+            self._read(missing)
         except BaseException:
-            lease.release()
+            _release(leases)
             raise
-        return lease
+        return leases
 
     def _read_ahead(self, segment: Segment) -> None:
-        if self._thread is None or segment.index in self._resident or self._ahead is not None:
+        if self._thread is None or self._ahead is not None:
             return
-        lease = self._lease(segment)
-        self._ahead = _Ahead(segment, lease, self._thread.submit(self._read, segment, lease.memory))
+        leases, missing = self._lease(segment)
+        self._ahead = _Ahead(segment, leases, self._thread.submit(self._read, missing))
 
     def _drop_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.drop()
 
-    def _lease(self, segment: Segment) -> Lease:
-        return self._pool.lease(segment.compute_bytes, f"weights of {segment.name}")
+    def _lease(self, segment: Segment) -> tuple[list[Lease], list[tuple[BlockSpec, Lease]]]:
+        """A buffer for each block; and those that are not resident, which must be read."""
+        leases = list[Lease]()
+        try:
+            for block in segment.bound:
+                resident = self._resident.get(block.index)
+                purpose = f"weights of {segment.name}"
+                leases.append(self._pool.lease(block.compute_bytes, purpose) if resident is None else resident.share())
+        except BaseException:
+            _release(leases)
+            raise
+        filled = zip(segment.bound, leases, strict=True)
+        return leases, [(block, lease) for block, lease in filled if block.index not in self._resident]
 
-    def _read(self, segment: Segment, memory: memoryview) -> None:
-        for block, array in _arrays(segment, memory):
-            self._source.read(block, array)
-        self.bytes_read += len(memory)
+    def _read(self, missing: Sequence[tuple[BlockSpec, Lease]]) -> None:
+        for block, lease in missing:
+            self._source.read(block, lease.memory)
+            self.bytes_read += block.compute_bytes
 
 
 class _Ahead(NamedTuple):
     """A segment that is being read ahead."""
 
     segment: Segment
-    lease: Lease
+    leases: list[Lease]
     reading: Future[None]
 
-    def wait(self) -> Lease:
-        """The filled buffer. Raises what reading raised."""
+    def wait(self) -> list[Lease]:
+        """The filled buffers. Raises what reading raised."""
         try:
             self.reading.result()
         except BaseException:
             self.drop()
             raise
-        return self.lease
+        return self.leases
 
     def drop(self) -> None:
-        """Give the buffer back when nothing is read into it any more."""
+        """Give the buffers back when nothing is read into them any more."""
         self.reading.exception()
-        self.lease.release()
+        _release(self.leases)
 
 
-def _arrays(segment: Segment, memory: memoryview) -> Iterator[tuple[BlockSpec, memoryview]]:
-    """The segment's blocks, with their flat arrays in its buffer."""
-    start = 0
-    for block in segment.bound:
-        yield block, memory[start : start + block.compute_bytes]
-        start += block.compute_bytes
+def _release(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        lease.release()
 
 
 def reading_order(spec: ModelSpec) -> tuple[Segment, ...]:
@@ -225,10 +234,15 @@ def reading_order(spec: ModelSpec) -> tuple[Segment, ...]:
 def weights_bytes(spec: ModelSpec, *, resident: frozenset[int] = frozenset(), reads_ahead: bool = False) -> int:
     """The most bytes of host memory that the segments take at any time of a forward pass."""
     order = reading_order(spec)
+    resident_bytes = {block.index: block.compute_bytes for index in resident for block in spec.segments[index].bound}
+
+    def read_bytes(segment: Segment) -> int:
+        return sum(block.compute_bytes for block in segment.bound if block.index not in resident_bytes)
+
     most_bytes = 0
     for position in range(len(order)):
         at_once = set(order[position : position + 1 + reads_ahead])
         if spec.tied and position == len(order) - 1:
             at_once.add(order[0])
-        most_bytes = max(most_bytes, sum(each.compute_bytes for each in at_once if each.index not in resident))
-    return most_bytes + sum(spec.segments[index].compute_bytes for index in resident)
+        most_bytes = max(most_bytes, sum(map(read_bytes, at_once)))
+    return most_bytes + sum(resident_bytes.values())

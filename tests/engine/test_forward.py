@@ -83,9 +83,10 @@ def test_the_files_of_a_model(tmp_path: Path, family: str, dtype: DtypeName) -> 
                 for _ in range(2):
                     assert torch.equal(BlockwiseForward(model, reader).logits(TOKENS, POSITIONS), wanted)
                 twice = reading_order(model.spec)
-                kept = sum(model.spec.segments[index].compute_bytes for index in resident)
-                once = sum(each.compute_bytes for each in twice if each.index not in resident)
-                assert reader.bytes_read == 2 * once + kept
+                kept = {block.index for index in resident for block in model.spec.segments[index].bound}
+                each_time = [block for segment in twice for block in segment.bound if block.index not in kept]
+                once = sum(model.spec.blocks[index].compute_bytes for index in kept)
+                assert reader.bytes_read == 2 * sum(block.compute_bytes for block in each_time) + once
             assert pool.leased_bytes == 0
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks, reading_order, weights_bytes
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.blocks import find_blocks
@@ -110,6 +111,35 @@ class Meter:
 
         monkeypatch.setattr(BufferPool, "lease", leased)
         monkeypatch.setattr(Lease, "release", released)
+
+
+@pytest.mark.parametrize("resident", [frozenset[int](), frozenset({1, 3}), frozenset(range(6))])
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_computing_without_training_has_a_resident_block_once(
+    tmp_path: Path, resident: frozenset[int], reads_ahead: bool
+) -> None:
+    recipe = mixed_recipe(SHARING, "float32", max_grad_norm=None)
+    with machine(tmp_path, mixed_config(SHARING), recipe, weights=weights_of(SHARING)) as ratel:
+        spec, source = ratel.model.spec, GenerationBlocks(ratel.store.current())
+        planned_bytes = weights_bytes(spec, resident=resident, reads_ahead=reads_ahead)
+        with (
+            BufferPool(planned_bytes) as pool,
+            BlockReader(
+                ratel.model, source, pool, device=torch.device("cpu"), resident=resident, reads_ahead=reads_ahead
+            ) as reader,
+        ):
+            for _ in range(2):
+                for segment in reading_order(spec):
+                    with reader.bound(segment):
+                        pass
+                reader.end_pass()
+            there = {block.index for index in resident for block in spec.segments[index].bound}
+            once = sum(spec.blocks[index].compute_bytes for index in there)
+            each_time = [
+                block for segment in reading_order(spec) for block in segment.bound if block.index not in there
+            ]
+            assert pool.peak_bytes == planned_bytes
+            assert reader.bytes_read == once + 2 * sum(block.compute_bytes for block in each_time)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
