@@ -55,7 +55,7 @@ class EmbeddingRows:
         if device.is_host or most_rows is None or num_rows > most_rows or not rows_suffice(spec, num_rows):
             return None
         tokens = DistinctTokens.of(input_ids, device.torch_device, substitutes=spec.substitutes)
-        return cls(spec.embedding.blocks[0], tokens, num_rows=num_rows, most_rows=most_rows)
+        return cls(spec.lookup_block, tokens, num_rows=num_rows, most_rows=most_rows)
 
     @property
     def num_elements(self) -> int:
@@ -122,7 +122,7 @@ class EmbeddingRows:
 
 def rows_suffice(spec: ModelSpec, num_rows: int) -> bool:
     """Whether this many rows are all that is used of the embedding's matrix, and fewer than all of them."""
-    return spec.looks_up_rows and num_rows < spec.embedding.parameters[0].shape[0]
+    return spec.looks_up_rows and num_rows < spec.num_rows
 
 
 def _start_behind_matrix(block: BlockSpec) -> int:

@@ -185,7 +185,7 @@ class BlockwiseForward:
         if device.type == "cpu" or not rows_suffice(spec, num_rows):
             return None
         tokens = DistinctTokens.of([input_ids.cpu()], device, substitutes=spec.substitutes)
-        return EmbeddingRows(spec.embedding.blocks[0], tokens, num_rows=num_rows, most_rows=num_rows)
+        return EmbeddingRows(spec.lookup_block, tokens, num_rows=num_rows, most_rows=num_rows)
 
 
 def _does_not_fit(num_bytes: int, held_bytes: int, device: torch.device) -> DoesNotFit:

@@ -94,9 +94,19 @@ class ModelSpec:
         return self.hidden_size * self.dtype_bytes + self.carried_bytes
 
     @property
+    def lookup_block(self) -> BlockSpec:
+        """The block that begins with the embedding's matrix, whose rows tokens are looked up in."""
+        return self.blocks[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of that matrix."""
+        return self.lookup_block.parameters[0].shape[0]
+
+    @property
     def embedding_width(self) -> int:
-        """Elements of a row of the embedding's matrix."""
-        return self.embedding.blocks[0].parameters[0].shape[-1]
+        """Elements of a row of that matrix."""
+        return self.lookup_block.parameters[0].shape[-1]
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

@@ -299,19 +299,19 @@ class _PlacedStep:
         """Rows of the embedding's matrix that are gathered here for a GPU."""
         if placement.gpu_embedding_rows is not None:
             rows = looked_up(spec, placement.gpu_embedding_rows).parameters[0]
-            self._rows_bytes = rows.num_elements * spec.embedding.blocks[0].dtype_bytes
+            self._rows_bytes = rows.num_elements * spec.lookup_block.dtype_bytes
         self._head_bytes = self._tied_head_bytes = 0
         """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the
         head; and of a tied head, beyond `tied_bytes`, from then on."""
         if memory.on_gpu and not placement.gpu_holds_head:
             if spec.tied:
                 rows_bytes = tied_rows_bytes(spec, memory.workload)
-                self._tied_head_bytes = spec.embedding.blocks[0].compute_bytes + rows_bytes
+                self._tied_head_bytes = spec.lookup_block.compute_bytes + rows_bytes
                 self._head_bytes = self._tied_head_bytes + memory.tied_sum
             else:
                 self._head_bytes = spec.head.sum_bytes + spec.head.updated_bytes
         if self._gradients[0] != spec.embedding.gradient_bytes:  # the rows of one group's gradient are spread out
-            embedding = spec.embedding.blocks[0]
+            embedding = spec.lookup_block
             self._groups += min(placement.groups.elements, embedding.num_elements) * embedding.gradient_dtype_bytes
 
     def moments(self) -> list[_Moment]:
@@ -341,8 +341,8 @@ class _PlacedStep:
 
     def _head(self) -> _Moment:
         memory, is_tied = self._memory, self._memory.spec.tied
-        embedding, head = memory.spec.embedding, memory.spec.head
-        made_bytes = head.updated_bytes + (embedding.blocks[0].compute_bytes if is_tied else 0)
+        head = memory.spec.head
+        made_bytes = head.updated_bytes + (memory.spec.lookup_block.compute_bytes if is_tied else 0)
         computing = made_bytes + head.sum_bytes + memory.tied_sum
         return _Moment(
             num_held=0,

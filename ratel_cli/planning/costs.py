@@ -431,7 +431,7 @@ def _update_edges(
     The optimizer reads the group that it updates next and those that are read ahead of it before the embedding's
     gradient is there, and as many may still be written when everything is updated (engine/optimizer/pipeline.py).
     """
-    first, ahead = spec.embedding.blocks[0], (placement.groups.in_flight + 1) * placement.groups.elements
+    first, ahead = spec.lookup_block, (placement.groups.in_flight + 1) * placement.groups.elements
     stays = first.index in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.index in placement.resident_states else beyond

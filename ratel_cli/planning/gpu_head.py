@@ -84,4 +84,4 @@ class HeadMemory:
     @property
     def _tied_made_bytes(self) -> int:
         """A tied matrix's gradient as autograd makes it."""
-        return self.spec.embedding.blocks[0].compute_bytes if self.spec.tied else 0
+        return self.spec.lookup_block.compute_bytes if self.spec.tied else 0

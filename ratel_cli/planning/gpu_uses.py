@@ -236,7 +236,7 @@ class Uses:
         rounded and gone. If the loss is scaled, both are in fp32, next to what was rounded."""
         if self._with_gradients is self._spec.embedding:
             return 0
-        embedding, rows = self._spec.embedding.blocks[0], self._with_gradients.parameters[0].num_elements
+        embedding, rows = self._spec.lookup_block, self._with_gradients.parameters[0].num_elements
         others_bytes = self._with_gradients.sum_bytes - 4 * rows if is_summed else 0
         rounded_bytes = rows * (embedding.gradient_dtype_bytes + (4 if embedding.scales_loss else 0))
         norm_bytes = 4 if embedding.scales_loss else embedding.gradient_dtype_bytes

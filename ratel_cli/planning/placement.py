@@ -203,7 +203,7 @@ def step_schedule(spec: ModelSpec) -> list[Use]:
 def most_rows(spec: ModelSpec, workload: Workload) -> int | None:
     """The placement's `gpu_embedding_rows`: None if the model's code reads more than rows, or may need all."""
     most = num_looked_up(spec, workload.tokens)
-    return most if spec.looks_up_rows and most < spec.embedding.parameters[0].shape[0] else None
+    return most if spec.looks_up_rows and most < spec.num_rows else None
 
 
 def num_looked_up(spec: ModelSpec, num_tokens: int) -> int:

@@ -321,7 +321,7 @@ class BlockProfiler:
         parameters: list[torch.nn.Parameter] = []
         try:
             for block in segment.bound:
-                sizes, of_rows = [block.num_elements], tokens if block is self._model.spec.blocks[0] else None
+                sizes, of_rows = [block.num_elements], tokens if block is self._model.spec.lookup_block else None
                 if of_rows is not None:
                     behind = block.parameters[1].start if len(block.parameters) > 1 else block.num_elements
                     sizes = [len(of_rows) * block.parameters[0].shape[1], block.num_elements - behind]
