@@ -58,7 +58,7 @@ _RUN = ROOT / "scripts" / "revision_run.py"
 _SECONDS = 600
 """A job that takes longer has failed."""
 _NAMED = 3
-"""Of what differs, so many are named."""
+"""The most differences of one kind that a line names."""
 _SETTINGS: Mapping[str, object] = {
     "shuffle": False,
     "sample_packing": False,

@@ -1,4 +1,4 @@
-"""The process that forks the chat children of tests. tests/forked_chat.py starts it, and says what crosses the socket.
+"""The process that forks the chat children of tests. tests/forked_chat.py starts it, and has what crosses the socket.
 
 Importing transformers takes a chat child a second; here it is imported once. A fork has what a fresh child has: a
 session of its own, pipes as stdin and stdout, signals at their defaults, no torch, and nothing of ours but
@@ -53,7 +53,7 @@ def _load(path: str) -> ModuleType:
 
 
 def _keep(chat_child: ModuleType, status: int, stdin: int, stdout: int) -> None:
-    """Be the parent of a chat child: tell its number, then how it ended. It stays a zombie until that was heard."""
+    """Be the parent of a chat child: report its number, then how it ended. It stays a zombie until that was read."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
     if child == 0:
@@ -61,12 +61,12 @@ def _keep(chat_child: ModuleType, status: int, stdin: int, stdout: int) -> None:
         _in_fork(partial(_be_chat_child, chat_child, stdin, stdout))
     os.close(stdin)
     os.close(stdout)
-    with socket.socket(fileno=status) as teller:
-        teller.sendall(b"%d\n" % child)
+    with socket.socket(fileno=status) as reports:
+        reports.sendall(b"%d\n" % child)
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         assert ended is not None
-        teller.sendall(b"%d\n" % (ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status))
-        teller.recv(1)
+        reports.sendall(b"%d\n" % (ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status))
+        reports.recv(1)
 
 
 def _be_chat_child(chat_child: ModuleType, stdin: int, stdout: int) -> None:

@@ -4,7 +4,7 @@ Each conversation of a test is rendered by a process of its own, as in a run. Th
 but does not spend a second on starting. tests/data/test_chat.py and test_chat_pool.py have children that are started as
 a run starts them, and so have all tests that start the program.
 
-The zygote (tests/chat_zygote.py) gets one byte for each child, with three descriptors: a socket, on which it says the
+The zygote (tests/chat_zygote.py) gets one byte for each child, with three descriptors: a socket, which gets the
 child's process number and later its exit code, and the child's ends of its pipes.
 """
 
