@@ -91,7 +91,7 @@ class BlockReader(Closing):
         self._pool = pool
         self._resident_indices = resident
         self._check_stop = check_stop
-        self._order = reading_order(model.spec)
+        self._order = model.spec.segments
         self._position = 0
         """Of the next use in the order."""
         self._resident: dict[int, Lease] = {}
@@ -225,24 +225,15 @@ def _release(leases: Sequence[Lease]) -> None:
         lease.release()
 
 
-def reading_order(spec: ModelSpec) -> tuple[Segment, ...]:
-    """The segments in the order in which a forward pass uses them. A tied embedding comes again, with the head."""
-    *below, head = spec.segments
-    return (*below, *((spec.embedding,) if spec.tied else ()), head)
-
-
 def weights_bytes(spec: ModelSpec, *, resident: frozenset[int] = frozenset(), reads_ahead: bool = False) -> int:
     """The most bytes of host memory that the segments take at any time of a forward pass."""
-    order = reading_order(spec)
     resident_bytes = {block.index: block.compute_bytes for index in resident for block in spec.segments[index].bound}
 
     def read_bytes(segment: Segment) -> int:
         return sum(block.compute_bytes for block in segment.bound if block.index not in resident_bytes)
 
     most_bytes = 0
-    for position in range(len(order)):
-        at_once = set(order[position : position + 1 + reads_ahead])
-        if spec.tied and position == len(order) - 1:
-            at_once.add(order[0])
+    for position in range(len(spec.segments)):
+        at_once = spec.segments[position : position + 1 + reads_ahead]
         most_bytes = max(most_bytes, sum(map(read_bytes, at_once)))
     return most_bytes + sum(resident_bytes.values())

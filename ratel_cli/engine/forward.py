@@ -10,7 +10,7 @@ device the logits are those of the whole model, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -77,7 +77,7 @@ class BlockwiseForward:
             with self._reader.bound(self._model.spec.embedding, self._rows_of(input_ids)):
                 item = self._embedded(input_ids, position_ids)
             self._run_layers([item], lambda count: None)
-            with self._bound_head():
+            with self._reader.bound(self._model.spec.head):
                 finished = layer_runner.finish(item.hidden, input_ids, position_ids)
                 return layer_runner.logits(finished, last_hidden_state(finished))
 
@@ -126,7 +126,7 @@ class BlockwiseForward:
         progress(len(batches))
         self._run_layers(passing, progress)
         losses = []
-        with self._bound_head():
+        with self._reader.bound(self._model.spec.head):
             for batch, item in zip(batches, passing, strict=True):
                 finished = self._model.layer_runner.finish(item.hidden, batch.input_ids, batch.position_ids)
                 total = loss_only(self._model.layer_runner, finished, batch.targets, chunk_tokens=chunk_tokens)
@@ -167,16 +167,6 @@ class BlockwiseForward:
                     run = partial(self._model.layer_runner.run_layer, index, item.hidden)
                     item.hidden = item.carried.forward(index, run)
             progress(len(passing))
-
-    @contextmanager
-    def _bound_head(self) -> Iterator[None]:
-        """The head, and next to it the embedding if it is tied."""
-        embedding, head = self._model.spec.embedding, self._model.spec.head
-        with ExitStack() as bound:
-            if self._model.spec.tied:
-                self._model.tie(bound.enter_context(self._reader.bound(embedding)))
-            bound.enter_context(self._reader.bound(head))
-            yield
 
     def _rows_of(self, input_ids: torch.Tensor) -> EmbeddingRows | None:
         """What a GPU needs of the embedding's matrix; None: all of it."""

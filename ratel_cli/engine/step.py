@@ -9,23 +9,23 @@ A block's weights cross the link and the drives once for all micro-batches, so o
                  gradient over to the update
     4. backward  for each layer downwards: bind its weights; fetch and replay each micro-batch; sum the gradients as
                  autograd makes them, let each leave with the last micro-batch, and hand them over
-    5. embedding run the embedding's backward and hand its gradient over; a tied embedding also has the head's part
+    5. embedding run the embedding's backward and hand its gradient over, with the head's part if the head borrows it
     6. decide    compute the global norm: is it finite, must it be clipped? (engine.optimizer.update)
 
 Overlapped with these run the reads of the next blocks' weights (engine.weights) and the optimizer
 (engine.optimizer.pipeline). The update of a step is settled at the latest when the next step's first gradient is
 handed over. The step is committed then, or after `settle`.
 
-Invariants: at most one block is bound, apart from a tied embedding next to the head; memory does not grow with the
-number of layers, apart from what is offloaded, held gradients and what the placement keeps resident; a step whose loss
-or norm is not finite leaves the current generation as it was.
+Invariants: at most one segment is bound; memory does not grow with the number of layers, apart from what is offloaded,
+held gradients and what the placement keeps resident; a step whose loss or norm is not finite leaves the current
+generation as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -40,11 +40,11 @@ from ratel_cli.engine.loss import loss_and_gradients, loss_only
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import taken_gradient
+from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
 from ratel_cli.engine.optimizer.host_sums import SumThread
-from ratel_cli.engine.optimizer.host_tied_sum import HostTiedSum
+from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.partial_sums import PartialSums
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
-from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.repeating import AnyRecorder, Template, Unrepeated, repeater_of, template_of
@@ -195,11 +195,11 @@ class StepEngine(Closing):
             self._finish_previous(commit_previous)
             self._updates.begin(adamw)
 
-        loss, gradients, tied = self._head(state, hidden, begin_updates)
+        loss, gradients, lookup_sum = self._head(state, hidden, begin_updates)
         for layer in reversed(layers):
             self._check_stop()
             self._backward(state, layer, gradients)
-        self._embedding_backward(state, gradients, tied)
+        self._embedding_backward(state, gradients, lookup_sum)
         loss_total = float(loss)
         norm, not_finite = self._decide(loss_total)
         return StepOutcome(
@@ -296,66 +296,63 @@ class StepEngine(Closing):
 
     def _head(
         self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], TiedSum | HostTiedSum | None]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor], LookupSum | HostLookupSum | None]:
         """Phase 3, for all micro-batches.
 
         `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch, removed one by one. Returns the
-        sum of all cross-entropies (fp64 scalar), the gradients of these outputs, and the sum for a tied embedding's
-        gradient. Calls `begin_updates` at once if the update of the step before is written, otherwise after the head is
-        computed.
+        sum of all cross-entropies (fp64 scalar), the gradients of these outputs, and the sum of the gradient of what
+        the head borrows of the embedding. Calls `begin_updates` at once if the update of the step before is written,
+        otherwise after the head is computed.
         """
-        head, embedding = self._model.spec.head, self._model.spec.embedding
+        head, scale = self._model.spec.head, state.gradient_scale
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
-        is_tied, scale = self._model.spec.tied, state.gradient_scale
-        tied: TiedSum | HostTiedSum | None = None
-        if is_tied:
-            tied = self._gradient_sums.of_tied(embedding, state.distinct_tokens, scale=scale)
-            state.resources.enter_context(tied)
-        head_sums = self._gradient_sums.of_head(head, is_tied=is_tied, scale=scale)
-        with self._reader.open(head) as weights, head_sums as head_sum:
+        lookup_sum: LookupSum | HostLookupSum | None = None
+        for block in head.borrowed_lookups:
+            lookup_sum = self._gradient_sums.of_lookup(block, state.distinct_tokens, scale=scale)
+            state.resources.enter_context(lookup_sum)
+        with self._reader.open(head) as weights, self._gradient_sums.of_head(head, scale=scale) as head_sum:
             begins_early = self._updates.is_written
             if begins_early:
                 begin_updates()
 
             def take(contribution: Sequence[torch.Tensor | None]) -> None:
                 head_sum.add(contribution[: len(weights.trained)])
-                if tied is not None and contribution[-1] is not None:
-                    tied.add_head(contribution[-1])
+                if lookup_sum is not None and contribution[-1] is not None:
+                    lookup_sum.add_head(contribution[-1])
 
-            with self._tied_embedding() as tied_weight:
-                parameters = (*weights.trained, *tied_weight)
-                for number, batch in enumerate(state.batches):
-                    with self._computing(head, "backward"):
-                        state.seed_draws(head.index, number)
-                        leaf = hidden.pop(0).requires_grad_()
-                        finished = self._layer_runner.finish(leaf, batch.input_ids, batch.position_ids)
-                        loss, gradient = loss_and_gradients(
-                            self._layer_runner,
-                            finished,
-                            batch.targets,
-                            parameters,
-                            take,
-                            chunk_tokens=self._chunk_tokens,
-                            num_targets=state.num_targets,
-                            loss_scale=state.loss_scale,
-                        )
-                        first, *others = torch.autograd.grad(
-                            last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
-                        )
-                        take(others)
-                        if tied is not None:
-                            tied.end_micro_batch()
-                        total += loss
-                        gradients.append(first)
-                        del leaf, finished, gradient, first, others
-                del parameters
+            parameters = (*weights.trained, *weights.of(*head.borrowed_lookups))
+            for number, batch in enumerate(state.batches):
+                with self._computing(head, "backward"):
+                    state.seed_draws(head.index, number)
+                    leaf = hidden.pop(0).requires_grad_()
+                    finished = self._layer_runner.finish(leaf, batch.input_ids, batch.position_ids)
+                    loss, gradient = loss_and_gradients(
+                        self._layer_runner,
+                        finished,
+                        batch.targets,
+                        parameters,
+                        take,
+                        chunk_tokens=self._chunk_tokens,
+                        num_targets=state.num_targets,
+                        loss_scale=state.loss_scale,
+                    )
+                    first, *others = torch.autograd.grad(
+                        last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
+                    )
+                    take(others)
+                    if lookup_sum is not None:
+                        lookup_sum.end_micro_batch()
+                    total += loss
+                    gradients.append(first)
+                    del leaf, finished, gradient, first, others
+            del parameters
             if not begins_early:
                 begin_updates()
             self._hand_over(head_sum, weights)
-        if tied is not None:
-            tied.end_head()
+        if lookup_sum is not None:
+            lookup_sum.end_head()
         self._trim()
-        return total, gradients, tied
+        return total, gradients, lookup_sum
 
     def _backward(self, state: StepState, layer: Segment, gradients: list[torch.Tensor]) -> None:
         """Phase 4 for one layer: replace the `gradients` of its output, `[batch, tokens, hidden]` for each micro-batch,
@@ -397,7 +394,7 @@ class StepEngine(Closing):
         return state.carried[number].replay(layer.index - 1, run)
 
     def _embedding_backward(
-        self, state: StepState, gradients: list[torch.Tensor], tied: TiedSum | HostTiedSum | None
+        self, state: StepState, gradients: list[torch.Tensor], lookup_sum: LookupSum | HostLookupSum | None
     ) -> None:
         """Phase 5. `gradients`: those of the first hidden states, `[batch, tokens, hidden]` for each micro-batch."""
         self._trim()
@@ -405,9 +402,9 @@ class StepEngine(Closing):
         embedding = self._model.spec.embedding
         single, rows = len(state.batches) == 1, state.rows
         scale = state.gradient_scale
-        if tied:
-            total = self._gradient_sums.with_tied(embedding, tied, single=single, scale=scale)
-            tied.fetch()
+        if lookup_sum:
+            total = self._gradient_sums.with_lookup(embedding, lookup_sum, single=single, scale=scale)
+            lookup_sum.fetch()
         else:
             total = self._gradient_sums.of_embedding(embedding, single=single, scale=scale, rows=rows)
         state.resources.enter_context(total)
@@ -423,8 +420,8 @@ class StepEngine(Closing):
                         (gradients[number], *roots.gradients),
                         allow_unused=True,
                     )
-                    if tied:
-                        tied.add_embedding(first[state.distinct_tokens] if rows is None else first)
+                    if lookup_sum:
+                        lookup_sum.add_embedding(first[state.distinct_tokens] if rows is None else first)
                     else:
                         total.add_one(0, first)
                     total.add([None, *others])
@@ -451,7 +448,7 @@ class StepEngine(Closing):
     def _evaluate(self, batches: Sequence[MicroBatch], rows: EmbeddingRows | None) -> float:
         embedding, *layers, head = self._model.spec.segments
         self._reader.expect([embedding], "forward", rows=rows)
-        self._reader.expect([*layers, *([embedding] if self._model.spec.tied else []), head], "forward")
+        self._reader.expect([*layers, head], "forward")
         with self._reader.open(embedding), self._computing(embedding, "forward"):
             embedded = [self._layer_runner.embed(batch.input_ids, batch.position_ids) for batch in batches]
         hidden, carried = [item.hidden for item in embedded], list(map(Carried, embedded))
@@ -462,20 +459,11 @@ class StepEngine(Closing):
                     run = partial(self._layer_runner.run_layer, index, hidden[number])
                     hidden[number] = item.forward(index, run)
         total = 0.0
-        with self._tied_embedding(), self._reader.open(head), self._computing(head, "forward"):
+        with self._reader.open(head), self._computing(head, "forward"):
             for last, batch in zip(hidden, batches, strict=True):
                 finished = self._layer_runner.finish(last, batch.input_ids, batch.position_ids)
                 total += loss_only(self._layer_runner, finished, batch.targets, chunk_tokens=self._chunk_tokens)
         return total
-
-    @contextlib.contextmanager
-    def _tied_embedding(self) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-        """Bind the embedding's weight to the head, too, and give it out; nothing if the model does not tie them."""
-        if not self._model.spec.tied:
-            yield ()
-            return
-        with self._reader.open(self._model.spec.embedding) as embedding:
-            yield (self._model.tie(embedding.parameters),)
 
     def _rows_of(self, batches: Sequence[MicroBatch]) -> EmbeddingRows | None:
         input_ids = [batch.input_ids for batch in batches]

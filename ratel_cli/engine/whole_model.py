@@ -64,8 +64,6 @@ class _OpenBlocks:
         with self._reader.bound(spec.layers[index]):
             yield
         if index == spec.num_layers - 1:
-            if spec.tied:
-                self._model.tie(self._outside.enter_context(self._reader.bound(spec.embedding)))
             self._outside.enter_context(self._reader.bound(spec.head))
 
     def end(self, _: nn.Module, _arguments: object, _output: object) -> None:

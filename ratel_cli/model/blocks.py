@@ -67,10 +67,6 @@ class _PlacedParameter:
     """Whether weight decay applies."""
     is_trained: bool
     """False if the model's own code has frozen it."""
-    tied_places: tuple[_ModuleAttribute, ...] = ()
-    """Of an embedding's matrix: places in the head."""
-    layers: tuple[int, ...] = ()
-    """The layers that have it, counted from 0; none if it is outside of them."""
 
     @property
     def dtype(self) -> DtypeName:
@@ -87,13 +83,12 @@ class _PlacedParameter:
             place.put(parameter)
 
     def unbind(self) -> None:
-        """Put the unbound parameter into every place, tied ones too."""
-        for place in (*self.places, *self.tied_places):
-            place.put(self.unbound)
+        """Put the unbound parameter into every place."""
+        self.put(self.unbound)
 
 
 class DecoderModel:
-    """A skeleton whose blocks are known. Bind one block at a time, or the embedding together with the head."""
+    """A skeleton whose blocks are known. Bind those of one segment at a time."""
 
     def __init__(
         self,
@@ -153,7 +148,7 @@ class DecoderModel:
         number = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)
         return Trial(
             layer_runner=self.layer_runner,
-            outside=(*before, *after),
+            outside=tuple({each.name: each for each in (*before, *after)}.values()),
             layers=layers,
             vocab_size=self.spec.vocab_size,
             num_positions=number if isinstance(number, int) else None,
@@ -210,15 +205,6 @@ class DecoderModel:
             placed.put(parameter)
         return parameters
 
-    def tie(self, embedding: Sequence[nn.Parameter]) -> nn.Parameter:
-        """Put the bound weight of the embedding into the head as well, and return it.
-
-        `embedding` is what `bind` returned for the embedding block.
-        """
-        for place in self._parameters[0][0].tied_places:
-            place.put(embedding[0])
-        return embedding[0]
-
     def release(self, segment: Segment) -> None:
         """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
         for block in segment.bound:
@@ -242,7 +228,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     embedding, head = _input_and_output(skeleton)
     owner, layers = find_stack(skeleton)
     tied = head.weight is embedding.weight
-    outside, inside = _placed_parameters(skeleton, layers, embedding)
+    outside, inside = _placed_parameters(skeleton, layers)
     for parameter in outside:
         parameter.unbind()
     layer_runner = LayerRunner(skeleton, owner, layers)
@@ -261,7 +247,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     found: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
         ("embedding", "embedding", before),
         *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
-        ("head", "head", after),
+        ("head", "head", [*after, *(before[:1] if tied else [])]),
     ]
     dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
     cut = _cut_into_blocks(found, dtype)
@@ -279,10 +265,10 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
                 gradient_dtype=gradient_dtype if each.dtype == dtype else None,
                 rule=each.rule,
                 borrowers=each.borrowers,
+                is_looked_up=first in each.parameters,
             )
             for index, each in enumerate(cut)
         ),
-        tied=tied,
         dtype=dtype,
         hidden_size=embedded.hidden.numel() // SAMPLE_TOKENS,
         vocab_size=first.shape[0],
@@ -326,24 +312,26 @@ def _cut_into_blocks(
     """The blocks of segments, given as (kind, name, parameters): of each segment first what is trained in the model's
     dtype; behind all of these what is in another one, or frozen, or borrowed by other segments.
 
-    A parameter that several layers have is given for each of them, and belongs to the first. Blocks that are alike lie
-    one after another then, and the store's manifest describes them together.
+    A parameter that several segments have is given for each of them, and belongs to the first. Blocks that are alike
+    lie one after another then, and the store's manifest describes them together.
     """
+    users = defaultdict[str, list[int]](list)
+    for index, (_, _, parameters) in enumerate(segments):
+        for each in parameters:
+            users[each.name].append(index)
     firsts, others = list[_CutBlock](), list[_CutBlock]()
     for index, (kind, name, parameters) in enumerate(segments):
-        of_segment = [each for each in parameters if not each.layers or each.layers[0] == index - 1]
-        kinds = [
-            (each.dtype, ADAMW if each.is_trained else FROZEN, tuple(layer + 1 for layer in each.layers[1:]))
-            for each in of_segment
-        ]
-        own = (kinds[0][0] if kind == "embedding" else dtype, ADAMW, ())  # an embedding's begins with the matrix
+        of_segment = [each for each in parameters if users[each.name][0] == index]
+        kinds = [(each.dtype, ADAMW if each.is_trained else FROZEN, tuple(users[each.name][1:])) for each in of_segment]
+        own = kinds[0] if kind == "embedding" else (dtype, ADAMW, ())  # an embedding's begins with the matrix
         for of_block in dict.fromkeys((own, *kinds)):
             chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
             if of_block == own:
                 firsts.append(_CutBlock(index, kind, name, *own, chosen))
             else:
                 what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
-                others.append(_CutBlock(index, kind, f"{what}, shared" if of_block[2] else what, *of_block, chosen))
+                shared = ", shared" if of_block[2] else ", not shared" if own[2] else ""
+                others.append(_CutBlock(index, kind, what + shared, *of_block, chosen))
     return [*firsts, *others]
 
 
@@ -414,7 +402,7 @@ def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
 
 
 def _placed_parameters(
-    skeleton: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module
+    skeleton: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[list[_PlacedParameter], list[list[_PlacedParameter]]]:
     """The parameters outside the layers, and those of each layer, in the order of the module tree. What several layers
     share is given for each of them."""
@@ -445,16 +433,12 @@ def _placed_parameters(
         own_layers = sorted(homes[parameter])
         unbound = parameter if own_layers else _placeholder(parameter)
         decay = decays(name, is_in_layer_norm=id(parameter) in in_norms)
-        all_places = places[parameter]
-        own = [each for each in all_places if parameter is not embedding.weight or each.module is embedding]
         placed = _PlacedParameter(
             name=name,
-            places=tuple(own),
-            tied_places=tuple(each for each in all_places if each not in own),
+            places=tuple(places[parameter]),
             unbound=unbound,
             decay=decay,
             is_trained=parameter.requires_grad,
-            layers=tuple(own_layers),
         )
         for parameters in (inside[layer] for layer in own_layers) if own_layers else (outside,):
             parameters.append(placed)

@@ -183,18 +183,13 @@ def _moved_by_head(
     model: DecoderModel, leaf: torch.Tensor, parameters: Sequence[nn.Parameter], positions: torch.Tensor
 ) -> _Moved:
     """What the final norm and the loss move for `leaf` `[1, tokens, hidden]`, fake, with the head's `parameters`."""
-    embedding, tokens = model.spec.embedding, torch.zeros_like(positions)
-    try:
-        if model.spec.tied:
-            parameters = (*parameters, model.tie(_bound(model, embedding, _weights(embedding))))
-        moved = _Moved()
-        with moved:
-            finished = model.layer_runner.finish(leaf, tokens, positions)
-            loss = loss_sum(model.layer_runner.logits(finished, last_hidden_state(finished)), tokens[0])
-            moved.stage = "backward"
-            torch.autograd.grad(loss, (leaf, *trained_of(parameters)), allow_unused=True)
-    finally:
-        model.release(embedding)
+    tokens = torch.zeros_like(positions)
+    moved = _Moved()
+    with moved:
+        finished = model.layer_runner.finish(leaf, tokens, positions)
+        loss = loss_sum(model.layer_runner.logits(finished, last_hidden_state(finished)), tokens[0])
+        moved.stage = "backward"
+        torch.autograd.grad(loss, (leaf, *trained_of(parameters)), allow_unused=True)
     return moved
 
 

@@ -17,7 +17,7 @@ from ratel_cli.schedule.segments import Segment, segments_of
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MAX_LAYERS = 10_000
 """More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
@@ -34,8 +34,6 @@ class ModelSpec:
     """The class in transformers."""
     blocks: tuple[BlockSpec, ...]
     """In the order of the store. The first block of each segment comes first, in the order of forward."""
-    tied: bool
-    """Whether the head uses the embedding's weight, which then belongs to the embedding block only."""
     dtype: DtypeName
     """Of hidden states, and of the blocks that need no other one."""
     hidden_size: int
@@ -99,6 +97,16 @@ class ModelSpec:
         return self.blocks[0]
 
     @property
+    def tied(self) -> bool:
+        """Whether the head uses that matrix, too."""
+        return bool(self.lent.blocks)
+
+    @cached_property
+    def lent(self) -> Segment:
+        """What the head borrows of the embedding, as a segment: the block of that matrix, or nothing."""
+        return Segment(tuple(block for segment in self.segments[-1:] for block in segment.borrowed_lookups))
+
+    @property
     def num_rows(self) -> int:
         """Rows of that matrix."""
         return self.lookup_block.parameters[0].shape[0]
@@ -115,8 +123,8 @@ class ModelSpec:
 
     @cached_property
     def shared_blocks(self) -> tuple[BlockSpec, ...]:
-        """The blocks that have gradients and that several segments bind."""
-        return tuple(block for block in self.blocks if block.is_trained and block.borrowers)
+        """The blocks whose gradients are added up from segment to segment, for each micro-batch."""
+        return tuple(block for block in self.blocks if block.has_partial_sums)
 
     @property
     def embedding(self) -> Segment:
@@ -130,7 +138,7 @@ class ModelSpec:
 
     @property
     def head(self) -> Segment:
-        """What runs behind the layers, without a tied matrix."""
+        """What runs behind the layers."""
         return self.segments[-1]
 
     @property
@@ -181,7 +189,6 @@ class ModelSpec:
             name=fields.text("name"),
             architecture=fields.text("architecture"),
             blocks=tuple(block_from_json(item, index) for index, item in enumerate(fields.items("blocks"))),
-            tied=fields.flag("tied"),
             dtype=DTYPE_NAMES[fields.text("dtype")],
             hidden_size=fields.integer("hidden_size"),
             vocab_size=fields.integer("vocab_size"),

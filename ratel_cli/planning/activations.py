@@ -235,27 +235,24 @@ def partial_sums_bytes(spec: ModelSpec, workload: Workload, segment: Segment) ->
     return workload.num_micro_batches * sum(block.compute_bytes for block in shared)
 
 
-def tied_bytes(spec: ModelSpec, workload: Workload) -> int:
-    """Bytes that are held for the gradient of an embedding that is tied to the head; 0 if it is not tied.
+def lookup_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
+    """Bytes that are held for the gradient of a matrix that the head borrows of the embedding; 0 if it borrows none.
 
     That is the head's part of the gradient in fp32, and in the compute dtype its rows of the step's distinct tokens,
     once for each micro-batch.
     """
-    if not spec.tied:
-        return 0
-    return spec.embedding.sum_bytes + workload.num_micro_batches * tied_rows_bytes(spec, workload)
+    return spec.lent.sum_bytes + workload.num_micro_batches * lookup_rows_bytes(spec, workload)
 
 
-def tied_rows_bytes(spec: ModelSpec, workload: Workload) -> int:
-    """One micro-batch's part of `tied_bytes`: the rows that the step may look up."""
-    num_rows = min(num_looked_up(spec, workload.tokens), spec.vocab_size) if spec.tied else 0
+def lookup_rows_bytes(spec: ModelSpec, workload: Workload) -> int:
+    """One micro-batch's part of `lookup_sum_bytes`: the rows that the step may look up."""
+    num_rows = min(num_looked_up(spec, workload.tokens), spec.num_rows) if spec.tied else 0
     return num_rows * spec.embedding_width * spec.dtype_bytes
 
 
-def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
-    """The fp32 sum of a tied weight's gradients over the chunks of the head; 0 where there is one chunk."""
-    is_summed = spec.tied and head_chunk_tokens(spec, workload) < workload.micro_batch_tokens
-    return spec.embedding.sum_bytes if is_summed else 0
+def lookup_chunk_bytes(spec: ModelSpec, workload: Workload) -> int:
+    """The fp32 sum of that gradient over the chunks of the head; 0 where there is one chunk."""
+    return spec.lent.sum_bytes if head_chunk_tokens(spec, workload) < workload.micro_batch_tokens else 0
 
 
 def passing_bytes(spec: ModelSpec, *, tokens: int, sequence_len: int) -> int:

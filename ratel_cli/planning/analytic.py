@@ -89,10 +89,11 @@ def spec_from_shape(
                 parameters=[(parameter, shape, decays(parameter)) for parameter, shape in parameters],
                 dtype=dtype,
                 gradient_dtype=gradient_dtype,
+                borrowers=() if index else (num_layers + 1,),
+                is_looked_up=not index,
             )
             for index, (kind, block_name, parameters) in enumerate(groups)
         ),
-        tied=True,
         dtype=dtype,
         hidden_size=h,
         vocab_size=vocab_size,
@@ -157,10 +158,7 @@ def gpt_norm(*, hidden_size: int, compute_bytes: int) -> NormActivations:
 
 def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     """FLOPs of the head in forward. The head is never recomputed."""
-    matrices = sum(each.num_elements for each in spec.head.parameters if len(each.shape) > 1)
-    if spec.tied:
-        matrices += spec.vocab_size * spec.hidden_size
-    return 2 * tokens * matrices
+    return 2 * tokens * sum(each.num_elements for each in spec.head.parameters if len(each.shape) > 1)
 
 
 def head_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
@@ -168,8 +166,8 @@ def head_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
 
     Each chunk of tokens makes gradients of all of the head, in the compute dtype, and adds them to fp32 sums.
     """
-    summed = [spec.head, *([spec.embedding] if spec.tied else [])]
-    return num_head_chunks(spec, workload) * sum(each.updated_bytes + 2 * each.sum_bytes for each in summed)
+    made = Segment(spec.head.bound)
+    return num_head_chunks(spec, workload) * (made.updated_bytes + 2 * made.sum_bytes)
 
 
 def num_head_chunks(spec: ModelSpec, workload: Workload) -> int:

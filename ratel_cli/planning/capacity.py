@@ -26,12 +26,12 @@ from ratel_cli.planning.activations import (
     OffloadedActivations,
     head_chunk_tokens,
     logits_bytes,
+    lookup_chunk_bytes,
+    lookup_rows_bytes,
+    lookup_sum_bytes,
     partial_sums_bytes,
     passing_bytes,
     segment_activation_bytes,
-    tied_bytes,
-    tied_rows_bytes,
-    tied_sum_bytes,
 )
 from ratel_cli.planning.gpu_gradients import largest_elements
 from ratel_cli.planning.gpu_memory import GpuMemory
@@ -260,10 +260,10 @@ class _SegmentMemory:
             0 if on_gpu else segment_activation_bytes(spec, segment, tokens=tokens) for segment in spec.segments
         ]
         self.logits = 0 if on_gpu else logits_bytes(spec, head_chunk_tokens(spec, workload))
-        self.tied = tied_bytes(spec, workload)
-        """A tied head's gradient until the embedding's is there. Counted even if a GPU holds it, since whether it does
-        depends on what is offloaded."""
-        self.tied_sum = tied_sum_bytes(spec, workload)
+        self.lookup_sum = lookup_sum_bytes(spec, workload)
+        """The head's gradient of a matrix that it borrows, until the embedding's is there. Counted even if a GPU holds
+        it, since whether it does depends on what is offloaded."""
+        self.lookup_chunk = lookup_chunk_bytes(spec, workload)
         self.partials = [partial_sums_bytes(spec, workload, segment) for segment in spec.segments]
         """Of each segment: the gradients of shared blocks that all micro-batches have so far."""
         self.is_summed = workload.num_micro_batches > 1
@@ -300,14 +300,13 @@ class _PlacedStep:
         if placement.gpu_embedding_rows is not None:
             rows = looked_up(spec, placement.gpu_embedding_rows).parameters[0]
             self._rows_bytes = rows.num_elements * spec.lookup_block.dtype_bytes
-        self._head_bytes = self._tied_head_bytes = 0
+        self._head_bytes = self._lookup_bytes = 0
         """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the
-        head; and of a tied head, beyond `tied_bytes`, from then on."""
+        head; and of a matrix that it borrows, beyond `lookup_sum_bytes`, from then on."""
         if memory.on_gpu and not placement.gpu_holds_head:
             if spec.tied:
-                rows_bytes = tied_rows_bytes(spec, memory.workload)
-                self._tied_head_bytes = spec.lookup_block.compute_bytes + rows_bytes
-                self._head_bytes = self._tied_head_bytes + memory.tied_sum
+                self._lookup_bytes = spec.lent.updated_bytes + lookup_rows_bytes(spec, memory.workload)
+                self._head_bytes = self._lookup_bytes + memory.lookup_chunk
             else:
                 self._head_bytes = spec.head.sum_bytes + spec.head.updated_bytes
         if self._gradients[0] != spec.embedding.gradient_bytes:  # the rows of one group's gradient are spread out
@@ -340,14 +339,12 @@ class _PlacedStep:
         )
 
     def _head(self) -> _Moment:
-        memory, is_tied = self._memory, self._memory.spec.tied
-        head = memory.spec.head
-        made_bytes = head.updated_bytes + (memory.spec.lookup_block.compute_bytes if is_tied else 0)
-        computing = made_bytes + head.sum_bytes + memory.tied_sum
+        memory, head = self._memory, self._memory.spec.head
+        computing = head.made_bytes + head.sum_bytes + memory.lookup_chunk
         return _Moment(
             num_held=0,
-            block=self._window(head.index, num_open=2 if is_tied else 1)
-            + memory.tied
+            block=self._window(head.index)
+            + memory.lookup_sum
             + self._head_bytes
             + memory.gradient(head, self._gradients[head.index], computing, is_summed=True)
             + self._groups_in_backward(),
@@ -361,13 +358,12 @@ class _PlacedStep:
         pending = arrived[: self._placement.pending_updates]
         is_embedding = segment is memory.spec.embedding
         is_summed = memory.is_summed or (memory.spec.tied and is_embedding)
-        made_bytes = segment.updated_bytes + sum(block.compute_bytes for block in segment.unfinished)
-        computing = made_bytes + (segment.sum_bytes if is_summed else segment.gradient_bytes)
+        computing = segment.made_bytes + (segment.sum_bytes if is_summed else segment.gradient_bytes)
         return _Moment(
             num_held=num_arrived - len(pending),
             block=self._window(len(memory.schedule) - len(self._segments) + num_arrived)
-            + (0 if is_embedding and not memory.on_gpu else memory.tied)
-            + self._tied_head_bytes
+            + (0 if is_embedding and not memory.on_gpu else memory.lookup_sum)
+            + self._lookup_bytes
             + memory.partials[segment.index]
             + (self._rows_bytes if segment.index < 2 else 0)
             + memory.gradient(segment, self._gradients[segment.index], computing, is_summed=is_summed)
@@ -396,7 +392,7 @@ class _PlacedStep:
             num_held=len(self._segments),
             block=self._window(position)
             + (0 if position else self._rows_bytes)
-            + (segment.sum_bytes + memory.tied if is_head and not memory.on_gpu else 0),
+            + (segment.sum_bytes + memory.lookup_sum if is_head and not memory.on_gpu else 0),
             working_set=RUNTIME_BYTES + memory.activations[segment.index],
         )
 
@@ -408,8 +404,8 @@ class _PlacedStep:
             working_set=RUNTIME_BYTES,
         )
 
-    def _window(self, position: int, *, num_open: int = 1) -> int:
-        return window_bytes(self._memory.schedule, position, self._placement, num_open=num_open)
+    def _window(self, position: int) -> int:
+        return window_bytes(self._memory.schedule, position, self._placement)
 
     def _pending(self, segments: Sequence[Segment]) -> int:
         """Gradients of these segments, and their weights, which are updated and written where they lie."""

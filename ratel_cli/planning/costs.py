@@ -139,23 +139,23 @@ def overlapped_step(
     holds_gradients: bool,
     num_micro_batches: int = 1,
     num_head_chunks: int = 1,
-    tied_rows_bytes: int = 0,
+    lookup_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
 ) -> StepTime:
     """The time of a step in the middle of a run. `traffic` and `offloaded` belong to the same placement.
 
-    `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`. `tied_rows_bytes`: rows of a tied
-    head's gradient, of all micro-batches, that wait for the embedding's. `num_head_chunks`: chunks of tokens that the
-    head computes with, of all micro-batches.
+    `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`. `lookup_rows_bytes`: rows
+    of the head's gradient of a matrix that it borrows, of all micro-batches, that wait for the embedding's.
+    `num_head_chunks`: chunks of tokens that the head computes with, of all micro-batches.
     """
     updated = _updated(spec, placement, holds_gradients=holds_gradients, overlap=overlap)
-    # A tied head's fp32 gradient goes to host memory and comes back, with the rows.
-    is_tied_away = spec.tied and not placement.gpu_holds_tied and placement.gpu_holds_head
-    tied_bytes = spec.embedding.sum_bytes + tied_rows_bytes if is_tied_away else 0
+    # The head's fp32 gradient of a matrix that it borrows goes to host memory and comes back, with the rows.
+    is_away = placement.gpu_holds_head and not placement.gpu_holds_lookup
+    lookup_sum_bytes = spec.lent.sum_bytes + lookup_rows_bytes if is_away else 0
     exposed_forward, exposed_backward = exposed_weight_bytes(spec, placement)
     sums = host_sums(spec, placement, num_micro_batches=num_micro_batches)
     of_head = head_sums(spec, placement, num_chunks=num_head_chunks)
-    rows_down_bytes = tied_rows_bytes if spec.tied and not placement.gpu_holds_head else 0
+    rows_down_bytes = 0 if placement.gpu_holds_head else lookup_rows_bytes
     forward_weights, backward_weights = uploaded_bytes(spec, placement, attrgetter("compute_bytes"))
     down_gradients = sum(gradient_bytes(spec, placement.gpu_embedding_rows))
     shared_bytes = num_micro_batches * sum(block.compute_bytes * len(block.borrowers) for block in spec.shared_blocks)
@@ -194,13 +194,13 @@ def overlapped_step(
             compute=backward_seconds,
             up_bytes=backward_weights
             + offloaded.linked_bytes
-            + tied_bytes
+            + lookup_sum_bytes
             + shared_bytes
             + sums.up_bytes
             + of_head.up_bytes,
             up_units_bytes=offloaded.linked_bytes,
             down_bytes=down_gradients
-            + tied_bytes
+            + lookup_sum_bytes
             + shared_bytes
             + sums.down_bytes
             + of_head.down_bytes

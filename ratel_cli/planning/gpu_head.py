@@ -1,7 +1,7 @@
 """What head and loss take of a GPU's memory, besides weights and hidden states: chunk by chunk of a micro-batch. Pure.
 
 The fp32 sums of the head's gradients over chunks are on the GPU, or in host memory (engine/optimizer/host_sums.py,
-engine/optimizer/host_tied_sum.py).
+engine/optimizer/host_lookup_sum.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes, tied_rows_bytes
+from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes, lookup_rows_bytes
 from ratel_cli.planning.gpu_gradients import largest_bytes, others_leaving_bytes, returned_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Workload
@@ -25,13 +25,11 @@ class HeadMemory:
 
     def passing_bytes(self) -> int:
         """Where host memory has the sums: a chunk's logits; a chunk's gradients, and the logits' that they are made of;
-        the final norm's backward; the rounded sum, for its norm. What a tied head has besides the embedding is summed
-        on the GPU, but small."""
+        the final norm's backward; the rounded sum, for its norm. What a head has besides a matrix that it borrows is
+        summed on the GPU, but small."""
         head, chunk_tokens = self.spec.head, head_chunk_tokens(self.spec, self.workload)
         sum_bytes = head.sum_bytes if self.spec.tied else 0
-        made_bytes = (
-            head.updated_bytes + self._tied_made_bytes + chunk_tokens * self.spec.vocab_size * self.spec.dtype_bytes
-        )
+        made_bytes = head.made_bytes + chunk_tokens * self.spec.vocab_size * self.spec.dtype_bytes
         return max(
             sum_bytes + max(logits_bytes(self.spec, chunk_tokens), made_bytes) + self.profile.norm_held_bytes,
             sum_bytes + self.profile.norm_bytes,
@@ -40,18 +38,18 @@ class HeadMemory:
 
     def summing_bytes(self, waiting_bytes: int) -> int:
         """Where the GPU has the sums. In turn: the chunks; the final norm's backward; the end of a micro-batch, where
-        its part of a tied gradient is added up; then rounding and leaving. `waiting_bytes`: a tied gradient and its
-        rows, until the embedding's is there."""
+        its part of the gradient of a borrowed matrix is added up; then rounding and leaving. `waiting_bytes`: that
+        gradient and its rows, until the embedding's is there."""
         head = self.spec.head
         sum_bytes = head.sum_bytes
         micro_batch_bytes = self.workload.micro_batch_tokens * self.spec.hidden_size * self.spec.dtype_bytes
         earlier_bytes = 0
         if self.workload.num_micro_batches > 1:  # the rows of the micro-batch before are leaving
-            earlier_bytes = sum_bytes + waiting_bytes - tied_rows_bytes(self.spec, self.workload)
+            earlier_bytes = sum_bytes + waiting_bytes - lookup_rows_bytes(self.spec, self.workload)
         computing_bytes = max(
             self._chunks(earlier_bytes) + self.profile.norm_held_bytes,
             max(earlier_bytes, sum_bytes) + self.profile.norm_bytes,
-            sum_bytes + waiting_bytes + self._tied_made_bytes + micro_batch_bytes,
+            sum_bytes + waiting_bytes + self.spec.lent.updated_bytes + micro_batch_bytes,
         )
         leaving_bytes = largest_bytes(head) + others_leaving_bytes(head)
         return max(computing_bytes, sum_bytes + waiting_bytes + leaving_bytes)
@@ -59,29 +57,22 @@ class HeadMemory:
     def _chunks(self, earlier_bytes: int) -> int:
         """Logits, or gradients of the matrices, and sums; `earlier_bytes`: sums of the micro-batches before.
 
-        A tied gradient is in the compute dtype after the first chunk, and from the second one on in fp32.
+        That of a borrowed matrix is in the compute dtype after the first chunk, and from the second one on in fp32.
         """
         head = self.spec.head
         chunk_tokens, tokens = head_chunk_tokens(self.spec, self.workload), self.workload.micro_batch_tokens
         num_chunks, last_tokens = -(-tokens // chunk_tokens), tokens % chunk_tokens or chunk_tokens
-        made_bytes, sum_bytes = head.updated_bytes, max(earlier_bytes, head.sum_bytes)
-        tied_made_bytes = self._tied_made_bytes
-        tied_sum_bytes = self.spec.embedding.sum_bytes if self.spec.tied else 0
+        sum_bytes, first_bytes = max(earlier_bytes, head.sum_bytes), self.spec.lent.updated_bytes
 
         def logits(number: int) -> int:
             return logits_bytes(self.spec, chunk_tokens if number < num_chunks else last_tokens)
 
-        moments = [earlier_bytes + logits(1), sum_bytes + made_bytes + tied_made_bytes]
+        moments = [earlier_bytes + logits(1), sum_bytes + head.made_bytes]
         if num_chunks > 1:
             moments += [
-                sum_bytes + tied_made_bytes + logits(2),
-                sum_bytes + made_bytes + 2 * tied_made_bytes + tied_sum_bytes,
+                sum_bytes + first_bytes + logits(2),
+                sum_bytes + head.made_bytes + first_bytes + self.spec.lent.sum_bytes,
             ]
         if num_chunks > 2:
-            moments.append(sum_bytes + tied_sum_bytes + logits(3))
+            moments.append(sum_bytes + self.spec.lent.sum_bytes + logits(3))
         return max(moments)
-
-    @property
-    def _tied_made_bytes(self) -> int:
-        """A tied matrix's gradient as autograd makes it."""
-        return self.spec.lookup_block.compute_bytes if self.spec.tied else 0

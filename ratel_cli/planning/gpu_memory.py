@@ -14,11 +14,11 @@ which what autograd saves counts as such, and the next one. Where that is too mu
 moments at which backward has begun to take less, or when the unit in use is done.
 
 Memory that is left over serves five purposes, in this order. The window takes as much of the next block as fits: what
-it does not take is uploaded while nothing computes. The gradient of a tied head stays until that of the embedding is
-there, unless units save more time in its memory: with many micro-batches it is large. More gradients of a layer may be
-on their way at once, so that computing does not wait for the link. Units, then weights, of the last layers stay from
-forward to backward: a byte of a unit saves the link one byte down and one up, a byte of weights saves one up. All of it
-counts as if it were there all the time.
+it does not take is uploaded while nothing computes. The head's gradient of a matrix that it borrows stays until that of
+the embedding is there, unless units save more time in its memory: with many micro-batches it is large. More gradients
+of a layer may be on their way at once, so that computing does not wait for the link. Units, then weights, of the last
+layers stay from forward to backward: a byte of a unit saves the link one byte down and one up, a byte of weights saves
+one up. All of it counts as if it were there all the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from functools import cached_property, partial
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import LargestUnit, tied_bytes
+from ratel_cli.planning.activations import LargestUnit, lookup_sum_bytes
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_uses import Held, Uses
 from ratel_cli.planning.model_profile import ModelProfile
@@ -66,8 +66,8 @@ class GpuResident:
     """Whether the sums of a layer's gradients stay during its backward; true where there are none."""
     leaving_bytes: int
     """Memory for gradients until their downloads have ended."""
-    holds_tied: bool
-    """Whether a tied head's gradient stays until the embedding's is there."""
+    holds_lookup: bool
+    """Whether the head's gradient of a matrix that it borrows stays until the embedding's is there."""
     units: UnitsOnGpu | None
     """What units may take on their way; None: two of them."""
 
@@ -85,7 +85,7 @@ class GpuMemory:
         self._windows = sorted({cut for segment in segments for cut in segment.cuts})
         """Bytes of all windows that differ: none, some or all parameters of a segment."""
         self._known_uses: dict[Held, Uses] = {}
-        self._tied_bytes = tied_bytes(spec, workload)
+        self._lookup_bytes = lookup_sum_bytes(spec, workload)
 
     def needed_bytes(
         self,
@@ -121,8 +121,8 @@ class GpuMemory:
         self, unit_bytes: Sequence[int], largest: LargestUnit, *, limit_bytes: int, holds_head: bool = True
     ) -> list[GpuResident]:
         """What can stay on the GPU in `limit_bytes`: with the sums of a layer's gradients, if they fit, and without;
-        each of these with the windows of `_windows_for`; and if that holds a tied head's gradient, without it, as units
-        may need its memory more. `unit_bytes` is for each layer. `holds_head` as in `needed_bytes`."""
+        each of these with the windows of `_windows_for`; and if that holds the gradient of a borrowed matrix, without
+        it, as units may need its memory more. `unit_bytes` is for each layer. `holds_head` as in `needed_bytes`."""
         needed_bytes = self.needed_bytes(largest, holds_sums=True, holds_head=holds_head, units=LEAST_UNITS)
         sums = [True] if needed_bytes <= limit_bytes else []
         sums += [False] if not sums or self._workload.num_micro_batches > 1 else []
@@ -138,9 +138,9 @@ class GpuMemory:
                     limit_bytes=limit_bytes,
                     is_whole=is_whole,
                 )
-                found.append(resident(may_hold_tied=True))
-                if found[-1].holds_tied:
-                    found.append(resident(may_hold_tied=False))
+                found.append(resident(may_hold_lookup=True))
+                if found[-1].holds_lookup:
+                    found.append(resident(may_hold_lookup=False))
         return found
 
     def _windows_for(self, held: Held, largest: LargestUnit, limit_bytes: int) -> list[tuple[int, bool]]:
@@ -172,7 +172,7 @@ class GpuMemory:
         held: Held,
         *,
         limit_bytes: int,
-        may_hold_tied: bool,
+        may_hold_lookup: bool,
         is_whole: bool,
     ) -> GpuResident:
         """What is best left on the GPU in the memory that `limit_bytes` leaves; `unit_bytes` is for each layer.
@@ -185,8 +185,8 @@ class GpuMemory:
         units = None if is_whole else uses.units(largest, free_bytes)
         taken_bytes = uses.peak_bytes(largest, units)
         available_bytes = int(_RESIDENT_SHARE * max(0, free_bytes - taken_bytes))
-        holds_tied = may_hold_tied and held.head and 0 < self._tied_bytes <= available_bytes
-        available_bytes -= self._tied_bytes if holds_tied else 0
+        holds_lookup = may_hold_lookup and held.head and 0 < self._lookup_bytes <= available_bytes
+        available_bytes -= self._lookup_bytes if holds_lookup else 0
         least_bytes = self._layers_leaving_bytes
         layer_bytes = max(layer.gradient_bytes for layer in self._spec.layers)
         more_bytes = min(available_bytes, max(0, layer_bytes - least_bytes))
@@ -211,15 +211,15 @@ class GpuMemory:
             window_bytes=held.window_bytes,
             holds_sums=held.sums,
             leaving_bytes=least_bytes + more_bytes,
-            holds_tied=holds_tied,
+            holds_lookup=holds_lookup,
             units=units,
         )
 
     def resident_bytes(self, placement: Placement) -> int:
-        """What stays that `needed_bytes` never counts: weights, a tied head's gradient, gradients on their way."""
+        """What stays that `needed_bytes` never counts: weights, gradients that wait for others or are on their way."""
         weight_bytes = weight_bytes_of(self._spec, placement.gpu_weights)
-        tied = self._tied_bytes if placement.gpu_holds_tied else 0
-        return weight_bytes + tied + max(0, placement.gpu_leaving_bytes - self._layers_leaving_bytes)
+        waiting = self._lookup_bytes if placement.gpu_holds_lookup else 0
+        return weight_bytes + waiting + max(0, placement.gpu_leaving_bytes - self._layers_leaving_bytes)
 
     def _uses(self, key: Held) -> Uses:
         if key not in self._known_uses:

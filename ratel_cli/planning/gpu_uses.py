@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import LargestUnit, segment_activation_bytes, tied_rows_bytes
+from ratel_cli.planning.activations import LargestUnit, lookup_rows_bytes, segment_activation_bytes
 from ratel_cli.planning.gpu_gradients import (
     largest_elements,
     least_leaving_bytes,
@@ -97,15 +97,13 @@ class Uses:
         self._schedule = [self._looked_up if use.looks_up else use.segment for use in step_schedule(spec)]
         """The segments as the GPU gets them."""
         self._with_gradients = spec.embedding if spec.tied else self._looked_up
-        """What of the embedding gets gradients: a tied head gives every row one."""
+        """What of the embedding gets gradients: a head that borrows its matrix gives every row one."""
         self._head_position = spec.head.index
-        self._first_of_backward = self._head_position + (2 if spec.tied else 1)
-        """A tied embedding is open together with the head."""
         self._hidden_bytes = workload.tokens * (spec.passed_bytes + spec.carried_bytes)
         """Hidden states or their gradients; what is carried besides, and its gradients."""
-        tied_sum_bytes = spec.embedding.sum_bytes if spec.tied else 0
-        rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, workload)
-        self._waiting_bytes = rows_bytes + (tied_sum_bytes if held.head else 0)
+        rows_bytes = min(2, workload.num_micro_batches) * lookup_rows_bytes(spec, workload)
+        self._waiting_bytes = rows_bytes + (spec.lent.sum_bytes if held.head else 0)
+        """The gradient of a matrix that the head borrows, and rows of it."""
 
     def peak_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:
         """The most that a use takes, units included. `units` as in `GpuMemory.needed_bytes`."""
@@ -172,7 +170,7 @@ class Uses:
     @cached_property
     def _backward(self) -> _Backward:
         """The most that a use of backward takes."""
-        uses = [self._of_backward(each) for each in self._positions if each >= self._first_of_backward]
+        uses = [self._of_backward(each) for each in self._positions if each > self._head_position]
         return _Backward(*(self._batch_bytes + max(each) for each in zip(*uses, strict=True)))
 
     @property
@@ -185,10 +183,10 @@ class Uses:
         bytes_per_token = self._workload.sequence_len + _IDS_BYTES + (_ROTARY_BYTES if matrices == 1 else 0)
         return self._workload.tokens * bytes_per_token
 
-    def _window(self, position: int, *, num_open: int = 1) -> int:
-        """Weights of the uses that are open, and of the next one what the window takes."""
-        num_bytes = sum(segment.compute_bytes for segment in self._schedule[position : position + num_open])
-        for segment in self._schedule[position + num_open :][:1]:
+    def _window(self, position: int) -> int:
+        """Weights of the use that is open, and of the next one what the window takes."""
+        num_bytes = self._schedule[position].compute_bytes
+        for segment in self._schedule[position + 1 :][:1]:
             num_bytes += bytes_ahead(segment, self._window_bytes)
         return num_bytes
 
@@ -213,7 +211,7 @@ class Uses:
 
     def _of_head(self) -> int:
         """Hidden states are inputs of micro-batches that are left, and gradients of those before."""
-        open_bytes = self._window(self._head_position, num_open=2 if self._spec.tied else 1) + self._hidden_bytes
+        open_bytes = self._window(self._head_position) + self._hidden_bytes
         head = HeadMemory(self._spec, self._workload, self._profile)
         return open_bytes + (head.summing_bytes(self._waiting_bytes) if self._holds_head else head.passing_bytes())
 
@@ -258,9 +256,9 @@ class Uses:
             replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
             working_bytes = _working_bytes(costs, made_bytes) + _shared_bytes(segment)
         before_bytes = least_leaving_bytes(self._spec.segments[segment.index + 1])
-        if position == self._first_of_backward and self._spec.tied:  # the last to leave is the tied sum
-            before_bytes = self._spec.embedding.sum_bytes
-        if position == self._first_of_backward and not self._holds_head:  # nothing large leaves after the last chunk
+        if position == self._head_position + 1 and self._spec.tied:  # the last to leave is the sum of a borrowed matrix
+            before_bytes = self._spec.lent.sum_bytes
+        if position == self._head_position + 1 and not self._holds_head:  # nothing large leaves after the last chunk
             before_bytes = self._spec.head.gradient_bytes if self._spec.tied else 0
         if is_embedding and self._spec.tied and not self._holds_head:
             working_bytes = max(

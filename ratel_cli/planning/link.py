@@ -79,10 +79,9 @@ def uploaded_bytes(spec: ModelSpec, placement: Placement, bytes_of: Callable[[Se
     if not spec.segments:
         return 0, 0
     looked_up_bytes = bytes_of(looked_up(spec, placement.gpu_embedding_rows))
-    with_head = bytes_of(spec.embedding) if spec.tied else 0
     layers = list(map(bytes_of, spec.layers))
     kept = sum(layers[index - 1] for index in placement.gpu_weights)
-    backward_bytes = bytes_of(spec.head) + with_head + sum(layers) - kept + looked_up_bytes
+    backward_bytes = bytes_of(spec.head) + sum(layers) - kept + looked_up_bytes
     return looked_up_bytes + sum(layers), backward_bytes
 
 
@@ -107,7 +106,7 @@ def head_sums(spec: ModelSpec, placement: Placement, *, num_chunks: int) -> Host
     """
     if placement.gpu_holds_head or not spec.segments:
         return NO_SUMS
-    summed = spec.embedding if spec.tied else spec.head
+    summed = spec.lent if spec.tied else spec.head
     down_bytes, up_bytes = num_chunks * summed.updated_bytes, summed.gradient_bytes
     return HostSumTraffic(
         up_bytes=up_bytes,

@@ -148,11 +148,10 @@ class Placement:
     needs."""
     gpu_holds_sums: bool = False
     """Whether the GPU holds the sums of a layer's gradients over several micro-batches; otherwise host memory does."""
-    gpu_holds_tied: bool = False
+    gpu_holds_lookup: bool = False
     """Whether the GPU holds a tied head's gradient until the embedding's is there; otherwise host memory does."""
     gpu_holds_head: bool = True
-    """Whether the GPU holds the sums of the head's gradients, tied ones included, over the chunks of tokens; otherwise
-    host memory does."""
+    """Whether the GPU holds the sums of the head's gradients over the chunks of tokens; otherwise host memory does."""
     adamw_threads: int = 1
     """Threads that update one group of parameters together."""
     groups: GroupShape = GroupShape()
@@ -186,16 +185,15 @@ class Use:
 
 
 def step_schedule(spec: ModelSpec) -> list[Use]:
-    """Forward, the head (with the embedding, if they are tied), backward."""
+    """Forward, the head, backward."""
     *below, head = spec.segments
-    heads = [head, spec.embedding] if spec.tied else [head]
 
     def use(segment: Segment, stage: Stage) -> Use:
         return Use(segment=segment, stage=stage, looks_up=segment is spec.embedding)
 
     return [
         *(use(segment, "forward") for segment in below),
-        *(Use(segment=segment, stage="backward") for segment in heads),
+        use(head, "backward"),
         *(use(segment, "backward") for segment in reversed(below)),
     ]
 
@@ -220,9 +218,10 @@ def looked_up(spec: ModelSpec, num_rows: int | None) -> Segment:
 
 
 def gradient_bytes(spec: ModelSpec, num_rows: int | None) -> list[int]:
-    """Size of each segment's gradients as they are downloaded and held. A tied head gives every row a gradient."""
+    """Size of each segment's gradients as they are downloaded and held. A head that borrows the matrix gives every row
+    a gradient."""
     sizes = [segment.gradient_bytes for segment in spec.segments]
-    if num_rows is not None and not spec.tied:
+    if sizes and num_rows is not None and not spec.tied:
         sizes[:1] = [looked_up(spec, num_rows).gradient_bytes]
     return sizes
 
@@ -256,8 +255,8 @@ def blocks_read(schedule: Sequence[Use], position: int, placement: Placement) ->
     ]
 
 
-def window_bytes(schedule: Sequence[Use], position: int, placement: Placement, *, num_open: int = 1) -> int:
-    """Bytes of weights in buffers while `num_open` uses from `position` on are open: theirs, and those read ahead."""
-    window = schedule[position : position + num_open + placement.prefetch_blocks]
+def window_bytes(schedule: Sequence[Use], position: int, placement: Placement) -> int:
+    """Bytes of weights in buffers while the use at `position` is open: its own, and those read ahead."""
+    window = schedule[position : position + 1 + placement.prefetch_blocks]
     blocks = {block.index: block for use in window for block in use.segment.bound}
     return sum(block.compute_bytes for block in blocks.values() if block.segment not in placement.resident_weights)

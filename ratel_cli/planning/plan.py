@@ -74,7 +74,7 @@ class Plan(Prediction):
                 "units_ahead_bytes": placement.gpu_units and placement.gpu_units.ahead_bytes,
                 "leaving_bytes": placement.gpu_leaving_bytes,
                 "holds_sums": placement.gpu_holds_sums,
-                "holds_tied": placement.gpu_holds_tied,
+                "holds_tied": placement.gpu_holds_lookup,
                 "holds_head": placement.gpu_holds_head,
                 "deferred": sorted(placement.deferred),
                 "group_elements": placement.groups.elements,

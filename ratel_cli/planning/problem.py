@@ -20,8 +20,8 @@ from ratel_cli.planning.activations import (
     ExposedUnits,
     OffloadedActivations,
     fewest_spilled_units,
+    lookup_rows_bytes,
     offload,
-    tied_rows_bytes,
 )
 from ratel_cli.planning.analytic import head_sum_bytes, num_head_chunks
 from ratel_cli.planning.capacity import HostMemory, StepMemory
@@ -332,7 +332,7 @@ class Problem:
             gpu_embedding_rows=self._gpu_embedding_rows,
             gpu_window_bytes=resident.window_bytes,
             gpu_holds_sums=resident.holds_sums,
-            gpu_holds_tied=resident.holds_tied,
+            gpu_holds_lookup=resident.holds_lookup,
             gpu_holds_head=self.gpu_holds_head,
             gpu_units=resident.units,
         )
@@ -378,16 +378,16 @@ class Problem:
             offloaded=offloaded,
             not_recomputed_seconds=self.workload.num_micro_batches * saved,
             num_micro_batches=self.workload.num_micro_batches,
-            tied_rows_bytes=self.tied_rows_bytes,
+            lookup_rows_bytes=self.lookup_rows_bytes,
             num_head_chunks=num_head_chunks(self.spec, self.workload),
             holds_gradients=self.decisions.holds_gradients,
             overlap=self.decisions.overlap,
         )
 
     @cached_property
-    def tied_rows_bytes(self) -> int:
+    def lookup_rows_bytes(self) -> int:
         """Rows of a tied head's gradient, of all micro-batches, that wait for the embedding's."""
-        return self.workload.num_micro_batches * tied_rows_bytes(self.spec, self.workload)
+        return self.workload.num_micro_batches * lookup_rows_bytes(self.spec, self.workload)
 
     @cached_property
     def _gpu_embedding_rows(self) -> int | None:

@@ -2,8 +2,8 @@
 
 Every block's weights are read once in forward and once in backward; the rest of its record is read once for the update,
 and the record is written once. In bf16 that is 2 + 2 + 10 bytes read and 12 written: 26 bytes per parameter of a layer
-(the paper's layout moves 30). The head is read once, because its backward follows its forward; a tied embedding is read
-once more, for the head. When a block is updated changes where these bytes fall:
+(the paper's layout moves 30). The head is read once, because its backward follows its forward; what it borrows of the
+embedding is read once more. When a block is updated changes where these bytes fall:
 
     in backward       the update finds the weights that backward used, reads the states, writes the record
     in next forward   the update reads the weights and passes the new ones on: forward, and the head, read nothing
@@ -104,9 +104,9 @@ def step_traffic(
     head, schedule = spec.head, step_schedule(spec)
     head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
     for position, use in enumerate(schedule):
-        is_passed_on = use.segment is head and head_stage == "forward"
-        read_bytes = sum(block.compute_bytes for block in blocks_read(schedule, position, placement))
-        read["forward" if is_passed_on else use.stage] += read_bytes
+        for block in blocks_read(schedule, position, placement):
+            is_passed_on = block.segment == head.index and head_stage == "forward"
+            read["forward" if is_passed_on else use.stage] += block.compute_bytes
     written["forward"] += checksum_bytes(spec)  # a step is committed while the next one's forward runs
     return Traffic(
         forward_read_bytes=read["forward"],

@@ -65,6 +65,8 @@ class BlockSpec:
     """How the parameters change in a step."""
     borrowers: tuple[int, ...] = ()
     """Indices of segments behind its own that bind it too. Its gradient is complete behind its own one's backward."""
+    is_looked_up: bool = False
+    """Whether it begins with a matrix in whose rows its own segment looks tokens up."""
 
     @property
     def users(self) -> tuple[int, ...]:
@@ -100,6 +102,12 @@ class BlockSpec:
     def is_trained(self) -> bool:
         """Whether the parameters have gradients, and change."""
         return not self.rule.is_frozen
+
+    @property
+    def has_partial_sums(self) -> bool:
+        """Whether its gradient is added up from segment to segment, whole, for each micro-batch. Of what tokens are
+        looked up in, only rows are (engine/optimizer/lookup_sum.py)."""
+        return self.is_trained and bool(self.borrowers) and not self.is_looked_up
 
     @property
     def scales_loss(self) -> bool:
@@ -143,6 +151,7 @@ def lay_out_block(
     gradient_dtype: DtypeName | None = None,
     rule: Rule = ADAMW,
     borrowers: tuple[int, ...] = (),
+    is_looked_up: bool = False,
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
 
@@ -165,6 +174,7 @@ def lay_out_block(
         gradient_dtype=gradient_dtype or dtype,
         rule=rule,
         borrowers=borrowers,
+        is_looked_up=is_looked_up,
     )
 
 
@@ -182,6 +192,7 @@ def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
         dtype=block.dtype,
         gradient_dtype=block.gradient_dtype,
         rule=block.rule,
+        is_looked_up=True,
     )
 
 
@@ -207,6 +218,7 @@ def block_from_json(content: object, index: int) -> BlockSpec:
         gradient_dtype=DTYPE_NAMES[texts[2]],
         rule=RULES[texts[3]],
         borrowers=tuple(checked_integer(each, "borrowers") for each in fields.items("borrowers")),
+        is_looked_up=fields.flag("is_looked_up"),
     )
     starts = [each.integer("start") for each in parameters]
     if starts != [each.start for each in block.parameters] or fields.integer("num_elements") != block.num_elements:

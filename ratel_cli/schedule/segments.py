@@ -104,13 +104,23 @@ class Segment:
 
     @cached_property
     def begun(self) -> tuple[BlockSpec, ...]:
-        """Blocks whose gradients a micro-batch brings from segments above."""
-        return tuple(each for each in self.bound if each.is_trained and self.index < max(each.users))
+        """Blocks whose gradients a micro-batch brings from segments above, apart from what tokens are looked up in."""
+        return tuple(each for each in self.bound if each.has_partial_sums and self.index < max(each.users))
 
     @cached_property
     def unfinished(self) -> tuple[BlockSpec, ...]:
-        """Blocks whose gradients a micro-batch takes on to segments below."""
-        return tuple(block for block in self.borrowed if block.is_trained)
+        """Blocks whose gradients a micro-batch takes on to segments below, apart from what tokens are looked up in."""
+        return tuple(block for block in self.borrowed if block.has_partial_sums)
+
+    @cached_property
+    def borrowed_lookups(self) -> tuple[BlockSpec, ...]:
+        """Blocks of segments below that tokens are looked up in there: a tied head has one."""
+        return tuple(block for block in self.borrowed if block.is_trained and block.is_looked_up)
+
+    @cached_property
+    def made_bytes(self) -> int:
+        """Gradients of all that it binds, as its backward makes them."""
+        return sum(block.compute_bytes for block in self.bound if block.is_trained)
 
     @cached_property
     def record_bytes(self) -> int:

@@ -158,7 +158,7 @@ PLACEMENTS: dict[str, dict[str, object]] = {
             gpu_window_bytes=1 << 30,
             gpu_leaving_bytes=1 << 30,
             gpu_holds_sums=True,
-            gpu_holds_tied=True,
+            gpu_holds_lookup=True,
         )
     },
     "some kept on a GPU": {

@@ -35,9 +35,7 @@ def block_of(others: list[tuple[int, ...]]) -> BlockSpec:
 
 
 def spec_of(block: BlockSpec) -> ModelSpec:
-    return ModelSpec(
-        name="x", architecture="X", blocks=(block,), tied=False, dtype="bfloat16", hidden_size=WIDTH, vocab_size=VOCAB
-    )
+    return ModelSpec(name="x", architecture="X", blocks=(block,), dtype="bfloat16", hidden_size=WIDTH, vocab_size=VOCAB)
 
 
 def rows_of(block: BlockSpec, *ids: list[int]) -> EmbeddingRows:

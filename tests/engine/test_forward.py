@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.block_reader import BlockReader, FileBlocks, GenerationBlocks, reading_order, weights_bytes
+from ratel_cli.engine.block_reader import BlockReader, FileBlocks, GenerationBlocks, weights_bytes
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, DoesNotFit, Interrupted
 from ratel_cli.io.buffers import BufferPool
@@ -82,9 +82,10 @@ def test_the_files_of_a_model(tmp_path: Path, family: str, dtype: DtypeName) -> 
             with BlockReader(model, blocks, pool, device=CPU, reads_ahead=reads_ahead, resident=resident) as reader:
                 for _ in range(2):
                     assert torch.equal(BlockwiseForward(model, reader).logits(TOKENS, POSITIONS), wanted)
-                twice = reading_order(model.spec)
                 kept = {block.index for index in resident for block in model.spec.segments[index].bound}
-                each_time = [block for segment in twice for block in segment.bound if block.index not in kept]
+                each_time = [
+                    block for segment in model.spec.segments for block in segment.bound if block.index not in kept
+                ]
                 once = sum(model.spec.blocks[index].compute_bytes for index in kept)
                 assert reader.bytes_read == 2 * sum(block.compute_bytes for block in each_time) + once
             assert pool.leased_bytes == 0

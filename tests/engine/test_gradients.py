@@ -12,8 +12,8 @@ from torch import nn
 
 from ratel_cli.engine.device.device import Download, HostDevice
 from ratel_cli.engine.optimizer.gradients import GradientSum, clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
-from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
@@ -262,7 +262,7 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
     with BufferPool(None) as pool:
         total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
         tokens = torch.unique(torch.cat(ids))
-        with TiedSum(total, tokens, device=HOST, pool=pool, is_held=is_held, most_rows=None) as rows:
+        with LookupSum(total, tokens, device=HOST, pool=pool, is_held=is_held, most_rows=None) as rows:
             for head in heads:
                 rows.add_head(head)
                 rows.end_micro_batch()

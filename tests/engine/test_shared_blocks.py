@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks, reading_order, weights_bytes
+from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks, weights_bytes
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.blocks import find_blocks
@@ -24,7 +24,7 @@ from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
 
-MLP, PROJECTION = 6, 7
+MLP, PROJECTION = 7, 8
 """The shared blocks: the layers 0, 2 and 3 have the first one, the layers 1 and 3 the second."""
 
 
@@ -61,12 +61,13 @@ def test_a_block_is_read_once_while_one_of_its_uses_is_open() -> None:
         placement = Placement(prefetch_blocks=ahead, resident_weights=resident)
         return [[block.index for block in blocks_read(uses, position, placement)] for position in range(len(uses))]
 
-    down, up = [[0], [1, MLP], [2, PROJECTION], [3, MLP], [4, MLP, PROJECTION]], [[5], [0]]
+    first = [0, 6]
+    down, up = [first, [1, MLP], [2, PROJECTION], [3, MLP], [4, MLP, PROJECTION]], [[5, 0], [4, MLP, PROJECTION]]
     assert read(0)[:5] == down
-    assert read(1)[:5] == [[0], [1, MLP], [2, PROJECTION], [3, MLP], [4, PROJECTION]]
-    assert read(2)[:5] == [[0], [1, MLP], [2, PROJECTION], [3], [4]]
+    assert read(1)[:5] == [first, [1, MLP], [2, PROJECTION], [3, MLP], [4, PROJECTION]]
+    assert read(2)[:5] == [first, [1, MLP], [2, PROJECTION], [3], [4]]
     assert read(0)[5:7] == up
-    assert read(0, frozenset({1}))[:5] == [[0], [], [2, PROJECTION], [3], [4, PROJECTION]]
+    assert read(0, frozenset({1}))[:5] == [first, [], [2, PROJECTION], [3], [4, PROJECTION]]
     sizes = {block.index: block.compute_bytes for use in uses for block in use.segment.bound}
     assert window_bytes(uses, 3, Placement(prefetch_blocks=1)) == sum(sizes[each] for each in (3, 4, MLP, PROJECTION))
 
@@ -129,15 +130,13 @@ def test_computing_without_training_has_a_resident_block_once(
             ) as reader,
         ):
             for _ in range(2):
-                for segment in reading_order(spec):
+                for segment in spec.segments:
                     with reader.bound(segment):
                         pass
                 reader.end_pass()
             there = {block.index for index in resident for block in spec.segments[index].bound}
             once = sum(spec.blocks[index].compute_bytes for index in there)
-            each_time = [
-                block for segment in reading_order(spec) for block in segment.bound if block.index not in there
-            ]
+            each_time = [block for segment in spec.segments for block in segment.bound if block.index not in there]
             assert pool.peak_bytes == planned_bytes
             assert reader.bytes_read == once + 2 * sum(block.compute_bytes for block in each_time)
 

@@ -93,8 +93,8 @@ class Opened:
 
         def record(reader: WeightReader, segment: Segment) -> SegmentWeights:
             weights = opening(reader, segment)
-            if segment.kind == "embedding":
-                self.shapes.append(tuple(weights.parameters[0].shape))
+            matrices = [weights.of(block)[0] for block in segment.bound if block.is_looked_up]
+            self.shapes.extend(tuple(matrix.shape) for matrix in matrices)
             return weights
 
         monkeypatch.setattr(WeightReader, "open", record)
@@ -253,7 +253,7 @@ def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: boo
     [
         ("llama", Placement(), None),
         ("llama", Placement(), 0),
-        ("llama_tied", Placement(gpu_holds_tied=True), None),
+        ("llama_tied", Placement(gpu_holds_lookup=True), None),
         ("llama_tied", Placement(), None),
         ("llama_tied", Placement(gpu_holds_head=False), None),
     ],

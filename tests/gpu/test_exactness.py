@@ -75,7 +75,7 @@ def test_another_plan_before_every_step_changes_no_bit(
     plans = [
         (Placement(prefetch_blocks=1, swapped=ChosenEverywhere(0.5), spilled_units=2), None),
         (replace(AHEAD, resident_weights=EVERY_BLOCK, gpu_weights=EVERY_BLOCK, gpu_units_from=1), None),
-        (replace(AHEAD, swapped=EVERYTHING, gpu_holds_sums=True, gpu_holds_tied=True, gpu_window_bytes=1 << 20), 0),
+        (replace(AHEAD, swapped=EVERYTHING, gpu_holds_sums=True, gpu_holds_lookup=True, gpu_window_bytes=1 << 20), 0),
         (Placement(prefetch_blocks=1, resident_weights=EVERY_BLOCK, resident_states=frozenset({1, 2})), None),
     ]
     with gpu_machine(tmp_path, config, recipe) as ratel:

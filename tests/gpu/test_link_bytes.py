@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.activations import offload, tied_rows_bytes
+from ratel_cli.planning.activations import lookup_rows_bytes, offload
 from ratel_cli.planning.analytic import num_head_chunks
 from ratel_cli.planning.costs import ComputeSeconds, overlapped_step
 from ratel_cli.planning.placement import Placement, Workload, most_rows
@@ -50,7 +50,7 @@ def planned_bytes(ratel: Machine, placement: Placement, workload: Workload, *, u
         holds_gradients=False,
         num_micro_batches=workload.num_micro_batches,
         num_head_chunks=num_head_chunks(ratel.model.spec, workload),
-        tied_rows_bytes=workload.num_micro_batches * tied_rows_bytes(ratel.model.spec, workload),
+        lookup_rows_bytes=workload.num_micro_batches * lookup_rows_bytes(ratel.model.spec, workload),
     )
     return time.forward.up + time.backward.up, time.forward.down + time.backward.down
 

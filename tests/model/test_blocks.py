@@ -86,9 +86,8 @@ def test_bound_weights_are_views_and_leave_no_trace(architecture: str) -> None:
             assert model.skeleton.get_parameter(spec.name) is parameter
             assert parameter.data_ptr() == weights[spec.start :].data_ptr()
             assert tuple(parameter.shape) == spec.shape and parameter.requires_grad
-        if block.kind == "embedding" and model.spec.tied:
-            tied = model.tie(parameters)
-            assert model.skeleton.get_output_embeddings().weight is tied
+        if block.is_looked_up and model.spec.tied:
+            assert model.skeleton.get_output_embeddings().weight is parameters[0]
         model.release(model.spec.segments[block.segment])
         for spec in block.parameters:
             resting = model.skeleton.get_parameter(spec.name)

@@ -47,7 +47,7 @@ def made_up_spec(dtype: DtypeName = "bfloat16") -> ModelSpec:
         ),
         lay_out_block(dtype=dtype, index=2, kind="head", name="head", parameters=[("h", (2048,), True)]),
     )
-    return ModelSpec(name="x", architecture="X", blocks=blocks, tied=False, dtype=dtype, hidden_size=1, vocab_size=1)
+    return ModelSpec(name="x", architecture="X", blocks=blocks, dtype=dtype, hidden_size=1, vocab_size=1)
 
 
 def read_field(store: Store, pool: BufferPool, block: BlockSpec, name: str) -> torch.Tensor:

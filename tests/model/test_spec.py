@@ -30,7 +30,13 @@ SPEC = ModelSpec(
     architecture="TinyForCausalLM",
     blocks=(
         lay_out_block(
-            dtype="bfloat16", index=0, kind="embedding", name="embedding", parameters=[("wte.weight", (7, 3), True)]
+            dtype="bfloat16",
+            index=0,
+            kind="embedding",
+            name="embedding",
+            parameters=[("wte.weight", (7, 3), True)],
+            borrowers=(2,),
+            is_looked_up=True,
         ),
         lay_out_block(
             dtype="bfloat16",
@@ -41,7 +47,6 @@ SPEC = ModelSpec(
         ),
         lay_out_block(dtype="bfloat16", index=2, kind="head", name="head", parameters=[]),
     ),
-    tied=True,
     dtype="bfloat16",
     hidden_size=3,
     vocab_size=7,
@@ -140,7 +145,7 @@ def through_json(content: object) -> dict[str, object]:
         ({"blocks": {}}, "blocks is not a list"),
         ({"blocks": [3]}, "expected an object"),
         ({"dtype": "int8"}, "another version"),
-        ({"tied": 1}, "tied is neither true nor false"),
+        ({"looks_up_rows": 1}, "looks_up_rows is neither true nor false"),
         ({"hidden_size": "3"}, "hidden_size is not a whole number"),
     ],
 )

@@ -50,7 +50,13 @@ def gpt(
     h = hidden_size
     blocks = [
         lay_out_block(
-            dtype=dtype, index=0, kind="embedding", name="embedding", parameters=[("wte", (vocab_size, h), True)]
+            dtype=dtype,
+            index=0,
+            kind="embedding",
+            name="embedding",
+            parameters=[("wte", (vocab_size, h), True)],
+            borrowers=(num_layers + 1,) if tied else (),
+            is_looked_up=True,
         )
     ]
     for index in range(num_layers):
@@ -73,7 +79,6 @@ def gpt(
         name="gpt",
         architecture="GPT",
         blocks=tuple(blocks),
-        tied=tied,
         dtype=dtype,
         hidden_size=h,
         vocab_size=vocab_size,

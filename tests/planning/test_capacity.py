@@ -68,7 +68,8 @@ def walk(
         return segment_activation_bytes(spec, spec.segments[i], tokens=WORKLOAD.micro_batch_tokens)
 
     ahead = placement.prefetch_blocks
-    uses = [*range(num_layers + 1), num_layers + 1, *([0] if spec.tied else []), *range(num_layers, -1, -1)]
+    below = [{i} for i in range(num_layers + 1)]
+    uses = [*below, {num_layers + 1} | ({0} if spec.tied else set()), *reversed(below)]
     stages = []
     # Forward: whatever is deferred waits in memory until the window has come to it.
     waiting = set() if separate else set(kept)
@@ -77,10 +78,10 @@ def walk(
         coming = set(range(i, min(num_blocks, i + 1 + ahead)))
         waiting -= coming
         in_hand = gradients(coming & updated_here) + (groups if updated_here else 0)
-        window = weights(set(uses[i : i + 1 + ahead]))
+        window = weights(set.union(*uses[i : i + 1 + ahead]))
         stages.append(window + in_hand + gradients(waiting) + vectors(i) + RUNTIME_BYTES)
     # Head.
-    position, num_open = num_layers + 1, 2 if spec.tied else 1
+    position = num_layers + 1
     head, embedding, largest = size[-1], size[0], [max(p.num_elements for p in b.parameters) for b in spec.blocks]
     tied = 4 * embedding + 3 * min(WORKLOAD.tokens, spec.vocab_size) * spec.hidden_size * 2 if spec.tied else 0
     chunk = min(WORKLOAD.micro_batch_tokens, max(16, (64 * MIB) // (4 * spec.vocab_size)))
@@ -89,13 +90,13 @@ def walk(
     block = max(2 * both + 4 * head + parts, 6 * head + 4 * largest[-1])
     updating = 0 if separate else groups
     logits = 12 * chunk * spec.vocab_size
-    window = weights(set(uses[position : position + num_open + ahead]))
+    window = weights(set.union(*uses[position : position + 1 + ahead]))
     stages.append(window + block + tied + updating + logits + 2 * vectors(-1) + RUNTIME_BYTES)
     # Backward: the last `pending_updates` blocks are being updated; the gradients before those may be held.
     arrived = [num_blocks - 1]
     for number, i in enumerate(range(num_layers, -1, -1)):
         pending = set(arrived[max(0, len(arrived) - placement.pending_updates) :])
-        window = weights(set(uses[position + num_open + number :][: 1 + ahead]))
+        window = weights(set.union(*uses[position + 1 + number :][: 1 + ahead]))
         block = max(6 * size[i], 6 * size[i] + 4 * largest[i]) + (tied if i else 0)
         resting = gradients((set(arrived) - pending) & kept)
         stages.append(
@@ -109,13 +110,14 @@ def walk(
         )
     else:
         pending = set(range(placement.pending_updates))
-        window = weights(set(uses[: 1 + ahead])) + weights(pending) + gradients(pending)
+        window = weights(set.union(*uses[: 1 + ahead])) + weights(pending) + gradients(pending)
         stages.append(window + groups + gradients(kept - pending) + RUNTIME_BYTES)
     # Where nothing was clipped, all that was held is let go when the next head has been opened.
     if len(held) == num_blocks and not separate:
         for i in range(num_blocks):
             own = 4 * head + tied if i == num_blocks - 1 else 0
-            stages.append(weights(set(uses[i : i + 1 + ahead])) + own + gradients(kept) + vectors(i) + RUNTIME_BYTES)
+            window = weights(set.union(*uses[i : i + 1 + ahead]))
+            stages.append(window + own + gradients(kept) + vectors(i) + RUNTIME_BYTES)
     return stages
 
 

@@ -226,7 +226,7 @@ def step_time(
     holds_gradients: bool = False,
     num_micro_batches: int = 1,
     num_head_chunks: int = 1,
-    tied_rows_bytes: int = 0,
+    lookup_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
 ) -> StepTime:
     return overlapped_step(
@@ -240,7 +240,7 @@ def step_time(
         holds_gradients=holds_gradients,
         num_micro_batches=num_micro_batches,
         num_head_chunks=num_head_chunks,
-        tied_rows_bytes=tied_rows_bytes,
+        lookup_rows_bytes=lookup_rows_bytes,
         overlap=overlap,
     )
 
@@ -319,7 +319,7 @@ def test_a_tied_gradient_that_the_gpu_does_not_hold_crosses_the_link_twice() -> 
     rows_bytes = 10**7
     away, held = (
         step_time(
-            machine(), spec=spec, placement=replace(DEEP, gpu_holds_tied=holds), tied_rows_bytes=rows_bytes
+            machine(), spec=spec, placement=replace(DEEP, gpu_holds_lookup=holds), lookup_rows_bytes=rows_bytes
         ).backward
         for holds in (False, True)
     )
@@ -335,10 +335,10 @@ def test_a_head_that_is_summed_in_host_memory_moves_every_chunk_while_nothing_co
         step_time(
             machine(),
             spec=spec,
-            placement=replace(DEEP, gpu_holds_head=holds, gpu_holds_tied=holds),
+            placement=replace(DEEP, gpu_holds_head=holds, gpu_holds_lookup=holds),
             compute=replace(COMPUTE, backward=1e3),
             num_head_chunks=7,
-            tied_rows_bytes=rows_bytes,
+            lookup_rows_bytes=rows_bytes,
         ).backward
         for holds in (True, False)
     )

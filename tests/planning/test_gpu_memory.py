@@ -11,7 +11,7 @@ from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, offload, tied_bytes
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, lookup_sum_bytes, offload
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
@@ -137,13 +137,13 @@ def walk(
     largest = [max(parameter.num_elements for parameter in block.parameters) for block in spec.blocks]
     num_layers, head, is_summed = spec.num_layers, spec.num_layers + 1, workload.num_micro_batches > 1
     tokens, width = workload.micro_batch_tokens, state.compute
-    order = [*range(num_layers + 1), head, *([0] if spec.tied else []), *range(num_layers, -1, -1)]
+    order = [*range(num_layers + 1), head, *range(num_layers, -1, -1)]
     hidden = workload.tokens * spec.hidden_size * width
     vectors = 12 * tokens * spec.hidden_size * width
 
     # Where tokens are looked up, the embedding has a row for each token at most. A tied head uses all of it.
     rows, looked_up = looked_up_rows(spec, workload)
-    taken = [looked_up, *(size[i] for i in order[1:-1]), looked_up]
+    taken = [looked_up, *(size[i] + (size[0] if spec.tied and i == head else 0) for i in order[1:-1]), looked_up]
     left = [size[0] if spec.tied else looked_up, *size[1:]]  # of gradients
     most = [largest[0] if spec.tied else rows * spec.hidden_size, *largest[1:]]  # of a parameter's gradient
     scaled = 4 * (state == FLOAT16)
@@ -151,14 +151,12 @@ def walk(
 
     def ahead(position: int) -> int:
         """As many of a block's first parameters as fit, with the gaps between them; or all of it."""
-        ends = [taken[position], *(parameter.start for parameter in spec.blocks[order[position]].parameters)]
+        i = order[position]
+        ends = [taken[position], *(parameter.start for parameter in spec.blocks[i].parameters), size[i] * (i == head)]
         return max(state.compute * end for end in ends if state.compute * end <= window_bytes)
 
-    def weights(position: int, num_open: int) -> int:
-        stop = position + num_open
-        return sum(state.compute * each for each in taken[position:stop]) + sum(
-            map(ahead, range(len(order))[stop:][:1])
-        )
+    def weights(position: int) -> int:
+        return state.compute * taken[position] + sum(map(ahead, range(len(order))[position + 1 :][:1]))
 
     def leaving(i: int) -> int:
         norms_bytes = state.gradient * norms(spec.blocks[i])
@@ -167,10 +165,10 @@ def walk(
     row_bytes = rows * spec.hidden_size * width
     tied = (4 * size[0] * holds_head + min(2, workload.num_micro_batches) * row_bytes) * spec.tied
     norm = {i: largest[i] * (state.gradient + scaled) for i in (0, head)}  # comes back from host memory
-    forward = forward_uses([weights(i, 1) + hidden + (i < 2) * leaving(0) for i in range(head)], vectors, layers)
+    forward = forward_uses([weights(i) + hidden + (i < 2) * leaving(0) for i in range(head)], vectors, layers)
     stages = [with_units_made(forward, unit, None if units is None else units.forward_bytes)]
 
-    always = weights(head, 2 if spec.tied else 1) + hidden + unit.num_bytes
+    always = weights(head) + hidden + unit.num_bytes
     gone = state.gradient * largest[head] + min(leaving(head), state.gradient * (size[head] - largest[head]))
     in_head = (
         [*head_stages(spec, state, workload, profile, tied, row_bytes * spec.tied), 4 * size[head] + tied + gone]
@@ -182,7 +180,7 @@ def walk(
     first = len(order) - num_layers - 1
     backward: list[Sequence[int]] = []
     for number, i in enumerate(range(num_layers, -1, -1)):
-        always = weights(first + number, 1) + hidden
+        always = weights(first + number) + hidden
         before = leaving(i + 1) if number or not i else left_by_head(spec, state, leaving(head), holds_head=holds_head)
         if not i:
             own = min(leaving(0), state.gradient * (left[0] - most[0]))
@@ -266,9 +264,9 @@ def test_a_tied_gradient_stays_or_leaves_its_memory_to_units() -> None:
     workload = replace(WORKLOAD, num_micro_batches=1)
     memory, unit_bytes = memory_of(spec, workload), [10 * MIB] * 3
     needed_bytes = memory.needed_bytes(unit_of(10 * MIB), holds_head=True, window_bytes=1 << 40)
-    limit_bytes = needed_bytes + 2 * tied_bytes(spec, workload)
+    limit_bytes = needed_bytes + 2 * lookup_sum_bytes(spec, workload)
     stays, away = memory.choices(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes)
-    assert (stays.holds_tied, away.holds_tied) == (True, False)
+    assert (stays.holds_lookup, away.holds_lookup) == (True, False)
     assert (-away.units_from, len(away.weights)) > (-stays.units_from, len(stays.weights))
 
 
@@ -280,7 +278,7 @@ def test_a_large_head_is_summed_in_host_memory_where_it_does_not_fit(tied: bool)
     on_gpu, on_host = (memory.needed_bytes(unit_of(MIB), holds_head=holds) for holds in (True, False))
     assert on_gpu - on_host > (4 if tied else 3.8) * matrix
     found = memory.choices(unit_bytes, unit_of(MIB), limit_bytes=2 * on_gpu, holds_head=False)
-    assert not any(each.holds_tied for each in found), "nothing of it is on the GPU"
+    assert not any(each.holds_lookup for each in found), "nothing of it is on the GPU"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -330,9 +328,9 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     unit_bytes = [choice.randint(1, 10 * MIB) for _ in range(spec.num_layers)]
     holds_sums = choice.random() < 0.5
     memory = memory_of(spec, workload)
-    windows = sorted(
-        {2 * end for each in spec.blocks for end in (*(p.start for p in each.parameters), each.num_elements)}
-    )
+    matrix, head = (each.num_elements for each in (spec.blocks[0], spec.blocks[-1]))
+    ends = {end for each in spec.blocks for end in (*(p.start for p in each.parameters), each.num_elements)}
+    windows = sorted(2 * end for end in ends | ({head + matrix} if spec.tied else set()))
 
     def with_window(window_bytes: int) -> int:
         return memory.needed_bytes(
@@ -353,9 +351,9 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     least_bytes = max(least_leaving_bytes(layer) for layer in spec.layers)
     more_bytes, layer_bytes = resident.leaving_bytes - least_bytes, BFLOAT16.gradient * spec.blocks[1].num_elements
     spare_bytes = int(0.9 * max(0, limit_bytes - needed))
-    waiting_bytes = tied_bytes(spec, workload)
-    assert resident.holds_tied == (0 < waiting_bytes <= spare_bytes)
-    spare_bytes -= waiting_bytes if resident.holds_tied else 0
+    waiting_bytes = lookup_sum_bytes(spec, workload)
+    assert resident.holds_lookup == (0 < waiting_bytes <= spare_bytes)
+    spare_bytes -= waiting_bytes if resident.holds_lookup else 0
     assert more_bytes == min(spare_bytes, max(0, layer_bytes - least_bytes))
     available_bytes = spare_bytes - more_bytes
     units_bytes = sum(units[resident.units_from :])

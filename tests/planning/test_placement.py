@@ -16,21 +16,17 @@ def order(spec: ModelSpec) -> list[tuple[int, str]]:
     return [(use.segment.index, use.stage) for use in step_schedule(spec)]
 
 
-def walk(blocks: list[int], prefetch_blocks: int, *, tied_head: int | None) -> list[bool]:
-    """For each use, whether it reads: open one after another, issue what comes, share what is there."""
-    read: dict[int, bool] = {}
+def walk(uses: list[list[int]], prefetch_blocks: int) -> list[list[int]]:
+    """For each use, which of its blocks it reads: open one after another, issue what comes, share what is there."""
+    read: dict[int, list[int]] = {}
     users: Counter[int] = Counter()
-    for position, block in enumerate(blocks):
-        for coming in range(position, min(len(blocks), position + 1 + prefetch_blocks)):
+    for position, blocks in enumerate(uses):
+        for coming in range(position, min(len(uses), position + 1 + prefetch_blocks)):
             if coming not in read:
-                read[coming] = users[blocks[coming]] == 0
-                users[blocks[coming]] += 1
-        if position == tied_head:
-            continue  # it stays open next to the embedding
-        users[block] -= 1
-        if tied_head is not None and position == tied_head + 1:
-            users[blocks[tied_head]] -= 1
-    return [read[position] for position in range(len(blocks))]
+                read[coming] = [block for block in uses[coming] if not users[block]]
+                users.update(uses[coming])
+        users.subtract(blocks)
+    return [read[position] for position in range(len(uses))]
 
 
 def test_forward_head_backward() -> None:
@@ -45,15 +41,9 @@ def test_forward_head_backward() -> None:
     ]
 
 
-def test_a_tied_embedding_is_used_next_to_the_head() -> None:
-    assert order(gpt(num_layers=1, tied=True)) == [
-        (0, "forward"),
-        (1, "forward"),
-        (2, "backward"),
-        (0, "backward"),
-        (1, "backward"),
-        (0, "backward"),
-    ]
+def test_a_tied_embedding_is_used_with_the_head() -> None:
+    uses = step_schedule(gpt(num_layers=1, tied=True))
+    assert [[block.index for block in use.segment.bound] for use in uses] == [[0], [1], [2, 0], [1], [0]]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
@@ -62,8 +52,9 @@ def test_a_tied_embedding_is_used_next_to_the_head() -> None:
 def test_what_is_still_open_is_shared(num_layers: int, prefetch_blocks: int, tied: bool) -> None:
     spec = gpt(num_layers=num_layers, tied=tied)
     uses, placement = step_schedule(spec), Placement(prefetch_blocks=prefetch_blocks)
-    reads = walk([use.segment.index for use in uses], prefetch_blocks, tied_head=len(spec.blocks) - 1 if tied else None)
-    assert [bool(blocks_read(uses, position, placement)) for position in range(len(uses))] == reads
+    reads = walk([[block.index for block in use.segment.bound] for use in uses], prefetch_blocks)
+    found = (blocks_read(uses, position, placement) for position in range(len(uses)))
+    assert [[block.index for block in blocks] for blocks in found] == reads
 
 
 def test_with_two_blocks_ahead_the_last_layer_is_read_once() -> None:
@@ -82,15 +73,14 @@ def test_a_window_holds_each_block_once_and_no_resident_one() -> None:
     spec = gpt(num_layers=3)
     uses, (embedding, layer, _, _, head) = step_schedule(spec), [block.num_elements for block in spec.blocks]
 
-    def window(position: int, ahead: int, resident: frozenset[int] = frozenset(), num_open: int = 1) -> int:
-        placement = Placement(prefetch_blocks=ahead, resident_weights=resident)
-        return window_bytes(uses, position, placement, num_open=num_open)
+    def window(position: int, ahead: int, resident: frozenset[int] = frozenset()) -> int:
+        return window_bytes(uses, position, Placement(prefetch_blocks=ahead, resident_weights=resident))
 
     assert window(0, 0) == 2 * embedding
     assert window(0, 2) == 2 * (embedding + 2 * layer)
     assert window(3, 2) == 2 * (layer + head)
     assert window(3, 2, frozenset({3})) == 2 * head
-    assert window(4, 1, num_open=2) == 2 * (head + 2 * layer)
+    assert window(4, 2) == 2 * (head + 2 * layer)
     assert window(8, 2) == 0 + window(8, 0)
 
 

@@ -47,26 +47,24 @@ class Walk:
         embedding, *layers, head = self.spec.blocks
         forward = [embedding, *layers]
         at_head = [head, embedding] if self.spec.tied else [head]
-        uses = [*((b, "forward") for b in forward), *((b, "backward") for b in at_head)]
-        uses += [(b, "backward") for b in reversed(forward)]
+        uses = [*(([b], "forward") for b in forward), (at_head, "backward")]
+        uses += [([b], "backward") for b in reversed(forward)]
         open_uses: list[tuple[int, BlockSpec]] = []
         issued = 0
-        for position, (block, stage) in enumerate(uses):
-            # The head stays open next to a tied embedding.
-            keep_open = self.spec.tied and position == len(forward) + 1
-            open_uses = [use for use in open_uses if use[0] >= position - (1 if keep_open else 0)]
+        for position, (blocks, stage) in enumerate(uses):
+            open_uses = [use for use in open_uses if use[0] >= position]
             while issued < min(len(uses), position + 1 + self.placement.prefetch_blocks):
-                coming, its_stage = uses[issued]
-                if all(coming is not other for _, other in open_uses):
-                    is_handed_on = coming is head and head in self.put_off
-                    self.read_weights(coming, "forward" if is_handed_on else its_stage)
-                open_uses.append((issued, coming))
+                for coming in uses[issued][0]:
+                    if all(coming is not other for _, other in open_uses):
+                        is_handed_on = coming is head and head in self.put_off
+                        self.read_weights(coming, "forward" if is_handed_on else uses[issued][1])
+                    open_uses.append((issued, coming))
                 issued += 1
+            block = blocks[0]
             if (stage == "forward" or block is head) and block in self.put_off:
                 self.put_off.remove(block)
                 self.update(block, "forward")
-            is_last_use = stage == "backward" and not (block is embedding and position < len(uses) - 1)
-            if is_last_use:
+            if stage == "backward":
                 self.gradient_arrives(block)
         if self.overlap == "separate":
             for block in self.put_off:

@@ -10,10 +10,10 @@ import torch
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
-from ratel_cli.engine.optimizer.host_tied_sum import HostTiedSum
+from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
-from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
@@ -31,7 +31,7 @@ class GradientSums:
         self._thread = thread
         self._leaving_bytes = placement.gpu_leaving_bytes
         self._holds_sums = device.is_host or placement.gpu_holds_sums
-        self._holds_tied = device.is_host or placement.gpu_holds_tied
+        self._holds_lookup = device.is_host or placement.gpu_holds_lookup
         self._holds_head = device.is_host or placement.gpu_holds_head
         self._most_rows = placement.gpu_embedding_rows
 
@@ -47,37 +47,40 @@ class GradientSums:
 
         return SegmentSum.of(map(opened, layer.trained))
 
-    def of_head(self, head: Segment, *, is_tied: bool, scale: float) -> SegmentSum:
-        """A tied head has no matrix of its own: what it has is small."""
-        if is_tied or self._holds_head:
+    def of_head(self, head: Segment, *, scale: float) -> SegmentSum:
+        """That of the head's own blocks. One that borrows its matrix has none of its own: what it has is small."""
+        if head.borrowed_lookups or self._holds_head:
             return self._on_device(head, single=False, scale=scale)
         return SegmentSum.of(self._on_host(block, self._host_sums(block), scale=scale) for block in head.trained)
 
     def of_embedding(
         self, embedding: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
     ) -> SegmentSum:
-        """That of an embedding which is not tied. `rows`: what contributions have of its matrix, if not all of it."""
+        """That of an embedding of which the head borrows nothing. `rows`: what contributions have of its matrix, if not
+        all of it."""
         return self._on_device(embedding, single=single, scale=scale, rows=rows)
 
-    def of_tied(self, embedding: Segment, tokens: torch.Tensor, *, scale: float) -> TiedSum | HostTiedSum:
-        """That of a tied embedding's first block; closing it closes its total. `tokens`: the step's distinct ones
-        `[rows]`, on the device."""
-        pool, device, most_rows, block = self._pool, self._device, self._most_rows, embedding.blocks[0]
+    def of_lookup(self, block: BlockSpec, tokens: torch.Tensor, *, scale: float) -> LookupSum | HostLookupSum:
+        """That of a matrix that tokens are looked up in and the head borrows; closing it closes its total. `tokens`:
+        the step's distinct ones `[rows]`, on the device."""
+        pool, device, most_rows = self._pool, self._device, self._most_rows
         if most_rows is not None:
             most_rows = min(most_rows, block.parameters[0].shape[0])
         if self._holds_head:
-            leaving_bytes = self._leaving_bytes_of(embedding)
+            leaving_bytes = self._leaving_bytes_of(Segment((block,)))
             total = self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes)
-            return TiedSum(total, tokens, device=device, pool=pool, is_held=self._holds_tied, most_rows=most_rows)
+            return LookupSum(total, tokens, device=device, pool=pool, is_held=self._holds_lookup, most_rows=most_rows)
         sums = self._host_sums(block)
         total = self._on_host(block, sums, scale=scale)
-        return HostTiedSum(total, sums, tokens, device=device, pool=pool, most_rows=most_rows)
+        return HostLookupSum(total, sums, tokens, device=device, pool=pool, most_rows=most_rows)
 
-    def with_tied(self, embedding: Segment, tied: TiedSum | HostTiedSum, *, single: bool, scale: float) -> SegmentSum:
-        """That of all of a tied embedding."""
+    def with_lookup(
+        self, embedding: Segment, lookup_sum: LookupSum | HostLookupSum, *, single: bool, scale: float
+    ) -> SegmentSum:
+        """That of all of an embedding of which `lookup_sum` has the first block's."""
         leaving_bytes = self._leaving_bytes_of(embedding)
         opened = partial(self._open, single=single, scale=scale, leaving_bytes=leaving_bytes)
-        return SegmentSum.of(chain([tied.total], map(opened, embedding.trained[1:])))
+        return SegmentSum.of(chain([lookup_sum.total], map(opened, embedding.trained[1:])))
 
     def _on_device(
         self, segment: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None

@@ -12,7 +12,7 @@ rounded where it is (`values`).
 
 Invariants: the additions are those that the GPU would do, in the same order, so the bits are the same; the sums on the
 GPU take no more than `summed_elements` (planning/gpu_memory.py), however many parameters there are; the sums of one
-layer are in host memory, never those of two; next to them only those of a tied head.
+layer are in host memory, never those of two; next to them only those of a matrix that the head borrows.
 """
 
 from __future__ import annotations

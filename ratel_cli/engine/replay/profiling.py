@@ -154,7 +154,7 @@ class BlockProfiler:
                     with self._running(layer, progress), self._bound(layer), torch.no_grad():
                         carried.forward(index, partial(self._layer_runner.run_layer, index, hidden))
             with self._running(head, progress):
-                self._head(head, embedding, batch, hidden, most_runs)
+                self._head(head, batch, hidden, most_runs)
         num_samples = min(len(samples) for samples in runs.values())
         units = {
             (index, sample): run.unit
@@ -182,7 +182,8 @@ class BlockProfiler:
 
     def _embedding(self, segment: Segment, batch: MicroBatch, most_runs: int) -> Embedded:
         tokens = self._distinct_tokens(batch)
-        holds, is_single = self._device.is_host and not self._model.spec.tied, self._sums.num_micro_batches == 1
+        borrowed = self._model.spec.head.borrowed_lookups
+        holds, is_single = self._device.is_host and not borrowed, self._sums.num_micro_batches == 1
         with self._bound(segment, tokens) as parameters, self._sum_of(segment, holds, is_single=is_single) as total:
 
             def run() -> _Run:
@@ -254,20 +255,9 @@ class BlockProfiler:
                 recorded(Recorder(parameters))  # layers above may read what this one has left
             return self._with_rounding(runs, total), outputs[0]
 
-    def _head(self, head: Segment, embedding: Segment, batch: MicroBatch, hidden: torch.Tensor, most_runs: int) -> None:
-        holds, is_tied = self._sums.holds_head, self._model.spec.tied
-        with contextlib.ExitStack() as opened:
-            parameters = trained_of(opened.enter_context(self._bound(head)))
-            number = len(parameters)
-            totals = [opened.enter_context(self._sum_of(head, holds))]
-            if is_tied:
-                parameters = (*parameters, self._model.tie(opened.enter_context(self._bound(embedding))))
-                totals.append(opened.enter_context(self._sum_of(Segment(embedding.blocks[:1]), holds)))
-
-            def take(contribution: Sequence[torch.Tensor | None]) -> None:
-                _add(totals[0], contribution[:number])
-                if is_tied:
-                    _add(totals[1], contribution[number:])
+    def _head(self, head: Segment, batch: MicroBatch, hidden: torch.Tensor, most_runs: int) -> None:
+        with self._bound(head) as bound, self._sum_of(head, self._sums.holds_head) as total:
+            parameters, take = trained_of(bound), partial(_add, total)
 
             def run() -> _Run:
                 start = self._now()
@@ -289,16 +279,15 @@ class BlockProfiler:
                 take(others)
                 return _Run(0.0, self._now() - start)
 
-            self._outside[head.index] = self._with_rounding(_samples(run, most_runs), *totals)
+            self._outside[head.index] = self._with_rounding(_samples(run, most_runs), total)
 
-    def _with_rounding(self, runs: Sequence[_Run], *totals: SegmentSum | None) -> list[_Run]:
+    def _with_rounding(self, runs: Sequence[_Run], total: SegmentSum | None) -> list[_Run]:
         """The runs with their part of what a step does once with the block's sums, which end: rounding them, and taking
         their norms. On a GPU that is one pass over memory, and left out."""
         start = self._now()
-        if self._device.is_host:
-            for total in totals:
-                for each in total.blocks if total is not None else ():
-                    each.finish().release()
+        if self._device.is_host and total is not None:
+            for each in total.blocks:
+                each.finish().release()
         seconds = (self._now() - start) / self._sums.num_micro_batches
         return [replace(each, backward=each.backward + seconds) for each in runs]
 

@@ -71,7 +71,7 @@ class RatelEquations:
             compute=problem.compute,
             offloaded=offloaded,
             not_recomputed_seconds=(self._most_flops - recomputed_flops) / problem.hardware.gpu.flops_per_second,
-            tied_rows_bytes=problem.tied_rows_bytes,
+            lookup_rows_bytes=problem.lookup_rows_bytes,
             holds_gradients=problem.decisions.holds_gradients,
             overlap=problem.decisions.overlap,
         ).total

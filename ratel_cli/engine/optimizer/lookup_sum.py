@@ -26,7 +26,7 @@ from ratel_cli.io.buffers import BufferPool, Lease
 _LABEL = SpanLabel(text="gradient of the tied head", block=0, stage="backward")
 
 
-class TiedSum(Closing):
+class LookupSum(Closing):
     """The sum of one step."""
 
     def __init__(

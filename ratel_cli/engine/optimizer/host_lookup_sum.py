@@ -1,7 +1,7 @@
 """The gradient of a tied embedding, added up in host memory where a GPU has no memory for it.
 
-What `TiedSum` does on the GPU happens here with the same additions in the same order, so the bits are the same. The GPU
-has one chunk's gradient of the head at a time, and then the rows of the embedding's part.
+What `LookupSum` does on the GPU happens here with the same additions in the same order, so the bits are the same. The
+GPU has one chunk's gradient of the head at a time, and then the rows of the embedding's part.
 
     1. add_head            download a chunk's gradient, and add it to the micro-batch's part
     2. end_micro_batch     round the part, as a single gradient is; save its rows of the step's distinct tokens, and add
@@ -27,8 +27,8 @@ from ratel_cli.io.views import view
 _LABEL = SpanLabel(text="gradient of the tied head", block=0, stage="backward")
 
 
-class HostTiedSum(Closing):
-    """The sum of one step. The interface is that of `TiedSum`."""
+class HostLookupSum(Closing):
+    """The sum of one step. The interface is that of `LookupSum`."""
 
     def __init__(
         self,
