@@ -13,10 +13,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -85,24 +85,77 @@ def train_in_memory(
     model.load_state_dict(buffers or {}, strict=False)
     model.to(recipe.device).train()
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
+    # The method does not look at its Trainer, which would need a whole training setup.
+    names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+
+    def gradients(step: int) -> tuple[float, dict[str, torch.Tensor]]:
+        return _gradients(model, [_placed(batch, recipe.device) for batch in steps[step]], step, recipe)
+
+    return _trained(model, weights, len(steps), recipe, names, gradients)
+
+
+class AnyBatch(Protocol):
+    """One micro-batch of any model."""
+
+    @property
+    def num_targets(self) -> int: ...
+
+
+_Batch = TypeVar("_Batch", bound=AnyBatch)
+
+
+def train_module(
+    model: nn.Module,
+    loss_sum: Callable[[_Batch], torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    steps: Sequence[Sequence[_Batch]],
+    recipe: Recipe,
+    *,
+    decayed: Collection[str],
+) -> Trained:
+    """Any module, whose micro-batches are on the device. `loss_sum`: the sum of the losses of one by the model's own
+    forward."""
+    model.to(recipe.device, recipe.dtype)
+
+    def gradients(step: int) -> tuple[float, dict[str, torch.Tensor]]:
+        total, sums = 0.0, dict[str, torch.Tensor]()
+        num_targets = sum(batch.num_targets for batch in steps[step])
+        for batch in steps[step]:
+            model.zero_grad(set_to_none=True)
+            loss = loss_sum(batch)
+            (loss / num_targets if recipe.loss_scale == 1.0 else loss / num_targets * recipe.loss_scale).backward()
+            total += float(loss.detach())
+            _collect(model, sums)
+        return total / num_targets, sums
+
+    return _trained(model, weights, len(steps), recipe, decayed, gradients)
+
+
+def _trained(
+    model: nn.Module,
+    weights: dict[str, torch.Tensor],
+    num_steps: int,
+    recipe: Recipe,
+    decayed_names: Collection[str],
+    gradients_of: Callable[[int], tuple[float, dict[str, torch.Tensor]]],
+) -> Trained:
+    """`gradients_of`: the loss of a step, and the fp32 sums of its gradients."""
     masters = {
         name: nn.Parameter(weights[name].clone().float(), requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
     }
     _copy_down(model, masters)
-    # The method does not look at its Trainer, which would need a whole training setup.
-    names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = {name: master for name, master in masters.items() if master.requires_grad}
-    decayed = [p for n, p in trained.items() if n in names]
-    others = [p for n, p in trained.items() if n not in names]
+    decayed = [p for n, p in trained.items() if n in decayed_names]
+    others = [p for n, p in trained.items() if n not in decayed_names]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=recipe.learning_rate,
         foreach=False,
     )
     losses, norms, parameter_norms = [], [], []
-    for step, batches in enumerate(steps):
-        loss, sums = _gradients(model, [_placed(batch, recipe.device) for batch in batches], step, recipe)
+    for step in range(num_steps):
+        loss, sums = gradients_of(step)
         dtypes = dict.fromkeys(masters, recipe.gradient_dtype or recipe.dtype) | dict.fromkeys(
             recipe.kept, torch.float32
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,27 @@ class MicroBatch:
     """Positions with loss."""
     num_tokens: int
     """Tokens of the samples; padding does not count."""
+
+    @classmethod
+    def of_tokens(cls, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Self:
+        """One without targets, of tokens and positions `[batch, tokens]`."""
+        return cls(
+            input_ids=input_ids,
+            targets=torch.full_like(input_ids, IGNORED_TARGET),
+            position_ids=position_ids,
+            sample_ids=(),
+            num_targets=0,
+            num_tokens=input_ids.numel(),
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """The same with its tensors on a device."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            targets=self.targets.to(device),
+            position_ids=self.position_ids.to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

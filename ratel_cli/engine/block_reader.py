@@ -24,9 +24,9 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.program import AnyProgram
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec
@@ -68,11 +68,11 @@ class FileBlocks:
 
 
 class BlockReader(Closing):
-    """Binds the segments of one model, in the order of forward passes. Use as a context manager."""
+    """Binds the segments of one program, in the order of forward passes. Use as a context manager."""
 
     def __init__(
         self,
-        model: DecoderModel,
+        program: AnyProgram,
         source: BlockSource,
         pool: BufferPool,
         *,
@@ -86,12 +86,12 @@ class BlockReader(Closing):
         self.device = device
         self.bytes_read = 0
         """Bytes of weights that were read so far."""
-        self._model = model
+        self._program = program
         self._source = source
         self._pool = pool
         self._resident_indices = resident
         self._check_stop = check_stop
-        self._order = model.spec.segments
+        self._order = program.spec.segments
         self._position = 0
         """Of the next use in the order."""
         self._resident: dict[int, Lease] = {}
@@ -115,10 +115,10 @@ class BlockReader(Closing):
                 if rows is not None and rows.block is block:
                     parts, tokens = [weights.new_empty(rows.num_elements), weights[rows.others_start :]], rows.tokens
                     rows.gather(weights, parts[0])
-                parameters += self._model.bind(block, *(part.to(self.device) for part in parts), tokens=tokens)
+                parameters += self._program.bind(block, *(part.to(self.device) for part in parts), tokens=tokens)
             yield tuple(parameters)
         finally:
-            self._model.release(segment)
+            self._program.release(segment)
             _release(leases)
 
     def end_pass(self) -> None:

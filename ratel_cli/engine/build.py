@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 import torch
 
@@ -24,13 +25,13 @@ from ratel_cli.engine.optimizer.groups import GroupWork
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
+from ratel_cli.engine.program import AnyBatch, Program
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.weights import WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
-from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.placement import Placement
 from ratel_cli.store.store import Store
 
@@ -65,7 +66,7 @@ def open_device(device: torch.device, timeline: Timeline, *, limit_bytes: int | 
         yield opened
 
 
-class EngineParts(Closing):
+class EngineParts(Closing, Generic[AnyBatch]):
     """What an engine is made of, whatever plan it follows. Use as a context manager.
 
     One engine may follow another on the same parts: it takes over what is resident, and what is left to do of the step
@@ -74,7 +75,7 @@ class EngineParts(Closing):
 
     def __init__(
         self,
-        model: DecoderModel,
+        program: Program[AnyBatch],
         store: Store,
         *,
         queue: IoQueue,
@@ -90,7 +91,7 @@ class EngineParts(Closing):
         `drive_weights`: the paths' shares of these files; None: equal shares. `check_stop` is called between blocks;
         what it raises abandons the step.
         """
-        self._model = model
+        self._program = program
         self._store = store
         self._queue = queue
         self._pool = pool
@@ -105,15 +106,15 @@ class EngineParts(Closing):
         self._updates: Updates | None = None
         self._gradients: Scratch | None = None
         self._activations: Scratch | None = None
-        model.place(device.torch_device)
+        program.place(device.torch_device)
 
-    def engine(self, settings: EngineSettings) -> StepEngine:
+    def engine(self, settings: EngineSettings) -> StepEngine[AnyBatch]:
         """The engine that follows these settings. Engines that were made before it must not be used any more.
 
         AdamW's settings and threads are those of the first one. Raises EnvironmentFailure if there is no space for
         scratch files.
         """
-        model, placement = self._model, settings.placement
+        program, placement = self._program, settings.placement
         if self._activations is not None:
             self._activations.close()
         self._activations = self._scratch(settings.activation_scratch_bytes)
@@ -123,7 +124,7 @@ class EngineParts(Closing):
             self._updates = self._open_updates(settings)
         self._updates.follow(settings.updates, placement, self._gradients)
         reader = WeightReader(
-            model,
+            program,
             self._store,
             self._pool,
             self._updates,
@@ -136,9 +137,9 @@ class EngineParts(Closing):
         )
         device, timeline = self._device, self._timeline
         tokens = settings.micro_batch_tokens
-        elements = None if tokens is None else tokens * model.spec.hidden_size
+        elements = None if tokens is None else tokens * program.spec.hidden_size
         return StepEngine(
-            model,
+            program,
             self._pool,
             reader,
             self._updates,
@@ -153,7 +154,7 @@ class EngineParts(Closing):
             GradientSums(self._pool, device, self._sums, placement),
             self._sums,
             swapped=placement.swapped,
-            most_rows=placement.gpu_embedding_rows,
+            most_rows=None if device.is_host else placement.gpu_embedding_rows,
             seed=settings.seed,
             device=device,
             chunk_tokens=settings.chunk_tokens,
@@ -176,7 +177,7 @@ class EngineParts(Closing):
         return Updates(
             updates,
             placement,
-            self._model.spec.segments,
+            self._program.spec.segments,
             store,
             pipeline,
             self._resident,

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ratel_cli.engine.device.device import Device
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import bytes_ahead, num_looked_up
@@ -44,18 +43,21 @@ class EmbeddingRows:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, input_ids: Sequence[torch.Tensor], device: Device, *, most_rows: int | None
+        cls, spec: ModelSpec, input_ids: Sequence[torch.Tensor], device: torch.device, *, most_rows: int | None
     ) -> EmbeddingRows | None:
         """Those of micro-batches `[batch, tokens]` in host memory.
 
-        None if the whole matrix is used: in host memory, where the plan says so (`most_rows` is that of the placement),
-        by code that reads more than rows, or for as many tokens as there are rows.
+        None if the whole matrix is used: where the plan says so (`most_rows` is that of the placement; None: the CPU
+        computes), by code that reads more than rows, or for as many tokens as there are rows.
         """
         num_rows = num_looked_up(spec, sum(ids.numel() for ids in input_ids))
-        if device.is_host or most_rows is None or num_rows > most_rows or not rows_suffice(spec, num_rows):
+        block = spec.lookup_block
+        if block is None or most_rows is None or num_rows > most_rows:
             return None
-        tokens = DistinctTokens.of(input_ids, device.torch_device, substitutes=spec.substitutes)
-        return cls(spec.lookup_block, tokens, num_rows=num_rows, most_rows=most_rows)
+        if not rows_suffice(spec, num_rows):
+            return None
+        tokens = DistinctTokens.of(input_ids, device, substitutes=spec.substitutes)
+        return cls(block, tokens, num_rows=num_rows, most_rows=most_rows)
 
     @property
     def num_elements(self) -> int:

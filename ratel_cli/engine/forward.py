@@ -1,4 +1,4 @@
-"""A model's forward pass without training, with one segment bound at a time: logits, or the loss of many micro-batches.
+"""A forward pass without training, with one segment bound at a time: outputs, or the loss of many micro-batches.
 
 A segment is read once for all micro-batches of a pass, whose hidden states wait in memory. Nothing is updated; training
 and the evaluations in it are in `engine.step`.
@@ -13,31 +13,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Generic, Self
 
 import torch
 
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.block_reader import BlockReader
-from ratel_cli.engine.embedding_rows import EmbeddingRows, rows_suffice
+from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.loss import loss_only
-from ratel_cli.engine.state import place
+from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.carried import Carried, Embedded
-from ratel_cli.model.layer_runner import last_hidden_state
-from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.planning.placement import num_looked_up
 from ratel_cli.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLoss:
+class BatchLoss(Generic[AnyBatch]):
     """The loss of one micro-batch."""
 
-    batch: MicroBatch
+    batch: AnyBatch
     total: float
-    """The sum of the cross-entropies over its targets."""
+    """The sum of the losses over its targets."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,35 +56,35 @@ class _Passing:
         return cls(hidden=embedded.hidden, carried=Carried(embedded), num_bytes=num_bytes)
 
 
-class BlockwiseForward:
+class BlockwiseForward(Generic[AnyBatch]):
     """The forward pass of one model, block by block, with dropout off."""
 
-    def __init__(self, model: DecoderModel, reader: BlockReader) -> None:
-        self._model = model
+    def __init__(self, program: Program[AnyBatch], reader: BlockReader) -> None:
+        self._program = program
         self._reader = reader
 
-    def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Logits `[1, tokens, vocab]` of one row of tokens.
+    def outputs(self, batch: AnyBatch) -> torch.Tensor:
+        """What the model returns for all tokens of one micro-batch: logits `[batch, tokens, vocab]`.
 
-        `input_ids` and `position_ids` are `[1, tokens]`, on the compute device. Raises what the reader raises.
+        Raises what the reader raises.
         """
-        layer_runner = self._model.layer_runner
+        placed = batch.to(self._reader.device)
         with self._computing():
-            with self._reader.bound(self._model.spec.embedding, self._rows_of(input_ids)):
-                item = self._embedded(input_ids, position_ids)
+            with self._reader.bound(self._program.spec.embedding, self._rows_of(batch)):
+                item = self._begun(placed)
             self._run_layers([item], lambda count: None)
-            with self._reader.bound(self._model.spec.head):
-                finished = layer_runner.finish(item.hidden, input_ids, position_ids)
-                return layer_runner.logits(finished, last_hidden_state(finished))
+            with self._reader.bound(self._program.spec.head):
+                finished = self._program.finish(item.hidden, placed)
+                return finished.outputs(finished.hidden)
 
     def losses(
         self,
-        batches: Iterable[MicroBatch],
+        batches: Iterable[AnyBatch],
         *,
         held_bytes: int,
         chunk_tokens: int,
         progress: Callable[[int], None] = lambda count: None,
-    ) -> Iterator[BatchLoss]:
+    ) -> Iterator[BatchLoss[AnyBatch]]:
         """The loss of each micro-batch, in order. As many pass through the blocks together as fit into `held_bytes`.
 
         These are the bytes, on the device that computes, of what waits between two blocks: hidden states, masks and
@@ -106,46 +102,43 @@ class BlockwiseForward:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        skeleton = self._model.skeleton
-        was_training = skeleton.training
-        skeleton.eval()
+        was_training = self._program.train(False)
         try:
             with torch.no_grad():
                 yield
         finally:
-            skeleton.train(was_training)
+            self._program.train(was_training)
             self._reader.end_pass()
 
     def _pass(
-        self, waiting: Iterator[MicroBatch], held_bytes: int, chunk_tokens: int, progress: Callable[[int], None]
-    ) -> list[BatchLoss]:
+        self, waiting: Iterator[AnyBatch], held_bytes: int, chunk_tokens: int, progress: Callable[[int], None]
+    ) -> list[BatchLoss[AnyBatch]]:
         """The losses of the next micro-batches, as many as fit; none if there are no more."""
-        batches, passing = self._embed(waiting, held_bytes)
+        batches, passing = self._begin(waiting, held_bytes)
         if not batches:
             return []
         progress(len(batches))
         self._run_layers(passing, progress)
         losses = []
-        with self._reader.bound(self._model.spec.head):
+        with self._reader.bound(self._program.spec.head):
             for batch, item in zip(batches, passing, strict=True):
-                finished = self._model.layer_runner.finish(item.hidden, batch.input_ids, batch.position_ids)
-                total = loss_only(self._model.layer_runner, finished, batch.targets, chunk_tokens=chunk_tokens)
+                total = loss_only(self._program.finish(item.hidden, batch), chunk_tokens=chunk_tokens)
                 losses.append(BatchLoss(batch=batch, total=total))
         progress(len(batches))
         return losses
 
-    def _embed(self, waiting: Iterator[MicroBatch], held_bytes: int) -> tuple[list[MicroBatch], list[_Passing]]:
+    def _begin(self, waiting: Iterator[AnyBatch], held_bytes: int) -> tuple[list[AnyBatch], list[_Passing]]:
         """The next micro-batches, on the device that computes, and what is behind the embedding."""
-        batches: list[MicroBatch] = []
+        batches: list[AnyBatch] = []
         passing: list[_Passing] = []
         taken_bytes = largest_bytes = 0
         batch = next(waiting, None)
         if batch is None:
             return batches, passing
-        with self._reader.bound(self._model.spec.embedding):
+        with self._reader.bound(self._program.spec.embedding):
             while batch is not None:
-                (placed,) = place([batch], self._reader.device)
-                item = self._embedded(placed.input_ids, placed.position_ids)
+                placed = batch.to(self._reader.device)
+                item = self._begun(placed)
                 if item.num_bytes > held_bytes:
                     raise _does_not_fit(item.num_bytes, held_bytes, self._reader.device)
                 batches.append(placed)
@@ -155,27 +148,27 @@ class BlockwiseForward:
                 batch = next(waiting, None) if taken_bytes + largest_bytes <= held_bytes else None
         return batches, passing
 
-    def _embedded(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> _Passing:
-        embedded = self._model.layer_runner.embed(input_ids, position_ids)
-        return _Passing.behind(embedded, made_bytes=input_ids.numel() * self._model.spec.carried_bytes)
+    def _begun(self, batch: AnyBatch) -> _Passing:
+        embedded, spec = self._program.begin(batch), self._program.spec
+        num_tokens = embedded.hidden.numel() // spec.hidden_size
+        return _Passing.behind(embedded, made_bytes=num_tokens * spec.carried_bytes)
 
     def _run_layers(self, passing: Sequence[_Passing], progress: Callable[[int], None]) -> None:
         """Run every layer on all micro-batches."""
-        for index, layer in enumerate(self._model.spec.layers):
+        for index, layer in enumerate(self._program.spec.layers):
             with self._reader.bound(layer):
                 for item in passing:
-                    run = partial(self._model.layer_runner.run_layer, index, item.hidden)
+                    run = partial(self._program.run, index, item.hidden)
                     item.hidden = item.carried.forward(index, run)
             progress(len(passing))
 
-    def _rows_of(self, input_ids: torch.Tensor) -> EmbeddingRows | None:
+    def _rows_of(self, batch: AnyBatch) -> EmbeddingRows | None:
         """What a GPU needs of the embedding's matrix; None: all of it."""
-        spec, device = self._model.spec, self._reader.device
-        num_rows = num_looked_up(spec, input_ids.numel())
-        if device.type == "cpu" or not rows_suffice(spec, num_rows):
+        if self._reader.device.type == "cpu":
             return None
-        tokens = DistinctTokens.of([input_ids.cpu()], device, substitutes=spec.substitutes)
-        return EmbeddingRows(spec.lookup_block, tokens, num_rows=num_rows, most_rows=num_rows)
+        spec, tokens = self._program.spec, tokens_looked_up(self._program, [batch])
+        most_rows = num_looked_up(spec, sum(each.numel() for each in tokens))
+        return EmbeddingRows.of(spec, tokens, self._reader.device, most_rows=most_rows)
 
 
 def _does_not_fit(num_bytes: int, held_bytes: int, device: torch.device) -> DoesNotFit:

@@ -1,49 +1,98 @@
-"""The head and the loss, a chunk of tokens at a time, so that large logits never exist whole.
+"""The last segment and the loss, a chunk of tokens at a time, so that large logits never exist whole.
 
-The head's weights must be bound. A chunk has tokens of several rows one after another, as if they were one row: the
-head must treat each token alone, which `ratel_cli/model/around_layers.py` sees to. The loss of a step is the sum of the
-cross-entropies over the targets of all its micro-batches, divided by the number of targets. Invariant: however a step
-is cut into micro-batches, its loss is that mean.
+The segment's weights must be bound. A chunk has tokens of several rows one after another, as if they were one row: each
+token must be treated alone, which `ratel_cli/model/around_layers.py` sees to in a decoder. The loss of a step is the
+sum over the targets of all its micro-batches, divided by the number of targets. Invariant: however a step is cut into
+micro-batches, its loss is that mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state, loss_sum
+from ratel_cli.engine.program import Finished
+
+
+class MeanLoss(NamedTuple):
+    """The loss of a step, of which all gradients are taken: `loss_scale * sum / num_targets`."""
+
+    num_targets: int
+    loss_scale: float
+
+    def of(self, loss: torch.Tensor) -> torch.Tensor:
+        """The part of it that a part of the sum makes."""
+        mean = loss / self.num_targets
+        return mean if self.loss_scale == 1.0 else mean * self.loss_scale
+
+
+class ChunkSums:
+    """Gradients of one micro-batch, added up over its chunks: in fp32 once there are two, and rounded at the end."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._dtypes = [parameter.dtype for parameter in parameters]
+        self._sums: list[torch.Tensor | None] = [None for _ in parameters]
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add a chunk's: for each of the parameters a gradient or None."""
+        for index, gradient in enumerate(gradients):
+            before = self._sums[index]
+            if gradient is not None:
+                self._sums[index] = gradient if before is None else before.float().add_(gradient)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The sums, each in the dtype of its parameter; they begin anew."""
+        sums, self._sums = self._sums, [None for _ in self._sums]
+        return [None if each is None else each.to(dtype) for each, dtype in zip(sums, self._dtypes, strict=True)]
 
 
 def loss_and_gradients(
-    layer_runner: LayerRunner,
-    finished: object,
-    targets: torch.Tensor,
+    finished: Finished,
+    leaf: torch.Tensor,
     parameters: Sequence[nn.Parameter],
     take: Callable[[Sequence[torch.Tensor | None]], None],
     *,
+    mean: MeanLoss,
     chunk_tokens: int,
-    num_targets: int,
-    loss_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of one micro-batch, and its gradients through the head.
+    """Loss of one micro-batch, and its gradients through the last segment.
 
-    `finished`: what `LayerRunner.finish` returned. `targets`: `[batch, tokens]`. `take` is called for each chunk with
-    the gradients of `parameters`, in their order and shapes, so that only one set of them exists at a time. Returns the
-    sum of the cross-entropies (fp64 scalar) and the gradient of the finished hidden states `[batch, tokens, hidden]`.
-    All gradients are those of `loss_scale * sum / num_targets`.
+    `leaf`: the hidden states that `finished` was made of. `take` is called for each chunk, and for what comes before
+    them, with the gradients of `parameters`, in their order and shapes, so that only one set of them exists at a time.
+    Returns the sum of the losses (fp64 scalar) and the gradient of `leaf`.
     """
-    hidden = last_hidden_state(finished)
-    flat = hidden.detach().reshape(1, -1, hidden.shape[-1])
-    flat_targets = targets.reshape(-1)
-    gradient = torch.empty_like(flat)
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for start in range(0, flat.shape[1], chunk_tokens):
-        chunk = flat[:, start : start + chunk_tokens].requires_grad_()
-        loss = _loss_sum(layer_runner, finished, chunk, flat_targets[start : start + chunk_tokens])
-        scaled = loss / num_targets if loss_scale == 1.0 else loss / num_targets * loss_scale
-        first, *others = torch.autograd.grad(scaled, (chunk, *parameters), allow_unused=True)
+    total, gradient = _through_chunks(finished, parameters, take, mean, chunk_tokens=chunk_tokens)
+    if finished.hidden is leaf:
+        return total, gradient
+    first, *others = torch.autograd.grad(finished.hidden, (leaf, *parameters), gradient, allow_unused=True)
+    take(others)
+    return total, first
+
+
+def loss_only(finished: Finished, *, chunk_tokens: int) -> float:
+    """Sum of the losses of one micro-batch, without gradients."""
+    return sum(float(finished.loss_sum(part, start)) for start, part in _chunks(_flat(finished.hidden), chunk_tokens))
+
+
+def _through_chunks(
+    finished: Finished,
+    parameters: Sequence[nn.Parameter],
+    take: Callable[[Sequence[torch.Tensor | None]], None],
+    mean: MeanLoss,
+    *,
+    chunk_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the losses, and the gradient of the finished hidden states."""
+    hidden = finished.hidden
+    gradient = hidden.new_empty(_flat(hidden).shape)
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for start, part in _chunks(_flat(hidden.detach()), chunk_tokens):
+        chunk = part.requires_grad_()
+        loss = finished.loss_sum(chunk, start)
+        first, *others = torch.autograd.grad(mean.of(loss), (chunk, *parameters), allow_unused=True)
         gradient[:, start : start + chunk_tokens] = first
         take(others)
         del others
@@ -51,27 +100,11 @@ def loss_and_gradients(
     return total, gradient.view_as(hidden)
 
 
-def loss_only(layer_runner: LayerRunner, finished: object, targets: torch.Tensor, *, chunk_tokens: int) -> float:
-    """Sum of the cross-entropies of one micro-batch, without gradients. Arguments as in `loss_and_gradients`."""
-    hidden = last_hidden_state(finished)
-    flat, flat_targets = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(-1)
-    return sum(
-        float(
-            _loss_sum(
-                layer_runner,
-                finished,
-                flat[:, start : start + chunk_tokens],
-                flat_targets[start : start + chunk_tokens],
-            )
-        )
-        for start in range(0, flat.shape[1], chunk_tokens)
-    )
+def _flat(hidden: torch.Tensor) -> torch.Tensor:
+    """All rows one after another: `[1, tokens, hidden]`."""
+    return hidden.reshape(1, -1, hidden.shape[-1])
 
 
-def _loss_sum(layer_runner: LayerRunner, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies of one chunk, an fp32 scalar.
-
-    `finished`: what `LayerRunner.finish` returned. `hidden`: finished hidden states `[1, tokens, hidden]`. `targets`:
-    `[tokens]`.
-    """
-    return loss_sum(layer_runner.logits(finished, hidden), targets)
+def _chunks(flat: torch.Tensor, chunk_tokens: int) -> Iterator[tuple[int, torch.Tensor]]:
+    for start in range(0, flat.shape[1], chunk_tokens):
+        yield start, flat[:, start : start + chunk_tokens]

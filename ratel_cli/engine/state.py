@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic
 
 import torch
 
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.loss import MeanLoss
 from ratel_cli.engine.optimizer.partial_sums import PartialSums
+from ratel_cli.engine.program import AnyBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Tapes
 from ratel_cli.model.carried import Carried
@@ -45,13 +47,14 @@ class StepOutcome:
     not, or if all were finite."""
 
 
-class StepState:
+class StepState(Generic[AnyBatch]):
     """What the phases of one step hand to each other."""
 
     def __init__(
         self,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[AnyBatch],
         *,
+        tokens: Sequence[torch.Tensor],
         seed: int,
         step: int,
         loss_scale: float,
@@ -61,14 +64,12 @@ class StepState:
         partial_sums: PartialSums,
         device: torch.device,
     ) -> None:
-        self.batches = place(batches, device)
-        self.input_ids = [batch.input_ids for batch in batches]
-        """Token ids of each micro-batch, `[batch, tokens]`, in host memory."""
+        """`tokens`: those that each micro-batch looks up, `[batch, tokens]`, in host memory."""
+        self.batches = [batch.to(device) for batch in batches]
         self.rows = rows
         """What is used of the embedding's matrix to look up tokens; None: all of it."""
-        self.loss_scale = loss_scale
+        self.mean = MeanLoss(sum(batch.num_targets for batch in batches), loss_scale)
         self.gradient_scale = 1.0 / loss_scale
-        self.num_targets = sum(batch.num_targets for batch in batches)
         self.carried: list[Carried] = []
         """For each micro-batch: what later uses get besides hidden states."""
         self.tapes = Tapes()
@@ -77,6 +78,7 @@ class StepState:
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""
         self.partial_sums = self.resources.enter_context(partial_sums)
         """The gradients of blocks that several segments bind."""
+        self._tokens = tokens
         self._substitutes = substitutes
         self._seed = seed
         self._step = step
@@ -87,7 +89,7 @@ class StepState:
         """The distinct tokens that the step may look up, sorted `[rows]`, on the compute device."""
         if self.rows is not None:
             return self.rows.tokens.on_device
-        return DistinctTokens.of(self.input_ids, self._device, substitutes=self._substitutes).on_device
+        return DistinctTokens.of(self._tokens, self._device, substitutes=self._substitutes).on_device
 
     def seed_draws(self, block: int, micro_batch: int) -> None:
         """Seed the generators of the CPU and of the compute device for the draws of one block on one micro-batch."""
@@ -96,21 +98,6 @@ class StepState:
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed_all(seed)
-
-
-def place(batches: Sequence[MicroBatch], device: torch.device) -> Sequence[MicroBatch]:
-    """The batches with their tensors on the compute device; on the CPU, the batches themselves."""
-    if device.type == "cpu":
-        return batches
-    return [
-        replace(
-            batch,
-            input_ids=batch.input_ids.to(device),
-            targets=batch.targets.to(device),
-            position_ids=batch.position_ids.to(device),
-        )
-        for batch in batches
-    ]
 
 
 def draw_seed(seed: int, *, step: int, block: int, micro_batch: int) -> int:

@@ -27,16 +27,15 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Generic, TypeAlias
 
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.activations import ActivationOffloader, Unit
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import loss_and_gradients, loss_only
+from ratel_cli.engine.loss import ChunkSums, loss_and_gradients, loss_only
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import taken_gradient
@@ -46,16 +45,15 @@ from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.partial_sums import PartialSums
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.optimizer.update import Updates
+from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.repeating import AnyRecorder, Template, Unrepeated, repeater_of, template_of
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
-from ratel_cli.engine.state import StepOutcome, StepState, place
+from ratel_cli.engine.state import StepOutcome, StepState
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.carried import Carried, LayerCall, LayerOutput, Roots, signature_of
-from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.placement import Stage, step_schedule
 from ratel_cli.schedule.segments import Segment
@@ -64,12 +62,12 @@ _Offloaded: TypeAlias = "dict[int, tuple[torch.Tensor, ...]]"
 """By position in the tape: outputs within a layer that its replay gets."""
 
 
-class StepEngine(Closing):
-    """Runs steps and evaluations of one model on one store. Use as a context manager."""
+class StepEngine(Closing, Generic[AnyBatch]):
+    """Runs steps and evaluations of one program on one store. Use as a context manager."""
 
     def __init__(
         self,
-        model: DecoderModel,
+        program: Program[AnyBatch],
         pool: BufferPool,
         reader: WeightReader,
         updates: Updates,
@@ -87,8 +85,7 @@ class StepEngine(Closing):
     ) -> None:
         """`swapped`: by block, the keys of the operators whose outputs are offloaded. `most_rows`: a GPU gets rows
         instead of the embedding's matrix, if a step has no more tokens than this. Others as in engine/build.py."""
-        self._model = model
-        self._layer_runner = model.layer_runner
+        self._program = program
         self._pool = pool
         self._reader = reader
         self._updates = updates
@@ -99,7 +96,7 @@ class StepEngine(Closing):
         self._most_rows = most_rows
         self._gradient_sums = gradient_sums
         self._sums = sums
-        self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
+        self._chunk_tokens = chunk_tokens or tokens_per_chunk(program.spec.vocab_size)
         self._spare_bytes = spare_bytes
         self._check_stop = check_stop
         self._templates: dict[int, tuple[object, Template | None]] = {}
@@ -112,7 +109,7 @@ class StepEngine(Closing):
 
     def run(
         self,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[AnyBatch],
         *,
         step: int,
         update: int,
@@ -128,14 +125,16 @@ class StepEngine(Closing):
         Raises RatelError; the step is then abandoned, and the store's current generation is unchanged.
         """
         assert any(batch.num_targets for batch in batches), "a step without targets has no loss"
+        tokens = tokens_looked_up(self._program, batches)
         state = StepState(
             batches,
+            tokens=tokens,
             seed=self._seed,
             step=step,
             loss_scale=loss_scale,
             recording=recording,
-            rows=self._rows_of(batches),
-            substitutes=self._model.spec.substitutes,
+            rows=self._rows_of(tokens),
+            substitutes=self._program.spec.substitutes,
             partial_sums=PartialSums(self._pool, self._device),
             device=self._device.torch_device,
         )
@@ -160,15 +159,16 @@ class StepEngine(Closing):
         self._updates.settle()
         self._trim()  # the gradients' buffers: whatever comes next is no backward
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, batches: Sequence[AnyBatch]) -> float:
         """Sum of the cross-entropies over the targets of `batches`, with dropout off. No step may be unsettled."""
         assert not self._updates.is_unsettled
-        self._model.skeleton.eval()
+        was_training = self._program.train(False)
         try:
             with torch.no_grad(), self._device.translate_errors():
-                return self._evaluate(place(batches, self._device.torch_device), self._rows_of(batches))
+                rows = self._rows_of(tokens_looked_up(self._program, batches))
+                return self._evaluate([batch.to(self._device.torch_device) for batch in batches], rows)
         finally:
-            self._model.skeleton.train()
+            self._program.train(was_training)
             self._reader.reset()
             self._device.collect()
             self._trim()
@@ -178,12 +178,12 @@ class StepEngine(Closing):
         self._updates.close()
         self._reader.reset()
 
-    def _run(self, state: StepState, adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
+    def _run(self, state: StepState[AnyBatch], adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
         """The phases of the module's docstring, in their order."""
         forward_start = self._device.mark()
-        for use in step_schedule(self._model.spec):
+        for use in step_schedule(self._program.spec):
             self._reader.expect([use.segment], use.stage, rows=state.rows if use.looks_up else None)
-        layers = self._model.spec.layers
+        layers = self._program.spec.layers
         hidden = self._embed(state)
         for layer in layers:
             self._check_stop()
@@ -203,7 +203,7 @@ class StepEngine(Closing):
         loss_total = float(loss)
         norm, not_finite = self._decide(loss_total)
         return StepOutcome(
-            loss=loss_total / state.num_targets,
+            loss=loss_total / state.mean.num_targets,
             grad_norm=norm,
             forward_seconds=forward_end() - forward_start(),
             swapped_bytes=swapped_bytes,
@@ -219,20 +219,20 @@ class StepEngine(Closing):
             self._updates.settle()
             commit()
 
-    def _embed(self, state: StepState) -> list[torch.Tensor]:
+    def _embed(self, state: StepState[AnyBatch]) -> list[torch.Tensor]:
         """Phase 1. Returns the hidden states `[batch, tokens, hidden]` of each micro-batch."""
         hidden = []
-        segment = self._model.spec.embedding
+        segment = self._program.spec.embedding
         with self._reader.open(segment), self._computing(segment, "forward"):
             for number, batch in enumerate(state.batches):
                 state.seed_draws(segment.index, number)
-                embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
+                embedded = self._program.begin(batch)
                 state.carried.append(Carried(embedded))
                 hidden.append(embedded.hidden.detach())
         self._trim()
         return hidden
 
-    def _forward(self, state: StepState, layer: Segment, hidden: list[torch.Tensor]) -> None:
+    def _forward(self, state: StepState[AnyBatch], layer: Segment, hidden: list[torch.Tensor]) -> None:
         """Phase 2 for one layer: replace `hidden`, `[batch, tokens, hidden]` for each micro-batch, by its output.
 
         The last micro-batch runs first: backward begins with the first, and fetches in the opposite order of `put`.
@@ -246,7 +246,7 @@ class StepEngine(Closing):
                 del leaf, offloaded
 
     def _run_unit(
-        self, state: StepState, weights: SegmentWeights, number: int, leaf: torch.Tensor
+        self, state: StepState[AnyBatch], weights: SegmentWeights, number: int, leaf: torch.Tensor
     ) -> tuple[torch.Tensor, _Offloaded]:
         """Run a layer on one micro-batch, and note its tape. Returns its output, and outputs within it to offload.
 
@@ -261,7 +261,7 @@ class StepEngine(Closing):
 
             def forward(call: LayerCall) -> LayerOutput:
                 with recorder.recording():
-                    output = self._layer_runner.run_layer(layer - 1, leaf, call)
+                    output = self._program.run(layer - 1, leaf, call)
                 finished.append(recorder.finish())  # here, where what is carried is put back if it raises
                 return output
 
@@ -280,7 +280,7 @@ class StepEngine(Closing):
         self._templates[layer] = signature, template_of(recorder, state.tapes.put(layer, number, tape))
         return output, offloaded
 
-    def _recorder(self, state: StepState, weights: SegmentWeights, number: int) -> Recorder:
+    def _recorder(self, state: StepState[AnyBatch], weights: SegmentWeights, number: int) -> Recorder:
         index = weights.segment.index
         swapped = self._swapped.get(index, frozenset())
         if state.recording is None:
@@ -290,12 +290,12 @@ class StepEngine(Closing):
             swapped,
             block=index,
             micro_batch=number,
-            module=self._layer_runner.layers[index - 1],
+            module=self._program.module(index - 1),
             on_output=self._activations.limit_downloads,
         )
 
     def _head(
-        self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
+        self, state: StepState[AnyBatch], hidden: list[torch.Tensor], begin_updates: Callable[[], None]
     ) -> tuple[torch.Tensor, list[torch.Tensor], LookupSum | HostLookupSum | None]:
         """Phase 3, for all micro-batches.
 
@@ -304,7 +304,7 @@ class StepEngine(Closing):
         the head borrows of the embedding. Calls `begin_updates` at once if the update of the step before is written,
         otherwise after the head is computed.
         """
-        head, scale = self._model.spec.head, state.gradient_scale
+        head, scale = self._program.spec.head, state.gradient_scale
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
         lookup_sum: LookupSum | HostLookupSum | None = None
         for block in head.borrowed_lookups:
@@ -315,37 +315,35 @@ class StepEngine(Closing):
             if begins_early:
                 begin_updates()
 
+            lent, shared = weights.of(*head.borrowed_lookups), weights.of(*head.unfinished)
+            shared_sums, parameters = ChunkSums(shared), (*weights.trained, *shared, *lent)
+            num_own, num_lent = len(weights.trained), len(lent)
+
             def take(contribution: Sequence[torch.Tensor | None]) -> None:
-                head_sum.add(contribution[: len(weights.trained)])
+                head_sum.add(contribution[:num_own])
+                shared_sums.add(contribution[num_own : len(contribution) - num_lent])
                 if lookup_sum is not None and contribution[-1] is not None:
                     lookup_sum.add_head(contribution[-1])
 
-            parameters = (*weights.trained, *weights.of(*head.borrowed_lookups))
             for number, batch in enumerate(state.batches):
                 with self._computing(head, "backward"):
                     state.seed_draws(head.index, number)
                     leaf = hidden.pop(0).requires_grad_()
-                    finished = self._layer_runner.finish(leaf, batch.input_ids, batch.position_ids)
                     loss, gradient = loss_and_gradients(
-                        self._layer_runner,
-                        finished,
-                        batch.targets,
+                        self._program.finish(leaf, batch),
+                        leaf,
                         parameters,
                         take,
+                        mean=state.mean,
                         chunk_tokens=self._chunk_tokens,
-                        num_targets=state.num_targets,
-                        loss_scale=state.loss_scale,
                     )
-                    first, *others = torch.autograd.grad(
-                        last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
-                    )
-                    take(others)
                     if lookup_sum is not None:
                         lookup_sum.end_micro_batch()
+                    state.partial_sums.begin(head, shared_sums.take(), number)
                     total += loss
-                    gradients.append(first)
-                    del leaf, finished, gradient, first, others
-            del parameters
+                    gradients.append(gradient)
+                    del leaf, gradient
+            del parameters, lent, shared
             if not begins_early:
                 begin_updates()
             self._hand_over(head_sum, weights)
@@ -354,7 +352,7 @@ class StepEngine(Closing):
         self._trim()
         return total, gradients, lookup_sum
 
-    def _backward(self, state: StepState, layer: Segment, gradients: list[torch.Tensor]) -> None:
+    def _backward(self, state: StepState[AnyBatch], layer: Segment, gradients: list[torch.Tensor]) -> None:
         """Phase 4 for one layer: replace the `gradients` of its output, `[batch, tokens, hidden]` for each micro-batch,
         by those of its input."""
         single = len(state.batches) == 1
@@ -381,28 +379,30 @@ class StepEngine(Closing):
                     del unit, output, roots, shared_roots
             self._hand_over(total, weights)
 
-    def _replay(self, state: StepState, layer: Segment, number: int, unit: Unit) -> tuple[torch.Tensor, Roots]:
+    def _replay(
+        self, state: StepState[AnyBatch], layer: Segment, number: int, unit: Unit
+    ) -> tuple[torch.Tensor, Roots]:
         """A layer's output `[batch, tokens, hidden]`, with the autograd graph that forward dropped, and what else its
         backward begins with."""
 
         def run(call: LayerCall) -> LayerOutput:
             with Replayer(state.tapes.take(layer.index, number), unit.offloaded) as replayer:
-                output = self._layer_runner.run_layer(layer.index - 1, unit.leaf, call)
+                output = self._program.run(layer.index - 1, unit.leaf, call)
             replayer.check_complete()
             return output
 
         return state.carried[number].replay(layer.index - 1, run)
 
     def _embedding_backward(
-        self, state: StepState, gradients: list[torch.Tensor], lookup_sum: LookupSum | HostLookupSum | None
+        self, state: StepState[AnyBatch], gradients: list[torch.Tensor], lookup_sum: LookupSum | HostLookupSum | None
     ) -> None:
         """Phase 5. `gradients`: those of the first hidden states, `[batch, tokens, hidden]` for each micro-batch."""
         self._trim()
         self._sums.wait_released()
-        embedding = self._model.spec.embedding
+        embedding = self._program.spec.embedding
         single, rows = len(state.batches) == 1, state.rows
         scale = state.gradient_scale
-        if lookup_sum:
+        if lookup_sum is not None:
             total = self._gradient_sums.with_lookup(embedding, lookup_sum, single=single, scale=scale)
             lookup_sum.fetch()
         else:
@@ -410,22 +410,27 @@ class StepEngine(Closing):
         state.resources.enter_context(total)
         with self._reader.open(embedding) as weights:
             with self._computing(embedding, "backward"):
-                for number, batch in enumerate(state.batches):
+                for number, batch in enumerate(state.batches if weights.trained else ()):
                     state.seed_draws(embedding.index, number)
-                    embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
+                    embedded = self._program.begin(batch)
                     roots = state.carried[number].root_embedding(embedded)
-                    first, *others = torch.autograd.grad(
-                        (embedded.hidden, *roots.tensors),
-                        weights.trained,
-                        (gradients[number], *roots.gradients),
-                        allow_unused=True,
-                    )
-                    if lookup_sum:
-                        lookup_sum.add_embedding(first[state.distinct_tokens] if rows is None else first)
-                    else:
-                        total.add_one(0, first)
-                    total.add([None, *others])
-                    del embedded, roots, first, others
+                    if embedded.hidden.requires_grad:
+                        roots.tensors.insert(0, embedded.hidden)
+                        roots.gradients.insert(0, gradients[number])
+                    with state.partial_sums.added_to(weights, number) as shared_roots:
+                        found: list[torch.Tensor | None] = list(
+                            torch.autograd.grad(
+                                [*roots.tensors, *shared_roots.tensors],
+                                weights.trained,
+                                [*roots.gradients, *shared_roots.gradients],
+                                allow_unused=True,
+                            )
+                        )
+                        if lookup_sum is not None and found[0] is not None:
+                            lookup_sum.add_embedding(found[0] if rows is not None else found[0][state.distinct_tokens])
+                            found[0] = None
+                        total.add(found)
+                    del embedded, roots, shared_roots, found
             self._hand_over(total, weights)
 
     def _decide(self, loss_total: float) -> tuple[float, str | None]:
@@ -433,9 +438,9 @@ class StepEngine(Closing):
         if not math.isfinite(loss_total):
             self._updates.abandon()
             return math.nan, "the loss"
-        norm = float(self._updates.decide(self._model.parameter_names))
+        norm = float(self._updates.decide(self._program.parameter_names))
         is_finite = math.isfinite(norm)
-        return norm, None if is_finite else self._updates.first_not_finite(self._model.parameter_names)
+        return norm, None if is_finite else self._updates.first_not_finite(self._program.parameter_names)
 
     def _hand_over(self, total: SegmentSum, weights: SegmentWeights) -> None:
         """Hand a segment's gradients over to the update, and give it up; wait if too many updates are pending."""
@@ -445,29 +450,27 @@ class StepEngine(Closing):
         weights.close()
         self._updates.wait_pending()
 
-    def _evaluate(self, batches: Sequence[MicroBatch], rows: EmbeddingRows | None) -> float:
-        embedding, *layers, head = self._model.spec.segments
+    def _evaluate(self, batches: Sequence[AnyBatch], rows: EmbeddingRows | None) -> float:
+        embedding, *layers, head = self._program.spec.segments
         self._reader.expect([embedding], "forward", rows=rows)
         self._reader.expect([*layers, head], "forward")
         with self._reader.open(embedding), self._computing(embedding, "forward"):
-            embedded = [self._layer_runner.embed(batch.input_ids, batch.position_ids) for batch in batches]
+            embedded = [self._program.begin(batch) for batch in batches]
         hidden, carried = [item.hidden for item in embedded], list(map(Carried, embedded))
         del embedded
         for index, layer in enumerate(layers):
             with self._reader.open(layer), self._computing(layer, "forward"):
                 for number, item in enumerate(carried):
-                    run = partial(self._layer_runner.run_layer, index, hidden[number])
+                    run = partial(self._program.run, index, hidden[number])
                     hidden[number] = item.forward(index, run)
         total = 0.0
         with self._reader.open(head), self._computing(head, "forward"):
             for last, batch in zip(hidden, batches, strict=True):
-                finished = self._layer_runner.finish(last, batch.input_ids, batch.position_ids)
-                total += loss_only(self._layer_runner, finished, batch.targets, chunk_tokens=self._chunk_tokens)
+                total += loss_only(self._program.finish(last, batch), chunk_tokens=self._chunk_tokens)
         return total
 
-    def _rows_of(self, batches: Sequence[MicroBatch]) -> EmbeddingRows | None:
-        input_ids = [batch.input_ids for batch in batches]
-        return EmbeddingRows.of(self._model.spec, input_ids, self._device, most_rows=self._most_rows)
+    def _rows_of(self, tokens: Sequence[torch.Tensor]) -> EmbeddingRows | None:
+        return EmbeddingRows.of(self._program.spec, tokens, self._device.torch_device, most_rows=self._most_rows)
 
     def _computing(self, segment: Segment, stage: Stage) -> contextlib.AbstractContextManager[None]:
         return self._device.computing(SpanLabel.of(stage, segment, stage))

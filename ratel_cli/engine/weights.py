@@ -38,10 +38,10 @@ from ratel_cli.engine.device.device import Device, DeviceBuffer, Upload
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.update import Updates
+from ratel_cli.engine.program import AnyProgram
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.placement import Stage, bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
@@ -76,7 +76,7 @@ class WeightReader:
 
     def __init__(
         self,
-        model: DecoderModel,
+        program: AnyProgram,
         store: Store,
         pool: BufferPool,
         updates: Updates,
@@ -91,13 +91,13 @@ class WeightReader:
         """`prefetch_blocks`: number of segments read ahead of the one that computes. `gpu_weights`: indices of the
         layers whose weights stay in GPU memory from forward to backward. `gpu_window_bytes`: GPU memory for the next
         segment while one computes."""
-        self._model = model
+        self._program = program
         self._store = store
         self._pool = pool
         self._updates = updates
         self._resident = resident
         self._prefetch_blocks = prefetch_blocks
-        layers = frozenset(layer.index for layer in model.spec.layers)
+        layers = frozenset(layer.index for layer in program.spec.layers)
         self._gpu_weights = frozenset() if device.is_host else gpu_weights & layers
         self._gpu_window_bytes = gpu_window_bytes
         self._device = device
@@ -141,9 +141,9 @@ class WeightReader:
             if segment.index in self._gpu_weights and any(coming.segment is segment for coming in self._uses):
                 self._on_gpu[segment.index] = use.uploads
             self._prepare()
-            return SegmentWeights(self._model, use, close=partial(self._close, use))
+            return SegmentWeights(self._program, use, close=partial(self._close, use))
         except BaseException:
-            self._model.release(segment)
+            self._program.release(segment)
             self._close(use)
             raise
 
@@ -274,12 +274,12 @@ class WeightReader:
 class SegmentWeights(Closing):
     """One segment's weights, bound to its modules until `unbind`."""
 
-    def __init__(self, model: DecoderModel, use: _Use, *, close: Callable[[], None]) -> None:
+    def __init__(self, program: AnyProgram, use: _Use, *, close: Callable[[], None]) -> None:
         """`close` ends the use of the memory."""
         self.segment = use.segment
         self.hosts = tuple(weights for weights in use.weights if weights.block in use.segment.trained)
         """The compute field of each trained block of its own in host memory, which the update changes in place."""
-        self._model = model
+        self._program = program
         self._close = close
         self._is_bound = True
         self._of_blocks: dict[int, tuple[nn.Parameter, ...]] = {}
@@ -287,7 +287,7 @@ class SegmentWeights(Closing):
             dtype = VALUE_DTYPES[block.dtype]
             parts = [part.upload.open().view(dtype) for part in use.uploads if part.block is block]
             tokens = use.rows.tokens if use.rows is not None and use.rows.block is block else None
-            self._of_blocks[block.index] = model.bind(block, *parts, tokens=tokens)
+            self._of_blocks[block.index] = program.bind(block, *parts, tokens=tokens)
         self.parameters = self.of(*use.segment.bound)
         """The segment's parameters on the compute device, each in its own shape, in the order of its blocks."""
         self.trained = self.of(*use.segment.trained)
@@ -301,7 +301,7 @@ class SegmentWeights(Closing):
         """Remove the weights from the modules. An autograd graph may use them until `close`. Idempotent."""
         if self._is_bound:
             self._is_bound = False
-            self._model.release(self.segment)
+            self._program.release(self.segment)
 
     def close(self) -> None:
         """Unbind, and end this use of the memory. Idempotent."""

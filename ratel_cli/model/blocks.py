@@ -17,7 +17,7 @@ import inspect
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -28,16 +28,18 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.model.around_layers import reject_other_text, reject_what_passes_all_layers
-from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
+from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
+from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state, loss_sum
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
-from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, is_matrix
+from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.model.trials import Trial, carried_bytes, counts_positions_from_zero
-from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec, lay_out_block
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
@@ -87,6 +89,31 @@ class _PlacedParameter:
         self.put(self.unbound)
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedTokens:
+    """Hidden states of one micro-batch behind the final norm, for the head and the loss."""
+
+    layer_runner: LayerRunner
+    result: object
+    """What the owner returned."""
+    targets: torch.Tensor
+    """`[batch, tokens]`."""
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """`[batch, tokens, hidden_size]`."""
+        return last_hidden_state(self.result)
+
+    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `[rows, tokens, vocabulary]` of a part of `hidden`, `[rows, tokens, hidden_size]`."""
+        return self.layer_runner.logits(self.result, hidden)
+
+    def loss_sum(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
+        """The sum of the cross-entropies of the tokens from `first` on, counted row by row, whose hidden states are
+        `[1, tokens, hidden_size]`; an fp32 scalar."""
+        return loss_sum(self.outputs(hidden), self.targets.reshape(-1)[first : first + hidden.shape[1]])
+
+
 class DecoderModel:
     """A skeleton whose blocks are known. Bind those of one segment at a time."""
 
@@ -109,8 +136,6 @@ class DecoderModel:
         """Whether the skeleton has parameters that text does not use, such as a vision tower's. They are not trained,
         and no block has them."""
         self.traits = traits
-        self.measured_traits: LayerTraits | None = None
-        """The traits with what `footprint` has measured, once it has."""
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
         """All parameters, in the order of torch's `named_parameters`."""
         self._parameters = tuple(parameters)
@@ -172,6 +197,40 @@ class DecoderModel:
                 parameter.unbind()
         self._parameters = tuple(placed)
 
+    def train(self, mode: bool) -> bool:
+        """Whether dropout is on from now on. Returns whether it was before."""
+        before = self.skeleton.training
+        self.skeleton.train(mode)
+        return before
+
+    def sample(self, num_tokens: int) -> MicroBatch:
+        """A micro-batch of one row with two samples, all of token 0, every one of them a target."""
+        first = num_tokens // 2
+        positions = torch.cat([torch.arange(first), torch.arange(num_tokens - first)]).unsqueeze(0)
+        tokens = torch.zeros_like(positions)
+        return replace(MicroBatch.of_tokens(tokens, positions), targets=tokens, num_targets=num_tokens)
+
+    def looked_up(self, batch: MicroBatch) -> torch.Tensor:
+        """The tokens `[batch, tokens]` that the embedding looks up."""
+        return batch.input_ids
+
+    def begin(self, batch: MicroBatch) -> Embedded:
+        """The first hidden states and every layer's arguments. Raises BadInput."""
+        return self.layer_runner.embed(batch.input_ids, batch.position_ids)
+
+    def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
+        """The output of a decoder layer, counted from 0, and what it returns besides for later layers."""
+        return self.layer_runner.run_layer(index, hidden, call)
+
+    def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens:
+        """The last layer's output `[batch, tokens, hidden_size]` behind the final norm. Raises BadInput."""
+        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids)
+        return FinishedTokens(self.layer_runner, finished, batch.targets)
+
+    def module(self, index: int) -> nn.Module:
+        """A decoder layer, counted from 0."""
+        return self.layer_runner.layers[index]
+
     def bind(
         self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None
     ) -> tuple[nn.Parameter, ...]:
@@ -214,11 +273,6 @@ class DecoderModel:
             self._lookup.unbind()
 
 
-def trained_of(parameters: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-    """Those of bound parameters that have gradients, in their order."""
-    return tuple(parameter for parameter in parameters if parameter.requires_grad)
-
-
 def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeName | None = None) -> DecoderModel:
     """Find embedding, layers and head in `skeleton`. Raises BadInput if the model cannot be streamed.
 
@@ -244,10 +298,10 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     if layer_runner.takes_positions:
         layer_runner.takes_positions = counts_positions_from_zero(layer_runner, used, vocab_size=first.shape[0])
     reject_other_text(layer_runner, used, vocab_size=first.shape[0], has_other_parts=bool(unused))
-    found: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
-        ("embedding", "embedding", before),
-        *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
-        ("head", "head", [*after, *(before[:1] if tied else [])]),
+    found = [
+        ("embedding", before),
+        *((f"layer {index}", parameters) for index, parameters in enumerate(inside)),
+        ("head", [*after, *(before[:1] if tied else [])]),
     ]
     dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
     cut = _cut_into_blocks(found, dtype)
@@ -258,7 +312,6 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
             lay_out_block(
                 index=index,
                 segment=each.segment,
-                kind=each.kind,
                 name=each.name,
                 parameters=[(placed.name, placed.shape, placed.decay) for placed in each.parameters],
                 dtype=each.dtype,
@@ -269,6 +322,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
             )
             for index, each in enumerate(cut)
         ),
+        segment_names=tuple(name for name, _ in found),
         dtype=dtype,
         hidden_size=embedded.hidden.numel() // SAMPLE_TOKENS,
         vocab_size=first.shape[0],
@@ -281,6 +335,8 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
             num_probed=SAMPLE_TOKENS,
             value_bytes=VALUE_BYTES[dtype],
         ),
+        # Tables are there where no parameters give positions.
+        batch_bytes=TOKEN_BYTES + (ROTARY_BYTES if sum(len(each.shape) > 1 for each in before) == 1 else 0),
         looks_up_rows=usage.looks_up_rows,
         substitutes=usage.substitutes,
     )
@@ -298,7 +354,6 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
 
 class _CutBlock(NamedTuple):
     segment: int
-    kind: BlockKind
     name: str
     dtype: DtypeName
     rule: Rule
@@ -306,32 +361,30 @@ class _CutBlock(NamedTuple):
     parameters: tuple[_PlacedParameter, ...]
 
 
-def _cut_into_blocks(
-    segments: Sequence[tuple[BlockKind, str, Sequence[_PlacedParameter]]], dtype: DtypeName
-) -> list[_CutBlock]:
-    """The blocks of segments, given as (kind, name, parameters): of each segment first what is trained in the model's
+def _cut_into_blocks(segments: Sequence[tuple[str, Sequence[_PlacedParameter]]], dtype: DtypeName) -> list[_CutBlock]:
+    """The blocks of segments, given as (name, parameters): of each segment first what is trained in the model's
     dtype; behind all of these what is in another one, or frozen, or borrowed by other segments.
 
     A parameter that several segments have is given for each of them, and belongs to the first. Blocks that are alike
     lie one after another then, and the store's manifest describes them together.
     """
     users = defaultdict[str, list[int]](list)
-    for index, (_, _, parameters) in enumerate(segments):
+    for index, (_, parameters) in enumerate(segments):
         for each in parameters:
             users[each.name].append(index)
     firsts, others = list[_CutBlock](), list[_CutBlock]()
-    for index, (kind, name, parameters) in enumerate(segments):
+    for index, (name, parameters) in enumerate(segments):
         of_segment = [each for each in parameters if users[each.name][0] == index]
         kinds = [(each.dtype, ADAMW if each.is_trained else FROZEN, tuple(users[each.name][1:])) for each in of_segment]
-        own = kinds[0] if kind == "embedding" else (dtype, ADAMW, ())  # an embedding's begins with the matrix
-        for of_block in dict.fromkeys((own, *kinds)):
+        own = (dtype, ADAMW, ()) if index else kinds[0]  # an embedding's begins with the matrix
+        for of_block in dict.fromkeys(kinds):
             chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
             if of_block == own:
-                firsts.append(_CutBlock(index, kind, name, *own, chosen))
+                firsts.append(_CutBlock(index, name, *own, chosen))
             else:
                 what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
                 shared = ", shared" if of_block[2] else ", not shared" if own[2] else ""
-                others.append(_CutBlock(index, kind, what + shared, *of_block, chosen))
+                others.append(_CutBlock(index, what + shared, *of_block, chosen))
     return [*firsts, *others]
 
 

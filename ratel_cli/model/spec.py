@@ -17,7 +17,11 @@ from ratel_cli.schedule.segments import Segment, segments_of
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
+TOKEN_BYTES = 24
+"""Of a token, its target and its position."""
+ROTARY_BYTES = 512
+"""Tables for one token and heads of 128 elements in 16 bit."""
 MAX_LAYERS = 10_000
 """More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
@@ -34,6 +38,8 @@ class ModelSpec:
     """The class in transformers."""
     blocks: tuple[BlockSpec, ...]
     """In the order of the store. The first block of each segment comes first, in the order of forward."""
+    segment_names: tuple[str, ...]
+    """In the order of forward."""
     dtype: DtypeName
     """Of hidden states, and of the blocks that need no other one."""
     hidden_size: int
@@ -41,6 +47,10 @@ class ModelSpec:
     vocab_size: int
     carried_bytes: int = 0
     """Bytes, for one token, of what layers get besides: from the embedding, and from layers below."""
+    batch_bytes: int = TOKEN_BYTES
+    """Bytes, for one token, of a micro-batch, and of what the code before the layers makes of it besides the above."""
+    loss_bytes: int = 0
+    """Bytes, for one token, of outputs and what the loss makes of them; 0: those of the cross-entropy of logits."""
     looks_up_rows: bool = True
     """Whether the model's code before the layers reads nothing of the embedding's matrix but the rows of tokens."""
     substitutes: tuple[int, ...] = ()
@@ -92,9 +102,10 @@ class ModelSpec:
         return self.hidden_size * self.dtype_bytes + self.carried_bytes
 
     @property
-    def lookup_block(self) -> BlockSpec:
-        """The block that begins with the embedding's matrix, whose rows tokens are looked up in."""
-        return self.blocks[0]
+    def lookup_block(self) -> BlockSpec | None:
+        """The block that begins with the embedding's matrix, whose rows tokens are looked up in; None if no tokens
+        are."""
+        return next((block for block in self.blocks if block.is_looked_up), None)
 
     @property
     def tied(self) -> bool:
@@ -108,18 +119,18 @@ class ModelSpec:
 
     @property
     def num_rows(self) -> int:
-        """Rows of that matrix."""
-        return self.lookup_block.parameters[0].shape[0]
+        """Rows of that matrix; 0 without one."""
+        return self.lookup_block.parameters[0].shape[0] if self.lookup_block is not None else 0
 
     @property
     def embedding_width(self) -> int:
-        """Elements of a row of that matrix."""
-        return self.lookup_block.parameters[0].shape[-1]
+        """Elements of a row of that matrix; 0 without one."""
+        return self.lookup_block.parameters[0].shape[-1] if self.lookup_block is not None else 0
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """In the order of forward: embedding, layers, head."""
-        return tuple(segments_of(self.blocks))
+        return tuple(segments_of(self.blocks, self.segment_names))
 
     @cached_property
     def shared_blocks(self) -> tuple[BlockSpec, ...]:
@@ -140,6 +151,10 @@ class ModelSpec:
     def head(self) -> Segment:
         """What runs behind the layers."""
         return self.segments[-1]
+
+    def is_layer(self, segment: Segment) -> bool:
+        """Whether it is between embedding and head."""
+        return 0 < segment.index < len(self.segment_names) - 1
 
     @property
     def num_layers(self) -> int:
@@ -189,10 +204,13 @@ class ModelSpec:
             name=fields.text("name"),
             architecture=fields.text("architecture"),
             blocks=tuple(block_from_json(item, index) for index, item in enumerate(fields.items("blocks"))),
+            segment_names=tuple(fields.texts("segment_names")),
             dtype=DTYPE_NAMES[fields.text("dtype")],
             hidden_size=fields.integer("hidden_size"),
             vocab_size=fields.integer("vocab_size"),
             carried_bytes=fields.integer("carried_bytes"),
+            batch_bytes=fields.integer("batch_bytes"),
+            loss_bytes=fields.integer("loss_bytes"),
             looks_up_rows=fields.flag("looks_up_rows"),
             substitutes=tuple(checked_integer(each, "substitutes") for each in fields.items("substitutes")),
         )
@@ -335,7 +353,7 @@ class LayerTraits:
     inputs_first: tuple[str, ...] = ()
     """Names, within a layer, of matrices `[inputs, outputs]`. All other matrices are `[outputs, inputs]`."""
     activations: LayerActivations | None = None
-    """As measured on the skeleton (model/footprint.py); None if they were not."""
+    """As measured on the skeleton (engine/footprint.py); None if they were not."""
     norm: NormActivations | None = None
     """So for the final norm."""
     moved: MovedBytes | None = None

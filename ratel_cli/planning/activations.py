@@ -209,7 +209,7 @@ def segment_activation_bytes(spec: ModelSpec, segment: Segment, *, tokens: int) 
     For the papers' GPT that is 48 bytes per token and hidden size in 16 bit, where they count 34: what runs has some
     vectors in fp32. A Llama layer was measured to save 43 to 46 (46 to 49 by this estimate).
     """
-    width = sum(output_width(parameter) for parameter in segment.parameters if segment.kind == "layer")
+    width = sum(map(output_width, segment.parameters)) if spec.is_layer(segment) else 0
     return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * spec.dtype_bytes
 
 
@@ -225,7 +225,7 @@ def head_chunk_tokens(spec: ModelSpec, workload: Workload) -> int:
 
 def logits_bytes(spec: ModelSpec, tokens: int) -> int:
     """The logits of this many tokens, with everything that is made of them."""
-    return _LOGITS_COPIES * 4 * tokens * spec.vocab_size
+    return tokens * (spec.loss_bytes or _LOGITS_COPIES * 4 * spec.vocab_size)
 
 
 def partial_sums_bytes(spec: ModelSpec, workload: Workload, segment: Segment) -> int:

@@ -16,6 +16,8 @@ import math
 from dataclasses import dataclass
 
 from ratel_cli.model.spec import (
+    ROTARY_BYTES,
+    TOKEN_BYTES,
     LayerActivations,
     LayerTraits,
     ModelSpec,
@@ -29,7 +31,7 @@ from ratel_cli.model.spec import (
 from ratel_cli.planning.activations import head_chunk_tokens, input_bytes, output_width, segment_activation_bytes
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.planning.placement import Workload
-from ratel_cli.schedule.blocks import BlockKind, lay_out_block
+from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import DtypeName
 
@@ -70,13 +72,13 @@ def spec_from_shape(
     unlisted = ((num_parameters or 0) - counted) // num_layers
     if unlisted > 0:
         layer.append(("unlisted", (unlisted,)))
-    groups: list[tuple[BlockKind, str, list[tuple[str, tuple[int, ...]]]]] = [
-        ("embedding", "embedding", [("embedding.weight", (vocab_size, h))]),
+    groups: list[tuple[str, list[tuple[str, tuple[int, ...]]]]] = [
+        ("embedding", [("embedding.weight", (vocab_size, h))]),
         *(
-            ("layer", f"layer {index}", [(f"layers.{index}.{parameter}", shape) for parameter, shape in layer])
+            (f"layer {index}", [(f"layers.{index}.{parameter}", shape) for parameter, shape in layer])
             for index in range(num_layers)
         ),
-        ("head", "head", [("norm.weight", (h,))]),
+        ("head", [("norm.weight", (h,))]),
     ]
     return ModelSpec(
         name=name,
@@ -84,7 +86,6 @@ def spec_from_shape(
         blocks=tuple(
             lay_out_block(
                 index=index,
-                kind=kind,
                 name=block_name,
                 parameters=[(parameter, shape, decays(parameter)) for parameter, shape in parameters],
                 dtype=dtype,
@@ -92,11 +93,13 @@ def spec_from_shape(
                 borrowers=() if index else (num_layers + 1,),
                 is_looked_up=not index,
             )
-            for index, (kind, block_name, parameters) in enumerate(groups)
+            for index, (block_name, parameters) in enumerate(groups)
         ),
+        segment_names=tuple(block_name for block_name, _ in groups),
         dtype=dtype,
         hidden_size=h,
         vocab_size=vocab_size,
+        batch_bytes=TOKEN_BYTES + ROTARY_BYTES,
     )
 
 

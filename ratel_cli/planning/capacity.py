@@ -110,7 +110,7 @@ class StepMemory:
         self._spec = spec
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
-        self._process_bytes = process_bytes + notes_bytes(spec.segments, workload)
+        self._process_bytes = process_bytes + notes_bytes(spec.segments, workload, num_layers=spec.num_layers)
         self._gpu = gpu
         self._segments = _SegmentMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums)
         self._known_moments: dict[object, _Moments] = {}
@@ -276,7 +276,7 @@ class _SegmentMemory:
         them.
         """
         if self.on_gpu:
-            is_summed = segment.kind == "layer" and self.is_summed and self.has_sums
+            is_summed = self.spec.is_layer(segment) and self.is_summed and self.has_sums
             return gradient_bytes + (segment.sum_bytes + segment.updated_bytes if is_summed else 0)
         rounded_bytes = sum(block.gradient_bytes for block in segment.trained if block.gradient_dtype_bytes < 4)
         summed_bytes = segment.sum_bytes + rounded_bytes if is_summed else segment.gradient_bytes
@@ -298,8 +298,11 @@ class _PlacedStep:
         self._rows_bytes = 0
         """Rows of the embedding's matrix that are gathered here for a GPU."""
         if placement.gpu_embedding_rows is not None:
-            rows = looked_up(spec, placement.gpu_embedding_rows).parameters[0]
-            self._rows_bytes = rows.num_elements * spec.lookup_block.dtype_bytes
+            self._rows_bytes = sum(
+                block.parameters[0].num_elements * block.dtype_bytes
+                for block in looked_up(spec, placement.gpu_embedding_rows).blocks
+                if block.is_looked_up
+            )
         self._head_bytes = self._lookup_bytes = 0
         """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the
         head; and of a matrix that it borrows, beyond `lookup_sum_bytes`, from then on."""
@@ -309,8 +312,9 @@ class _PlacedStep:
                 self._head_bytes = self._lookup_bytes + memory.lookup_chunk
             else:
                 self._head_bytes = spec.head.sum_bytes + spec.head.updated_bytes
-        if self._gradients[0] != spec.embedding.gradient_bytes:  # the rows of one group's gradient are spread out
-            embedding = spec.lookup_block
+        embedding = spec.lookup_block
+        if embedding is not None and self._gradients[0] != spec.embedding.gradient_bytes:
+            # The rows of one group's gradient are spread out.
             self._groups += min(placement.groups.elements, embedding.num_elements) * embedding.gradient_dtype_bytes
 
     def moments(self) -> list[_Moment]:
@@ -418,14 +422,14 @@ class _PlacedStep:
         return 0 if self._updates[0] == "update" else self._groups
 
 
-def notes_bytes(segments: Sequence[Segment], workload: Workload) -> int:
-    """What a step keeps of these segments apart from their values: checksums, and notes on each unit. Nothing else
-    grows with the number of layers where everything that can be is on NVMe."""
+def notes_bytes(segments: Sequence[Segment], workload: Workload, *, num_layers: int) -> int:
+    """What a step keeps of these segments, of which `num_layers` have units, apart from their values: checksums, and
+    notes on each unit. Nothing else grows with the number of layers where everything that can be is on NVMe."""
     blocks = [block for segment in segments for block in segment.blocks]
     num_chunks = sum(len(block.record.fields) * -(-block.num_elements // CHUNK_ELEMENTS) for block in blocks)
     num_recorded = min(workload.num_micro_batches, RECORDED_MICRO_BATCHES)
     layer_bytes = workload.num_micro_batches * _UNIT_BYTES + num_recorded * _RECORDED_BYTES
-    return num_chunks * _CHUNK_BYTES + layer_bytes * sum(segment.kind == "layer" for segment in segments)
+    return num_chunks * _CHUNK_BYTES + layer_bytes * num_layers
 
 
 def _resident_bytes(spec: ModelSpec, placement: Placement) -> int:

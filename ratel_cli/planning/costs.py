@@ -431,10 +431,11 @@ def _update_edges(
     The optimizer reads the group that it updates next and those that are read ahead of it before the embedding's
     gradient is there, and as many may still be written when everything is updated (engine/optimizer/pipeline.py).
     """
-    first, ahead = spec.lookup_block, (placement.groups.in_flight + 1) * placement.groups.elements
-    stays = first.index in placement.resident_weights
+    first = next(block for block in spec.blocks if block.is_trained)
+    ahead = (placement.groups.in_flight + 1) * placement.groups.elements
+    stays = first.segment in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
-    read = 0 if first.index in placement.resident_states else beyond
+    read = 0 if first.segment in placement.resident_states else beyond
     moved = first.record.state_bytes(read), first.record.num_bytes(beyond if stays else first.num_elements)
     updated_per_second = placement.adamw_threads * hardware.host.adam_parameters_per_second
     pending = sum(segment.record_bytes for segment in spec.segments[: placement.pending_updates])

@@ -240,9 +240,9 @@ class GpuMemory:
         kind_of = {}
         for segment in self._spec.segments:
             shapes = tuple((parameter.start, parameter.shape) for parameter in segment.parameters)
-            costs = self._profile.layers[segment.index - 1] if segment.kind == "layer" else None
+            costs = self._profile.layers[segment.index - 1] if self._spec.is_layer(segment) else None
             kind_of[segment.index] = kinds.setdefault(
-                (segment.kind, segment.block_kinds, shapes, costs, len(segment.begun), len(segment.unfinished)),
+                (segment.block_kinds, shapes, costs, len(segment.begun), len(segment.unfinished)),
                 len(kinds),
             )
         schedule = step_schedule(self._spec)

@@ -35,11 +35,8 @@ from ratel_cli.planning.placement import (
 )
 from ratel_cli.schedule.segments import Segment
 
-_IDS_BYTES = 40
-"""Token, target and position of every token, which stay on the GPU; the distinct tokens, and the row of each token."""
-
-_ROTARY_BYTES = 512
-"""Tables for every token and heads of 128 elements in 16 bit, which stay too, where no parameters give positions."""
+_ROWS_BYTES = 16
+"""The distinct tokens, and the row of each token."""
 
 
 class Held(NamedTuple):
@@ -179,9 +176,8 @@ class Uses:
 
     @property
     def _batch_bytes(self) -> int:
-        matrices = sum(len(parameter.shape) > 1 for parameter in self._spec.embedding.parameters)
-        bytes_per_token = self._workload.sequence_len + _IDS_BYTES + (_ROTARY_BYTES if matrices == 1 else 0)
-        return self._workload.tokens * bytes_per_token
+        """A mask, what a micro-batch has itself, and rows."""
+        return self._workload.tokens * (self._workload.sequence_len + self._spec.batch_bytes + _ROWS_BYTES)
 
     def _window(self, position: int) -> int:
         """Weights of the use that is open, and of the next one what the window takes."""
@@ -232,9 +228,10 @@ class Uses:
     def _matrix_norm_bytes(self, *, is_summed: bool) -> int:
         """The norm of an embedding's gradient that has rows only: it is laid out in the whole matrix, when the sum is
         rounded and gone. If the loss is scaled, both are in fp32, next to what was rounded."""
-        if self._with_gradients is self._spec.embedding:
+        embedding = self._spec.lookup_block
+        if embedding is None or self._with_gradients is self._spec.embedding:
             return 0
-        embedding, rows = self._spec.lookup_block, self._with_gradients.parameters[0].num_elements
+        rows = self._with_gradients.parameters[0].num_elements
         others_bytes = self._with_gradients.sum_bytes - 4 * rows if is_summed else 0
         rounded_bytes = rows * (embedding.gradient_dtype_bytes + (4 if embedding.scales_loss else 0))
         norm_bytes = 4 if embedding.scales_loss else embedding.gradient_dtype_bytes

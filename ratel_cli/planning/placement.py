@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
@@ -213,8 +213,8 @@ def looked_up(spec: ModelSpec, num_rows: int | None) -> Segment:
     """The embedding as a GPU gets it to look up tokens: with this many rows of its matrix; None is all."""
     if num_rows is None:
         return spec.embedding
-    matrix, *others = spec.embedding.blocks
-    return Segment((with_rows(matrix, num_rows), *others))
+    blocks = (with_rows(block, num_rows) if block.is_looked_up else block for block in spec.embedding.blocks)
+    return replace(spec.embedding, blocks=tuple(blocks))
 
 
 def gradient_bytes(spec: ModelSpec, num_rows: int | None) -> list[int]:

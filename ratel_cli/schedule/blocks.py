@@ -12,15 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
 
 from ratel_cli.json_fields import JsonFields, checked_integer
 from ratel_cli.schedule.rules import ADAMW, RULES, Rule
 from ratel_cli.sizes import BLOCK_ALIGNMENT, DTYPE_NAMES, PARAMETER_ALIGNMENT, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Record, StoredBlock
 from ratel_cli.units import align_up
-
-BlockKind = Literal["embedding", "layer", "head"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,6 @@ class BlockSpec:
     index: int
     segment: int
     """The index of the segment that it belongs to."""
-    kind: BlockKind
     name: str
     parameters: tuple[ParameterSpec, ...]
     num_elements: int
@@ -144,7 +140,6 @@ def lay_out_block(
     *,
     index: int,
     segment: int | None = None,
-    kind: BlockKind,
     name: str,
     parameters: list[tuple[str, tuple[int, ...], bool]],
     dtype: DtypeName,
@@ -155,7 +150,7 @@ def lay_out_block(
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
 
-    `segment` None: `index`, as for every segment's first block. `gradient_dtype` None: gradients leave the device in
+    `segment` None: `index`. `gradient_dtype` None: gradients leave the device in
     `dtype`.
     """
     placed: list[ParameterSpec] = []
@@ -166,7 +161,6 @@ def lay_out_block(
     return BlockSpec(
         index=index,
         segment=index if segment is None else segment,
-        kind=kind,
         name=name,
         parameters=tuple(placed),
         num_elements=align_up(position, BLOCK_ALIGNMENT),
@@ -186,7 +180,6 @@ def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
     return lay_out_block(
         index=block.index,
         segment=block.segment,
-        kind=block.kind,
         name=block.name,
         parameters=[(first.name, rows, first.decay), *((each.name, each.shape, each.decay) for each in others)],
         dtype=block.dtype,
@@ -202,21 +195,19 @@ def block_from_json(content: object, index: int) -> BlockSpec:
     It is laid out again from names and shapes. If the layout differs, other code made the content.
     """
     fields = JsonFields(content)
-    kinds: dict[str, BlockKind] = {kind: kind for kind in get_args(BlockKind)}
-    texts = [fields.text(key) for key in ("kind", "dtype", "gradient_dtype", "rule")]
-    known = (set(kinds), set(DTYPE_NAMES), set(DTYPE_NAMES), set(RULES))
-    if fields.integer("index") != index or any(text not in names for text, names in zip(texts, known, strict=True)):
+    dtype, gradient_dtype, rule = (fields.text(key) for key in ("dtype", "gradient_dtype", "rule"))
+    is_known = {dtype, gradient_dtype} <= set(DTYPE_NAMES) and rule in RULES
+    if fields.integer("index") != index or not is_known:
         raise ValueError(f"block {index} is not described")
     parameters = [JsonFields(item) for item in fields.items("parameters")]
     block = lay_out_block(
         index=index,
         segment=fields.integer("segment"),
-        kind=kinds[texts[0]],
         name=fields.text("name"),
         parameters=[(each.text("name"), _shape(each), each.flag("decay")) for each in parameters],
-        dtype=DTYPE_NAMES[texts[1]],
-        gradient_dtype=DTYPE_NAMES[texts[2]],
-        rule=RULES[texts[3]],
+        dtype=DTYPE_NAMES[dtype],
+        gradient_dtype=DTYPE_NAMES[gradient_dtype],
+        rule=RULES[rule],
         borrowers=tuple(checked_integer(each, "borrowers") for each in fields.items("borrowers")),
         is_looked_up=fields.flag("is_looked_up"),
     )

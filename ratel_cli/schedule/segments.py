@@ -1,21 +1,20 @@
 """Segments, the unit of computing: the pieces of a model's own code that run one after another. Pure.
 
-The embedding, each layer and the head are one segment each. A segment binds its blocks, computes for every micro-batch,
-and gives them up. Its first block has the parameters that are trained in the model's dtype; what needs another dtype or
-another rule, or is shared with other segments, is in further blocks. A shared block belongs to the first segment that
-binds it; the others borrow it. What moves ahead of computing, waits behind it or stays in memory is counted in
-segments.
+Of a decoder, the embedding, each layer and the head are one segment each. A segment binds its blocks, computes for
+every micro-batch, and gives them up. Its first block has the parameters that are trained in the model's dtype; what
+needs another dtype or another rule, or is shared with other segments, is in further blocks. A shared block belongs to
+the first segment that binds it; the others borrow it. A segment may have no block of its own. What moves ahead of
+computing, waits behind it or stays in memory is counted in segments.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
 
-from ratel_cli.schedule.blocks import BlockKind, BlockSpec, ParameterSpec
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -26,21 +25,10 @@ class Segment:
     """Its own."""
     borrowed: tuple[BlockSpec, ...] = ()
     """Those of segments below."""
-
-    @cached_property
-    def index(self) -> int:
-        """Its place in the order of forward."""
-        return self.blocks[0].segment
-
-    @property
-    def kind(self) -> BlockKind:
-        """What of a decoder it is."""
-        return self.blocks[0].kind
-
-    @property
-    def name(self) -> str:
-        """As messages call it."""
-        return self.blocks[0].name
+    index: int = 0
+    """Its place in the order of forward."""
+    name: str = ""
+    """As messages call it."""
 
     @cached_property
     def bound(self) -> tuple[BlockSpec, ...]:
@@ -64,7 +52,7 @@ class Segment:
     @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled: in fp16."""
-        return self.blocks[0].scales_loss
+        return any(block.scales_loss for block in self.bound)
 
     @cached_property
     def block_kinds(self) -> tuple[tuple[str, bool, int], ...]:
@@ -148,7 +136,12 @@ class Segment:
         return sum(block.update_bytes for block in self.blocks)
 
 
-def segments_of(blocks: Sequence[BlockSpec]) -> Iterator[Segment]:
-    """The segments that these blocks belong to, in the order of forward."""
-    for index, group in groupby(sorted(blocks, key=attrgetter("segment")), key=attrgetter("segment")):
-        yield Segment(tuple(group), tuple(block for block in blocks if index in block.borrowers))
+def segments_of(blocks: Sequence[BlockSpec], names: Sequence[str]) -> Iterator[Segment]:
+    """The segments of these names, in the order of forward, with the blocks that they bind."""
+    own, borrowed = defaultdict[int, list[BlockSpec]](list), defaultdict[int, list[BlockSpec]](list)
+    for block in blocks:
+        own[block.segment].append(block)
+        for borrower in block.borrowers:
+            borrowed[borrower].append(block)
+    for index, name in enumerate(names):
+        yield Segment(tuple(own[index]), tuple(borrowed[index]), index, name)

@@ -94,7 +94,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        engine: StepEngine,
+        engine: StepEngine[MicroBatch],
         *,
         store: Store,
         queue: IoQueue,
@@ -114,7 +114,7 @@ class TrainingLoop:
         self._settings = settings
         self._timeline = timeline
         self._callbacks = callbacks
-        self._take_over: Callable[[], StepEngine] | None = None
+        self._take_over: Callable[[], StepEngine[MicroBatch]] | None = None
         self._counted_bytes = (0, 0)
         """Bytes read and written that do not count for the next step. Updates go on between two steps."""
         self._recording = recording
@@ -154,7 +154,7 @@ class TrainingLoop:
             # 7. report
             yield replace(metrics, eval_loss=eval_loss)
 
-    def follow(self, take_over: Callable[[], StepEngine], settings: LoopSettings) -> None:
+    def follow(self, take_over: Callable[[], StepEngine[MicroBatch]], settings: LoopSettings) -> None:
         """Run the steps that come on another engine.
 
         `take_over` makes it, as a part of the next step: it may wait for updates of the last one.

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.state import place
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import peak_resident_bytes
 from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, llama_config, run_as
@@ -42,7 +41,7 @@ def _train(task: Task, device: torch.device) -> Measured:
     seconds, losses = [], []
     for batches in batches_of(task):
         start = time.perf_counter()
-        losses.append(_plain_gradients(model, place(batches, device)))
+        losses.append(_plain_gradients(model, [batch.to(device) for batch in batches]))
         if task.clip:
             nn.utils.clip_grad_norm_(parameters, 1.0)
         with torch.no_grad():

@@ -30,11 +30,11 @@ from pathlib import Path
 from statistics import median
 from typing import get_args
 
+from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import available_bytes, default_limit_bytes
 from ratel_cli.model.blocks import find_blocks
-from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Setting

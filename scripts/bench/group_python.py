@@ -140,9 +140,7 @@ def measure(directory: Path, *, num_drives: int, elements: int, rounds: int) -> 
         queue = resources.enter_context(
             _Idle(resources.enter_context(open_queue("auto", notice=print, depth=depth_for(num_drives))))
         )
-        block = lay_out_block(
-            dtype="bfloat16", index=0, kind="layer", name="block", parameters=[("w", (elements,), True)]
-        )
+        block = lay_out_block(dtype="bfloat16", index=0, name="block", parameters=[("w", (elements,), True)])
         geometry = Geometry(blocks=(block.stored,), num_slots=2, shares=(1,) * num_drives)
         paths = [directory / f"drive{number}" for number in range(num_drives)]
         store = resources.enter_context(Store.create(paths, geometry, identity=NO_IDENTITY, queue=queue))

@@ -84,7 +84,7 @@ class ManyDrives:
             )
         )
         self._block: BlockSpec = lay_out_block(
-            dtype="bfloat16", index=0, kind="layer", name="block", parameters=[("w", (num_elements,), True)]
+            dtype="bfloat16", index=0, name="block", parameters=[("w", (num_elements,), True)]
         )
         geometry = Geometry(
             blocks=(self._block.stored,),

@@ -170,7 +170,7 @@ def report(num_parameters: int, seconds: dict[str, list[float]]) -> None:
 
 def _block(index: int, num_elements: int) -> BlockSpec:
     return lay_out_block(
-        dtype="bfloat16", index=index, kind="layer", name=f"block {index}", parameters=[("w", (num_elements,), True)]
+        dtype="bfloat16", index=index, name=f"block {index}", parameters=[("w", (num_elements,), True)]
     )
 
 

@@ -101,11 +101,11 @@ class Steps:
 
     def __init__(
         self,
-        engine: StepEngine,
+        engine: StepEngine[MicroBatch],
         store: Store,
         timeline: Timeline,
         *,
-        engine_for: Callable[[Plan], StepEngine] | None = None,
+        engine_for: Callable[[Plan], StepEngine[MicroBatch]] | None = None,
     ) -> None:
         """`engine_for` makes the engine that follows another plan."""
         self._engine = engine

@@ -135,8 +135,8 @@ class Machine:
         store: Store,
         pool: BufferPool,
         queue: IoQueue,
-        make_engine: Callable[[Callable[[], None]], StepEngine],
-        engine_for: Callable[[Placement, int | None], StepEngine],
+        make_engine: Callable[[Callable[[], None]], StepEngine[MicroBatch]],
+        engine_for: Callable[[Placement, int | None], StepEngine[MicroBatch]],
         timeline: Timeline,
         *,
         device: str,
@@ -309,12 +309,12 @@ def machine(
                 )
             )
 
-        def make_engine(check_stop: Callable[[], None]) -> StepEngine:
+        def make_engine(check_stop: Callable[[], None]) -> StepEngine[MicroBatch]:
             return resources.enter_context(make_parts(check_stop).engine(settings))
 
         parts = make_parts(lambda: None)
 
-        def engine_for(placement: Placement, held_in_memory_bytes: int | None) -> StepEngine:
+        def engine_for(placement: Placement, held_in_memory_bytes: int | None) -> StepEngine[MicroBatch]:
             return resources.enter_context(
                 parts.engine(
                     replace(

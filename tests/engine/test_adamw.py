@@ -19,7 +19,6 @@ from tests.kernels.oracle import needs_fused_torch
 BLOCK = lay_out_block(
     dtype="float32",
     index=3,
-    kind="layer",
     name="layer 2",
     parameters=[("matrix", (70, 40), True), ("idle", (50, 50), True), ("vector", (90,), False), ("last", (7, 9), True)],
 )

@@ -31,16 +31,24 @@ DEVICE = Apart(Timeline())
 
 def block_of(others: list[tuple[int, ...]]) -> BlockSpec:
     parameters = [("matrix", (VOCAB, WIDTH), True), *((f"other{i}", shape, True) for i, shape in enumerate(others))]
-    return lay_out_block(dtype="bfloat16", index=0, kind="embedding", name="embedding", parameters=parameters)
+    return lay_out_block(dtype="bfloat16", index=0, name="embedding", parameters=parameters, is_looked_up=True)
 
 
 def spec_of(block: BlockSpec) -> ModelSpec:
-    return ModelSpec(name="x", architecture="X", blocks=(block,), dtype="bfloat16", hidden_size=WIDTH, vocab_size=VOCAB)
+    return ModelSpec(
+        name="x",
+        architecture="X",
+        blocks=(block,),
+        segment_names=("embedding",),
+        dtype="bfloat16",
+        hidden_size=WIDTH,
+        vocab_size=VOCAB,
+    )
 
 
 def rows_of(block: BlockSpec, *ids: list[int]) -> EmbeddingRows:
     tensors = [torch.tensor([each]) for each in ids]
-    rows = EmbeddingRows.of(spec_of(block), tensors, DEVICE, most_rows=VOCAB)
+    rows = EmbeddingRows.of(spec_of(block), tensors, DEVICE.torch_device, most_rows=VOCAB)
     assert rows is not None
     return rows
 
@@ -97,11 +105,10 @@ def test_what_goes_ahead_is_whole_parameters(window_elements: int) -> None:
 
 def test_the_matrix_itself_goes_up_where_rows_do_not_pay() -> None:
     spec, ids = gpt(vocab_size=40), [torch.arange(20).view(1, 20), torch.arange(20).view(1, 20)]
-    assert EmbeddingRows.of(spec, [ids[0], ids[1][:, :19]], DEVICE, most_rows=40) is not None
-    assert EmbeddingRows.of(spec, ids, DEVICE, most_rows=40) is None, "as many tokens as rows"
-    assert EmbeddingRows.of(spec, ids[:1], DEVICE, most_rows=19) is None, "more than was planned"
-    assert EmbeddingRows.of(spec, ids[:1], DEVICE, most_rows=None) is None
-    assert EmbeddingRows.of(spec, ids[:1], HostDevice(Timeline()), most_rows=40) is None
+    assert EmbeddingRows.of(spec, [ids[0], ids[1][:, :19]], DEVICE.torch_device, most_rows=40) is not None
+    assert EmbeddingRows.of(spec, ids, DEVICE.torch_device, most_rows=40) is None, "as many tokens as rows"
+    assert EmbeddingRows.of(spec, ids[:1], DEVICE.torch_device, most_rows=19) is None, "more than was planned"
+    assert EmbeddingRows.of(spec, ids[:1], DEVICE.torch_device, most_rows=None) is None
 
 
 @pytest.mark.parametrize("num_contributions", [1, 3])

@@ -24,6 +24,7 @@ from tests.model.tiny import FAMILIES, imported_store, save_tiny
 CPU = torch.device("cpu")
 POSITIONS = torch.arange(11).unsqueeze(0)
 TOKENS = POSITIONS * 7919 % 96
+ROW = MicroBatch.of_tokens(TOKENS, POSITIONS)
 
 
 def decoder(directory: Path, dtype: DtypeName) -> DecoderModel:
@@ -37,7 +38,7 @@ def stored_logits(directory: Path, store: Path, dtype: DtypeName) -> torch.Tenso
         install_buffers(model.skeleton, source.read_buffers())
         with imported_store(store, model.spec, source) as (opened, pool):
             with BlockReader(model, GenerationBlocks(opened.current()), pool, device=CPU) as reader:
-                logits = BlockwiseForward(model, reader).logits(TOKENS, POSITIONS)
+                logits = BlockwiseForward(model, reader).outputs(ROW)
             assert pool.leased_bytes == 0
     assert model.skeleton.training
     return logits
@@ -81,7 +82,7 @@ def test_the_files_of_a_model(tmp_path: Path, family: str, dtype: DtypeName) -> 
         for reads_ahead, resident in ((False, frozenset[int]()), (True, frozenset({0, 2}))):
             with BlockReader(model, blocks, pool, device=CPU, reads_ahead=reads_ahead, resident=resident) as reader:
                 for _ in range(2):
-                    assert torch.equal(BlockwiseForward(model, reader).logits(TOKENS, POSITIONS), wanted)
+                    assert torch.equal(BlockwiseForward(model, reader).outputs(ROW), wanted)
                 kept = {block.index for index in resident for block in model.spec.segments[index].bound}
                 each_time = [
                     block for segment in model.spec.segments for block in segment.bound if block.index not in kept
@@ -110,11 +111,11 @@ def test_memory_is_what_was_planned(tmp_path: Path, tied: bool, resident: frozen
             ):  # fmt: skip
                 forward = BlockwiseForward(model, reader)
                 if limit_bytes == planned_bytes:
-                    forward.logits(TOKENS, POSITIONS)
-                    forward.logits(TOKENS, POSITIONS)
+                    forward.outputs(ROW)
+                    forward.outputs(ROW)
                 else:
                     with pytest.raises(DoesNotFit):
-                        forward.logits(TOKENS, POSITIONS)
+                        forward.outputs(ROW)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -146,7 +147,7 @@ def test_damage_that_is_found_while_reading_ahead(tmp_path: Path) -> None:
         for path in (tmp_path / "base").glob("*.safetensors"):
             path.write_bytes(path.read_bytes()[:-8192])
         with pytest.raises(BadInput, match="truncated while it was being read"):
-            BlockwiseForward(model, reader).logits(TOKENS, POSITIONS)
+            BlockwiseForward(model, reader).outputs(ROW)
         assert pool.leased_bytes == 0
 
 
@@ -214,10 +215,10 @@ def test_memory_is_that_of_the_largest_block(tmp_path: Path) -> None:
                 reader = BlockReader(model, GenerationBlocks(store.current()), pool, device=CPU)
                 forward = BlockwiseForward(model, reader)
                 if limit_bytes == largest_bytes:
-                    forward.logits(TOKENS, POSITIONS)
+                    forward.outputs(ROW)
                 else:
                     with pytest.raises(DoesNotFit):
-                        forward.logits(TOKENS, POSITIONS)
+                        forward.outputs(ROW)
                 assert pool.leased_bytes == 0
 
 
@@ -240,6 +241,6 @@ def test_check_stop_may_raise_before_every_block(tmp_path: Path) -> None:
         for call in range(1, len(model.spec.blocks) + 1):
             left[0] = call
             with pytest.raises(Interrupted):
-                forward.logits(TOKENS, POSITIONS)
+                forward.outputs(ROW)
             assert pool.leased_bytes == 0
-        forward.logits(TOKENS, POSITIONS)
+        forward.outputs(ROW)

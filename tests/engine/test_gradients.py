@@ -57,7 +57,6 @@ def block() -> BlockSpec:
     return lay_out_block(
         dtype="bfloat16",
         index=1,
-        kind="layer",
         name="layer 0",
         parameters=[(name, shape, True) for name, shape in SHAPES],
     )
@@ -246,9 +245,7 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
     """On the device, or in host memory from the head to the embedding."""
     torch.manual_seed(0)
     vocab, width, tokens = 50, 8, 6
-    block = lay_out_block(
-        dtype="bfloat16", index=0, kind="embedding", name="embedding", parameters=[("e", (vocab, width), True)]
-    )
+    block = lay_out_block(dtype="bfloat16", index=0, name="embedding", parameters=[("e", (vocab, width), True)])
     ids = [torch.randint(0, vocab, (2, tokens)) for _ in range(num_micro_batches)]
     heads = [torch.randn(vocab, width).to(dtype) for _ in ids]
     embeddings = []

@@ -91,7 +91,6 @@ def block() -> BlockSpec:
     return lay_out_block(
         dtype="bfloat16",
         index=1,
-        kind="layer",
         name="layer 0",
         parameters=[(name, shape, True) for name, shape in SHAPES],
     )

@@ -22,7 +22,7 @@ from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.reference import Recipe
 
-BLOCK = lay_out_block(dtype="bfloat16", index=1, kind="layer", name="layer 0", parameters=[("w", (4096,), False)])
+BLOCK = lay_out_block(dtype="bfloat16", index=1, name="layer 0", parameters=[("w", (4096,), False)])
 SECONDS = 20.0
 
 

@@ -38,7 +38,6 @@ def blocks_of(*num_groups: int) -> list[BlockSpec]:
         lay_out_block(
             dtype="bfloat16",
             index=index,
-            kind="layer",
             name=f"layer {index}",
             parameters=[("w", (count * BLOCK_ALIGNMENT,), True)],
         )

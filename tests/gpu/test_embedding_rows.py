@@ -158,7 +158,7 @@ def test_evaluation_gets_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     [batches] = random_steps(1, 3)
     opened = Opened(monkeypatch)
     with gpu_machine(tmp_path, config, recipe, placement=AHEAD) as ratel:
-        engine: StepEngine = ratel.engine
+        engine: StepEngine[MicroBatch] = ratel.engine
         total = engine.evaluate(batches)
     wanted = reference(config, [batches], recipe, device=GPU.type)
     assert total / sum(batch.num_targets for batch in batches) == wanted.losses[0]
@@ -169,13 +169,13 @@ def test_evaluation_gets_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
 def test_a_generation_is_looked_up_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """Its logits have the bits that they have with the whole matrix."""
-    ids = torch.tensor([[0, 7, 0, 1, 30, 96]], device=GPU)
+    row = MicroBatch.of_tokens(torch.tensor([[0, 7, 0, 1, 30, 96]]), torch.arange(6).unsqueeze(0))
     with gpu_machine(tmp_path, tiny_config(architecture), RECIPE) as ratel:
         reader = BlockReader(ratel.model, GenerationBlocks(ratel.store.current()), ratel.pool, device=GPU)
         forward = BlockwiseForward(ratel.model, reader)
-        found = forward.logits(ids, torch.arange(6, device=GPU).unsqueeze(0))
-        monkeypatch.setattr("ratel_cli.engine.forward.rows_suffice", lambda spec, num_tokens: False)
-        assert torch.equal(found, forward.logits(ids, torch.arange(6, device=GPU).unsqueeze(0)))
+        found = forward.outputs(row)
+        monkeypatch.setattr("ratel_cli.engine.embedding_rows.rows_suffice", lambda spec, num_tokens: False)
+        assert torch.equal(found, forward.outputs(row))
     assert found.shape == (1, 6, 97)
 
 

@@ -82,9 +82,17 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
 def one_block(model: PreTrainedModel) -> ModelSpec:
     """All parameters in one block, so that families which cannot be streamed are tested too."""
     parameters = [(name, tuple(each.shape), True) for name, each in model.named_parameters()]
-    block = lay_out_block(dtype="bfloat16", index=0, kind="embedding", name="all", parameters=parameters)
+    block = lay_out_block(dtype="bfloat16", index=0, name="all", parameters=parameters)
     name = type(model).__name__
-    return ModelSpec(name="m", architecture=name, blocks=(block,), dtype="bfloat16", hidden_size=32, vocab_size=96)
+    return ModelSpec(
+        name="m",
+        architecture=name,
+        blocks=(block,),
+        segment_names=("all",),
+        dtype="bfloat16",
+        hidden_size=32,
+        vocab_size=96,
+    )
 
 
 def files_of(directory: Path) -> dict[str, Tensors]:

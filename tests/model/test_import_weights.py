@@ -41,13 +41,19 @@ class CountingSource:
 
 def made_up_spec(dtype: DtypeName = "bfloat16") -> ModelSpec:
     blocks = (
-        lay_out_block(dtype=dtype, index=0, kind="embedding", name="embedding", parameters=[("e", (7, 3), True)]),
-        lay_out_block(
-            dtype=dtype, index=1, kind="layer", name="layer 0", parameters=[(f"p{n}", (n,), True) for n in SIZES]
-        ),
-        lay_out_block(dtype=dtype, index=2, kind="head", name="head", parameters=[("h", (2048,), True)]),
+        lay_out_block(dtype=dtype, index=0, name="embedding", parameters=[("e", (7, 3), True)]),
+        lay_out_block(dtype=dtype, index=1, name="layer 0", parameters=[(f"p{n}", (n,), True) for n in SIZES]),
+        lay_out_block(dtype=dtype, index=2, name="head", parameters=[("h", (2048,), True)]),
     )
-    return ModelSpec(name="x", architecture="X", blocks=blocks, dtype=dtype, hidden_size=1, vocab_size=1)
+    return ModelSpec(
+        name="x",
+        architecture="X",
+        blocks=blocks,
+        segment_names=("embedding", "layer 0", "head"),
+        dtype=dtype,
+        hidden_size=1,
+        vocab_size=1,
+    )
 
 
 def read_field(store: Store, pool: BufferPool, block: BlockSpec, name: str) -> torch.Tensor:

@@ -32,7 +32,6 @@ SPEC = ModelSpec(
         lay_out_block(
             dtype="bfloat16",
             index=0,
-            kind="embedding",
             name="embedding",
             parameters=[("wte.weight", (7, 3), True)],
             borrowers=(2,),
@@ -41,12 +40,12 @@ SPEC = ModelSpec(
         lay_out_block(
             dtype="bfloat16",
             index=1,
-            kind="layer",
             name="layer 0",
             parameters=[("h.0.w", (3, 3), True), ("h.0.b", (), False)],
         ),
-        lay_out_block(dtype="bfloat16", index=2, kind="head", name="head", parameters=[]),
+        lay_out_block(dtype="bfloat16", index=2, name="head", parameters=[]),
     ),
+    segment_names=("embedding", "layer 0", "head"),
     dtype="bfloat16",
     hidden_size=3,
     vocab_size=7,
@@ -158,7 +157,7 @@ def test_content_that_is_no_spec_is_rejected(changes: dict[str, object], message
     ("changes", "message"),
     [
         ({"index": 2}, "block 1 is not described"),
-        ({"kind": "middle"}, "block 1 is not described"),
+        ({"rule": "middle"}, "block 1 is not described"),
         ({"num_elements": 2048 * 3}, "block 1 has another layout"),
         ({"parameters": [{"name": "w", "shape": [3], "start": 128, "decay": True}]}, "block 1 has another layout"),
         ({"parameters": [{"name": "w", "shape": [-3], "start": 0, "decay": True}]}, "shape is negative"),

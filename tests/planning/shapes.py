@@ -52,7 +52,6 @@ def gpt(
         lay_out_block(
             dtype=dtype,
             index=0,
-            kind="embedding",
             name="embedding",
             parameters=[("wte", (vocab_size, h), True)],
             borrowers=(num_layers + 1,) if tied else (),
@@ -68,20 +67,20 @@ def gpt(
             (f"{index}.up", (4 * h, h), True),
             (f"{index}.down", (h, 4 * h), True),
         ]
-        blocks.append(
-            lay_out_block(dtype=dtype, index=index + 1, kind="layer", name=f"layer {index}", parameters=parameters)
-        )
+        blocks.append(lay_out_block(dtype=dtype, index=index + 1, name=f"layer {index}", parameters=parameters))
     head: list[tuple[str, tuple[int, ...], bool]] = [("norm", (h,), False)]
     if not tied:
         head.append(("head", (vocab_size, h), True))
-    blocks.append(lay_out_block(dtype=dtype, index=num_layers + 1, kind="head", name="head", parameters=head))
+    blocks.append(lay_out_block(dtype=dtype, index=num_layers + 1, name="head", parameters=head))
     return ModelSpec(
         name="gpt",
         architecture="GPT",
         blocks=tuple(blocks),
+        segment_names=("embedding", *(f"layer {index}" for index in range(num_layers)), "head"),
         dtype=dtype,
         hidden_size=h,
         vocab_size=vocab_size,
+        batch_bytes=24 + 512,
     )
 
 

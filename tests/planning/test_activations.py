@@ -44,7 +44,6 @@ def test_of_many_experts_only_those_count_that_a_token_visits() -> None:
         layer = lay_out_block(
             dtype="bfloat16",
             index=1,
-            kind="layer",
             name="layer",
             parameters=[("experts", (num_experts, 2048, 512), True)],
         )

@@ -193,7 +193,7 @@ def test_layers_without_attention_have_no_attention_to_swap() -> None:
 def test_a_shape_is_the_papers_gpt() -> None:
     spec = spec_from_shape(name="13b", num_layers=40, hidden_size=5120, vocab_size=50257)
     assert spec.num_layers == 40 and spec.tied
-    assert [block.kind for block in spec.blocks] == ["embedding", *["layer"] * 40, "head"]
+    assert spec.segment_names == ("embedding", *(f"layer {index}" for index in range(40)), "head")
     for block in spec.blocks[1:-1]:
         assert sum(p.num_elements for p in block.parameters if len(p.shape) == 2) == 12 * 5120**2
     assert spec.blocks[0].num_parameters == 50257 * 5120

@@ -15,8 +15,8 @@ import ratel_cli.run.inputs.base_model
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import BadInput
-from ratel_cli.model.footprint import measured_traits
 from ratel_cli.run.files import user_cache
 from ratel_cli.run.inputs.base_model import Base, build_base, read_base
 from ratel_cli.run.inputs.model_description import ModelDescription, describe_model, description_file
@@ -192,7 +192,7 @@ def test_one_model_in_two_directories_is_described_once(built: list[RunConfig]) 
             lambda text: text.replace('"format_version": 7', '"format_version": "7"'),
             lambda text: text.replace('"num_heads": 4', '"num_heads": null'),
             lambda text: text.replace('"start": 0', '"start": 1'),
-            lambda text: text.replace('"tied": ', '"united": '),
+            lambda text: text.replace('"is_looked_up": ', '"is_found": '),
         ],
         every=3,
     ),

@@ -26,6 +26,7 @@ from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.carried import Roots
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.segments import Segment
 
 
 @dataclass(slots=True)
@@ -58,16 +59,25 @@ class PartialSums(Closing):
                 partial = self._partials[block.index, number]
                 uploads.append(self._add_roots(roots, block, weights.of(block), partial))
             yield roots
+            for upload in uploads:  # what comes next takes the memory of what has gone up
+                upload.wait()
             for block in segment.unfinished:
-                self._keep(block, weights.of(block), number)
+                found = [each.grad if each.grad is None else taken_gradient(each) for each in weights.of(block)]
+                self._keep(block, found, number)
         finally:
             roots.tensors.clear()
             roots.gradients.clear()
             for upload in uploads:
                 upload.wait()
         for block in segment.trained:
-            if block.borrowers:
+            if block.has_partial_sums:
                 self._partials.pop((block.index, number)).lease.release()
+
+    def begin(self, segment: Segment, gradients: Sequence[torch.Tensor | None], number: int) -> None:
+        """Keep the gradients of the parameters in all `unfinished` blocks of the last segment, for one micro-batch."""
+        left = iter(gradients)
+        for block in segment.unfinished:
+            self._keep(block, [next(left) for _ in block.parameters], number)
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
@@ -90,22 +100,18 @@ class PartialSums(Closing):
                 roots.gradients.append(values[place.start : place.stop].view(place.shape))
         return upload
 
-    def _keep(self, block: BlockSpec, parameters: Sequence[torch.nn.Parameter], number: int) -> None:
-        """Bring the gradients that a backward has left in borrowed parameters to host memory."""
-        key, present = (block.index, number), tuple(parameter.grad is not None for parameter in parameters)
+    def _keep(self, block: BlockSpec, gradients: Sequence[torch.Tensor | None], number: int) -> None:
+        """Bring the gradients that a backward has made of borrowed parameters to host memory."""
+        key, present = (block.index, number), tuple(gradient is not None for gradient in gradients)
         if key not in self._partials:
             lease = self._pool.lease(block.compute_bytes, f"gradient of {block.name} so far")
             self._partials[key] = _Partial(lease, self._device.download([], _label(block)), present)
         partial, size = self._partials[key], block.dtype_bytes
         pieces = [
-            (
-                taken_gradient(parameter).reshape(-1).view(torch.uint8),
-                partial.lease.memory[place.start * size : place.stop * size],
-            )
-            for place, parameter, is_present in zip(block.parameters, parameters, present, strict=True)
-            if is_present
+            (gradient.reshape(-1).view(torch.uint8), partial.lease.memory[place.start * size : place.stop * size])
+            for place, gradient in zip(block.parameters, gradients, strict=True)
+            if gradient is not None
         ]
-        # Downloads begin when all that was queued is done, so not before the upload of what was in this memory.
         partial.download, partial.present = self._device.download(pieces, _label(block)), present
 
 

@@ -17,25 +17,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Generic
 
 import torch
 
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.gpu import translate_errors
-from ratel_cli.engine.embedding_rows import rows_suffice
-from ratel_cli.engine.loss import loss_and_gradients
+from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.loss import MeanLoss, loss_and_gradients
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
+from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
-from ratel_cli.engine.state import place
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.model.blocks import DecoderModel, trained_of
 from ratel_cli.model.carried import Carried, Embedded, LayerCall, LayerOutput
-from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.placement import num_looked_up
@@ -81,12 +79,12 @@ class Sums:
     """So for the head."""
 
 
-class BlockProfiler:
+class BlockProfiler(Generic[AnyBatch]):
     """Runs and times a model's blocks on random weights."""
 
     def __init__(
         self,
-        model: DecoderModel,
+        program: Program[AnyBatch],
         pool: BufferPool,
         *,
         dtype: torch.dtype,
@@ -96,15 +94,14 @@ class BlockProfiler:
     ) -> None:
         """`pool`: host memory for sums of gradients. `chunk_tokens`: tokens whose logits are computed at once; None: as
         many as have 64 MiB of logits."""
-        model.place(device.torch_device)
-        self._model = model
+        program.place(device.torch_device)
+        self._program = program
         self._pool = pool
         self._sums = sums
-        self._layer_runner = model.layer_runner
         self._device = device
         self._torch_device = device.torch_device
-        self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
-        largest = max(block.num_elements for block in model.spec.blocks)
+        self._chunk_tokens = chunk_tokens or tokens_per_chunk(program.spec.vocab_size)
+        largest = max(block.num_elements for block in program.spec.blocks)
         generator = torch.Generator(self._torch_device).manual_seed(0)
         weights = torch.empty(largest, dtype=dtype, device=self._torch_device)
         self._weights = weights.normal_(std=_DEVIATION, generator=generator)
@@ -114,7 +111,7 @@ class BlockProfiler:
 
     def record(
         self,
-        batch: MicroBatch,
+        batch: AnyBatch,
         *,
         most_runs: int = _NUM_RUNS,
         beside: Beside | None = None,
@@ -127,12 +124,13 @@ class BlockProfiler:
         each segment before it runs.
         Raises BadInput if a segment cannot run, with its name and why; DoesNotFit if a GPU has too little memory.
         """
-        embedding, *layers, head = self._model.spec.segments
-        [batch] = place([batch], self._torch_device)
+        embedding, *layers, head = self._program.spec.segments
+        tokens = self._distinct_tokens(batch)
+        batch = batch.to(self._torch_device)
         # As in a step: on a thread of its own, backward would drop its last tensors whenever that is scheduled.
         with torch.autograd.set_multithreading_enabled(False):
             with self._running(embedding, progress):
-                embedded = self._embedding(embedding, batch, most_runs)
+                embedded = self._embedding(embedding, batch, tokens, most_runs)
             hidden = embedded.hidden.detach()
             runs: dict[int, list[_Run]] = {}
             kinds: dict[object, int] = {}
@@ -152,7 +150,7 @@ class BlockProfiler:
                 runs[layer.index] = runs[first]
                 if carried.links_layers:  # layers above may read what this one leaves
                     with self._running(layer, progress), self._bound(layer), torch.no_grad():
-                        carried.forward(index, partial(self._layer_runner.run_layer, index, hidden))
+                        carried.forward(index, partial(self._program.run, index, hidden))
             with self._running(head, progress):
                 self._head(head, batch, hidden, most_runs)
         num_samples = min(len(samples) for samples in runs.values())
@@ -174,46 +172,47 @@ class BlockProfiler:
         except _CANNOT_RUN as error:
             dtype, device = str(self._weights.dtype).removeprefix("torch."), self._torch_device.type
             raise BadInput(
-                f"{self._model.spec.architecture}: its {segment.name} cannot run forward and backward in {dtype} "
+                f"{self._program.spec.architecture}: its {segment.name} cannot run forward and backward in {dtype} "
                 f"on {device}: {first_line(error)}",
                 "another dtype, device or attn_implementation may run it; if transformers trains this model, "
                 "please report it",
             ) from error
 
-    def _embedding(self, segment: Segment, batch: MicroBatch, most_runs: int) -> Embedded:
-        tokens = self._distinct_tokens(batch)
-        borrowed = self._model.spec.head.borrowed_lookups
+    def _embedding(self, segment: Segment, batch: AnyBatch, tokens: DistinctTokens | None, most_runs: int) -> Embedded:
+        borrowed = self._program.spec.head.borrowed_lookups
         holds, is_single = self._device.is_host and not borrowed, self._sums.num_micro_batches == 1
         with self._bound(segment, tokens) as parameters, self._sum_of(segment, holds, is_single=is_single) as total:
 
             def run() -> _Run:
                 self._begin_again(total)
                 start = self._now()
-                embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
+                embedded = self._program.begin(batch)
                 middle = self._now()
                 gradient = torch.zeros_like(embedded.hidden)
-                _add(total, torch.autograd.grad(embedded.hidden, trained_of(parameters), gradient, allow_unused=True))
+                _add(total, torch.autograd.grad(embedded.hidden, _trained(parameters), gradient, allow_unused=True))
                 return _Run(middle - start, self._now() - middle)
 
             self._outside[segment.index] = self._with_rounding(_samples(run, most_runs), total)
-            return self._layer_runner.embed(batch.input_ids, batch.position_ids)
+            return self._program.begin(batch)
 
-    def _distinct_tokens(self, batch: MicroBatch) -> DistinctTokens | None:
+    def _distinct_tokens(self, batch: AnyBatch) -> DistinctTokens | None:
         """The tokens whose rows a GPU gets of the embedding; None if it gets the matrix, or if the CPU computes."""
-        spec = self._model.spec
-        if self._device.is_host or not rows_suffice(spec, num_looked_up(spec, batch.input_ids.numel())):
+        if self._device.is_host:
             return None
-        return DistinctTokens.of([batch.input_ids.cpu()], self._torch_device, substitutes=spec.substitutes)
+        spec, tokens = self._program.spec, tokens_looked_up(self._program, [batch])
+        most_rows = num_looked_up(spec, sum(each.numel() for each in tokens))
+        rows = EmbeddingRows.of(spec, tokens, self._torch_device, most_rows=most_rows)
+        return None if rows is None else rows.tokens
 
     def _layer(
         self, layer: Segment, carried: Carried, hidden: torch.Tensor, most_runs: int, beside: Beside | None
     ) -> tuple[list[_Run], torch.Tensor]:
         place = layer.index - 1
-        module = self._layer_runner.layers[place]
+        module = self._program.module(place)
         outputs: list[torch.Tensor] = []
         holds, is_single = self._sums.holds_layers, self._sums.num_micro_batches == 1
         with self._bound(layer) as parameters, self._sum_of(layer, holds, is_single=is_single) as total:
-            trained = trained_of(parameters)
+            trained = _trained(parameters)
 
             def recorded(recorder: Recorder) -> torch.Tensor:
                 """Forward as a step runs it. Returns its input."""
@@ -221,7 +220,7 @@ class BlockProfiler:
 
                 def forward(call: LayerCall) -> LayerOutput:
                     with recorder.recording():
-                        return self._layer_runner.run_layer(place, leaf, call)
+                        return self._program.run(place, leaf, call)
 
                 outputs[:] = [carried.forward(place, forward, has_backward=True).detach()]
                 return leaf
@@ -234,7 +233,7 @@ class BlockProfiler:
                 tape, _ = recorder.finish()
                 middle = self._now()
                 with Replayer(tape):
-                    again, roots = carried.replay(place, partial(self._layer_runner.run_layer, place, leaf))
+                    again, roots = carried.replay(place, partial(self._program.run, place, leaf))
                 with _dropping(trained) if total is None else adding_to(trained, total, is_last=False):
                     again.backward(torch.zeros_like(again), inputs=[leaf, *trained, *roots.inputs])
                 return _Run(middle - start, self._now() - middle)
@@ -255,28 +254,21 @@ class BlockProfiler:
                 recorded(Recorder(parameters))  # layers above may read what this one has left
             return self._with_rounding(runs, total), outputs[0]
 
-    def _head(self, head: Segment, batch: MicroBatch, hidden: torch.Tensor, most_runs: int) -> None:
+    def _head(self, head: Segment, batch: AnyBatch, hidden: torch.Tensor, most_runs: int) -> None:
         with self._bound(head) as bound, self._sum_of(head, self._sums.holds_head) as total:
-            parameters, take = trained_of(bound), partial(_add, total)
+            parameters, take = _trained(bound), partial(_add, total)
 
             def run() -> _Run:
                 start = self._now()
                 leaf = hidden.detach().requires_grad_()
-                finished = self._layer_runner.finish(leaf, batch.input_ids, batch.position_ids)
-                _, gradient = loss_and_gradients(
-                    self._layer_runner,
-                    finished,
-                    batch.targets,
+                loss_and_gradients(
+                    self._program.finish(leaf, batch),
+                    leaf,
                     parameters,
                     take,
+                    mean=MeanLoss(max(1, batch.num_targets), 1.0),
                     chunk_tokens=self._chunk_tokens,
-                    num_targets=max(1, batch.num_targets),
-                    loss_scale=1.0,
                 )
-                _, *others = torch.autograd.grad(
-                    last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
-                )
-                take(others)
                 return _Run(0.0, self._now() - start)
 
             self._outside[head.index] = self._with_rounding(_samples(run, most_runs), total)
@@ -310,15 +302,15 @@ class BlockProfiler:
         parameters: list[torch.nn.Parameter] = []
         try:
             for block in segment.bound:
-                sizes, of_rows = [block.num_elements], tokens if block is self._model.spec.lookup_block else None
+                sizes, of_rows = [block.num_elements], tokens if block is self._program.spec.lookup_block else None
                 if of_rows is not None:
                     behind = block.parameters[1].start if len(block.parameters) > 1 else block.num_elements
                     sizes = [len(of_rows) * block.parameters[0].shape[1], block.num_elements - behind]
                 weights = [self._weights[:size].to(VALUE_DTYPES[block.dtype]) for size in sizes]
-                parameters += self._model.bind(block, *weights, tokens=of_rows)
+                parameters += self._program.bind(block, *weights, tokens=of_rows)
             yield tuple(parameters)
         finally:
-            self._model.release(segment)
+            self._program.release(segment)
 
     @contextlib.contextmanager
     def _sum_of(self, segment: Segment, holds: bool, *, is_single: bool = False) -> Iterator[SegmentSum | None]:
@@ -333,6 +325,10 @@ class BlockProfiler:
         )
         with SegmentSum.of(sums) as total:
             yield total
+
+
+def _trained(parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:
+    return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
 
 def _add(total: SegmentSum | None, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -120,7 +120,7 @@ class RatelForecaster:
         """Whether the placement that takes the least memory fits with this many layers. Apart from what a step notes of
         each it takes the same for every depth."""
         device_limit_bytes = self._device_limit_bytes(setting)
-        layer_bytes = notes_bytes(self.spec.layers[-1:], setting.workload)
+        layer_bytes = notes_bytes(self.spec.layers[-1:], setting.workload, num_layers=1)
         limit_bytes = host_limit_bytes(setting) - (num_layers - self.spec.num_layers) * layer_bytes
         problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
         problem = problem.in_least_gpu_memory

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.build import open_device
+from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
@@ -23,7 +24,6 @@ from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.analytic import analytic_profile

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
@@ -262,7 +263,7 @@ def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedMod
     context = run.context
     blocks = GenerationBlocks(generation)
     with BlockReader(decoder, blocks, context.pool, device=device, check_stop=context.stop.check) as reader:
-        ours = BlockwiseForward(decoder, reader).logits(tokens, positions)
+        ours = BlockwiseForward(decoder, reader).outputs(MicroBatch.of_tokens(tokens, positions))
     keywords = {"position_ids": positions} if decoder.layer_runner.takes_positions else {}
     with torch.no_grad():
         theirs = model(input_ids=tokens, use_cache=False, **keywords).logits

@@ -78,7 +78,7 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     cached = _read(file, name=Path(config.base_model).name)
     if cached is not None:
         return replace(cached, spec=cached.spec.with_gradients(config.resolved_gradient_dtype))
-    from ratel_cli.model.footprint import measured_traits
+    from ratel_cli.engine.footprint import measured_traits
     from ratel_cli.run.inputs.base_model import build_base, silence_transformers
 
     silence_transformers()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
@@ -100,7 +101,7 @@ def open_planned_engines(
     *,
     timeline: Timeline,
     drive_weights: Sequence[int],
-) -> Iterator[Callable[[Plan], StepEngine]]:
+) -> Iterator[Callable[[Plan], StepEngine[MicroBatch]]]:
     """Makes the engine for a plan, and then for another one, which takes over from the engine before it.
 
     All plans are made with the decisions of `plan`. `drive_weights` are the storage directories' shares of the scratch
@@ -121,7 +122,7 @@ def open_planned_engines(
         ) as parts,
     ):
 
-        def engine_for(followed: Plan) -> StepEngine:
+        def engine_for(followed: Plan) -> StepEngine[MicroBatch]:
             if context.device.type == "cpu":
                 # Idle buffers of the plan before would take what the new plan counts on for torch: a limit of 4 GiB
                 # peaked at 4.16 GiB.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ratel_cli.console import RunLog
+from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.errors import DoesNotFit
@@ -23,7 +24,6 @@ from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile

@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 
 from ratel_cli.closing import Closing
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
@@ -225,7 +226,9 @@ class Training(Closing):
         elif is_due:
             self._log.say(step_line(metrics, self._inputs.num_steps))
 
-    def _loop(self, engine: StepEngine, plan: Plan, panel: Panel, recording: StepRecording | None) -> TrainingLoop:
+    def _loop(
+        self, engine: StepEngine[MicroBatch], plan: Plan, panel: Panel, recording: StepRecording | None
+    ) -> TrainingLoop:
         return TrainingLoop(
             engine,
             store=self._store,

@@ -97,7 +97,7 @@ def block_profiler(
     dtype: DtypeName,
     placement: Placement,
     workload: Workload,
-) -> BlockProfiler:
+) -> BlockProfiler[MicroBatch]:
     """A profiler of the model's blocks whose gradients go where the placement has their sums."""
     is_single = workload.num_micro_batches == 1
     return BlockProfiler(
@@ -131,7 +131,7 @@ def any_batch(size: int, num_tokens: int, vocab_size: int, *, num_samples: int =
 
 
 def _try(
-    profiler: BlockProfiler,
+    profiler: BlockProfiler[MicroBatch],
     model: DecoderModel,
     workload: Workload,
     num_samples: int,

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,9 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from ratel_cli.model.blocks import DecoderModel, trained_of
+from ratel_cli.engine.program import AnyBatch, AnyProgram, Program
 from ratel_cli.model.carried import Carried, Embedded
-from ratel_cli.model.layer_runner import last_hidden_state, loss_sum
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import (
@@ -42,8 +42,6 @@ from ratel_cli.model.spec import (
 from ratel_cli.schedule.segments import Segment
 
 _TOKENS = 61
-_FIRST_SAMPLE = 30
-"""Tokens of the first of two samples in the row, so that attention gets a mask where samples can be packed."""
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, LookupError)
 """What fake tensors raise where values would decide what runs, and models that take fewer tokens."""
 _ATTENTION_NAME = "scaled_dot_product"
@@ -70,15 +68,18 @@ _LEAST_FREED = 0.1
 """Of backward's peak, what it takes less from one of `LayerActivations.rests` to the next."""
 
 
-def measured_traits(model: DecoderModel) -> LayerTraits:
-    """The model's traits with what activations take of its layers, the most over all kinds, and of its final norm.
+def measured_traits(program: AnyProgram) -> LayerTraits:
+    """The program's traits with what activations take of its layers, the most over all kinds, and of its last segment.
 
-    The model must be on the CPU, with no block bound. It is measured once.
+    The program must be on the CPU, with no block bound. It is measured once.
     """
-    if model.measured_traits is None:
+    if program not in _MEASURED:
         with _silent_fake_tensors():
-            model.measured_traits = _measured_traits(model)
-    return model.measured_traits
+            _MEASURED[program] = _measured_traits(program)
+    return _MEASURED[program]
+
+
+_MEASURED: WeakKeyDictionary[AnyProgram, LayerTraits] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -92,23 +93,23 @@ def _silent_fake_tensors() -> Iterator[None]:
         log.disabled = before
 
 
-def _measured_traits(model: DecoderModel) -> LayerTraits:
-    positions = torch.cat([torch.arange(_FIRST_SAMPLE), torch.arange(_TOKENS - _FIRST_SAMPLE)]).unsqueeze(0)
+def _measured_traits(program: Program[AnyBatch]) -> LayerTraits:
+    batch = program.sample(_TOKENS)
     try:
         with torch.no_grad():
-            embedded = model.layer_runner.embed(torch.zeros_like(positions), positions)
-        measured = _layers(model, embedded)
-        traits = replace(model.traits, activations=_most([activations for activations, _ in measured]))
+            embedded = program.begin(batch)
+        measured = _layers(program, embedded)
+        traits = replace(program.traits, activations=_most([activations for activations, _ in measured]))
     except _CANNOT_RUN:
-        return model.traits
+        return program.traits
     try:
-        norm, head = _norm(model, positions, embedded.hidden.shape)
+        norm, head = _last(program, batch, embedded.hidden.shape)
     except _CANNOT_RUN:
         return traits
     return replace(traits, norm=norm, moved=_mean([moved for _, moved in measured], head))
 
 
-def _layers(model: DecoderModel, embedded: Embedded) -> list[tuple[LayerActivations, _Moved]]:
+def _layers(program: AnyProgram, embedded: Embedded) -> list[tuple[LayerActivations, _Moved]]:
     """What every layer takes and moves. Of each kind one is measured."""
     kinds: dict[object, tuple[LayerActivations, _Moved]] = {}
     found = []
@@ -116,10 +117,10 @@ def _layers(model: DecoderModel, embedded: Embedded) -> list[tuple[LayerActivati
         calls = tuple(call.changed(fake.from_tensor) for call in embedded.calls)
         extras = tuple(each if each is None else fake.from_tensor(each) for each in embedded.extras)
         carried = Carried(replace(embedded, calls=calls, extras=extras))
-        for index, layer in enumerate(model.spec.layers):
+        for index, layer in enumerate(program.spec.layers):
             kind = (layer.block_kinds, *(each.shape for each in layer.parameters), embedded.cost_key(index))
             if kind not in kinds or carried.links_layers:  # layers above may read what this one leaves
-                kinds[kind] = _layer(model, layer, carried, embedded.hidden.shape)
+                kinds[kind] = _layer(program, layer, carried, embedded.hidden.shape)
             found.append(kinds[kind])
     return found
 
@@ -159,38 +160,28 @@ def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
     )
 
 
-def _norm(model: DecoderModel, positions: torch.Tensor, shape: Sequence[int]) -> tuple[NormActivations, _Moved]:
-    """What is between the last layer and the head, on `positions` `[1, tokens]`, and what norm and loss move. `shape`:
-    of hidden states."""
-    head, dtype = model.spec.head, DTYPES[model.spec.dtype]
+def _last(program: Program[AnyBatch], batch: AnyBatch, shape: Sequence[int]) -> tuple[NormActivations, _Moved]:
+    """What is between the last layer and the chunks of the loss, and what both move. `shape`: of hidden states."""
+    head, dtype = program.spec.head, DTYPES[program.spec.dtype]
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = _weights(head)
-        parameters = _bound(model, head, weights)
+        inputs = _trained(_bound(program, head, weights))
         try:
             leaf = torch.empty(shape, dtype=dtype, requires_grad=True)
             with _ActivationWatch(weights) as watch:
-                finished = last_hidden_state(model.layer_runner.finish(leaf, torch.zeros_like(positions), positions))
+                finished = program.finish(leaf, batch).hidden
                 gradient = torch.empty_like(finished)
                 held = watch.live[_TOKENS]
-                torch.autograd.grad(finished, (leaf, *trained_of(parameters)), gradient, allow_unused=True)
-            moved = _moved_by_head(model, leaf, parameters, positions)
+                torch.autograd.grad(finished, (leaf, *inputs), gradient, allow_unused=True)
+            moved = _Moved()
+            with moved:
+                done = program.finish(leaf, batch)
+                loss = done.loss_sum(done.hidden, 0)
+                moved.stage = "backward"
+                torch.autograd.grad(loss, (leaf, *inputs), allow_unused=True)
         finally:
-            model.release(head)
+            program.release(head)
     return NormActivations(held_per_token=held // _TOKENS, most_per_token=watch.peak[_TOKENS] // _TOKENS), moved
-
-
-def _moved_by_head(
-    model: DecoderModel, leaf: torch.Tensor, parameters: Sequence[nn.Parameter], positions: torch.Tensor
-) -> _Moved:
-    """What the final norm and the loss move for `leaf` `[1, tokens, hidden]`, fake, with the head's `parameters`."""
-    tokens = torch.zeros_like(positions)
-    moved = _Moved()
-    with moved:
-        finished = model.layer_runner.finish(leaf, tokens, positions)
-        loss = loss_sum(model.layer_runner.logits(finished, last_hidden_state(finished)), tokens[0])
-        moved.stage = "backward"
-        torch.autograd.grad(loss, (leaf, *trained_of(parameters)), allow_unused=True)
-    return moved
 
 
 def _weights(segment: Segment) -> list[torch.Tensor]:
@@ -198,24 +189,28 @@ def _weights(segment: Segment) -> list[torch.Tensor]:
     return [torch.empty(block.num_elements, dtype=DTYPES[block.dtype]) for block in segment.bound]
 
 
-def _bound(model: DecoderModel, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[nn.Parameter, ...]:
+def _bound(program: AnyProgram, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[nn.Parameter, ...]:
     """The segment's parameters as views of these arrays, bound to its modules."""
-    bound = map(model.bind, segment.bound, weights)
+    bound = map(program.bind, segment.bound, weights)
     return tuple(parameter for of_block in bound for parameter in of_block)
 
 
+def _trained(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    return tuple(parameter for parameter in parameters if parameter.requires_grad)
+
+
 def _layer(
-    model: DecoderModel, layer: Segment, carried: Carried, shape: Sequence[int]
+    program: AnyProgram, layer: Segment, carried: Carried, shape: Sequence[int]
 ) -> tuple[LayerActivations, _Moved]:
     """What one layer takes and moves, for hidden states of this shape. `carried` has fake tensors."""
     index = layer.index - 1
     weights = _weights(layer)
-    parameters = _bound(model, layer, weights)
+    parameters = _bound(program, layer, weights)
     try:
-        dtype = DTYPES[model.spec.dtype]
+        dtype = DTYPES[program.spec.dtype]
         leaf = torch.empty(tuple(shape), dtype=dtype, requires_grad=True)
         gradient = torch.empty_like(leaf).detach()
-        run = partial(model.layer_runner.run_layer, index, leaf)
+        run = partial(program.run, index, leaf)
         with _NoDropoutInAttention(), torch.no_grad():
             with _ActivationWatch(weights) as forward:
                 carried.forward(index, run)
@@ -237,9 +232,9 @@ def _layer(
             moved.stage = "backward"
             saved, used = dict(watch.live), set(watch.made_with.values())
             replay, passing = dict(watch.peak), watch.most_that_has_ended()
-            output.backward(gradient, inputs=[leaf, *trained_of(parameters)])
+            output.backward(gradient, inputs=[leaf, *_trained(parameters)])
     finally:
-        model.release(layer)
+        program.release(layer)
     row, square = _TOKENS, _TOKENS**2
     saved[row] -= output.untyped_storage().nbytes()
     passing[row] += output.untyped_storage().nbytes()

@@ -1,0 +1,67 @@
+"""A program of another shape than a decoder's trains as plain PyTorch does, and takes what was planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, partial_sums_bytes
+from ratel_cli.planning.placement import Placement, Workload
+from ratel_cli.planning.traffic import step_traffic
+from tests.engine.exactness import AHEAD, EVERY_BLOCK, PLACEMENTS
+from tests.engine.machine import machine
+from tests.engine.programs import NUM_LAYERS, NetProgram, check_net, net_steps, opened_net
+from tests.engine.test_step import moved_by_last_step
+from tests.reference import Recipe
+from tests.tiers import pairwise, thinned
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_micro_batches", "max_grad_norm", "conditions", "ahead"),
+    pairwise([torch.float32, torch.bfloat16], [1, 3], [None, 0.5], [True, False], [Placement(), AHEAD]),
+)
+def test_it_trains_as_plain_pytorch_does(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    num_micro_batches: int,
+    max_grad_norm: float | None,
+    conditions: bool,
+    ahead: Placement,
+) -> None:
+    recipe = Recipe(dtype=dtype, max_grad_norm=max_grad_norm)
+    check_net(machine, tmp_path, recipe, num_micro_batches=num_micro_batches, conditions=conditions, placement=ahead)
+
+
+@pytest.mark.parametrize("name", thinned(list(PLACEMENTS), every=3))
+def test_so_it_does_wherever_bytes_rest(tmp_path: Path, name: str) -> None:
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)
+    check_net(machine, tmp_path, recipe, num_micro_batches=2, conditions=True, **PLACEMENTS[name])
+
+
+def test_its_parts() -> None:
+    spec = NetProgram(16, Recipe(), conditions=False).spec
+    assert spec.lookup_block is None and not spec.tied
+    assert [[block.name for block in segment.blocks] for segment in spec.segments] == [
+        [], ["layer 0", "layer 0, shared"], ["layer 1"], [], ["layer 3"], [],
+    ]  # fmt: skip
+    assert [len(segment.unfinished) for segment in spec.segments] == [0, 0, 0, 1, 0, 1]
+    assert type(spec).from_json(spec.to_json()) == spec
+    workload = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=12)
+    shared = spec.shared_blocks[0].compute_bytes
+    planned = [partial_sums_bytes(spec, workload, segment) for segment in spec.segments]
+    assert planned == [0, *[3 * shared] * (NUM_LAYERS + 1)]
+
+
+@pytest.mark.parametrize("placement", [Placement(), AHEAD, replace(AHEAD, resident_weights=EVERY_BLOCK)])
+@pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
+def test_its_traffic_is_the_prediction(tmp_path: Path, placement: Placement, max_grad_norm: float | None) -> None:
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    steps = net_steps(3, 2, 64, torch.bfloat16)
+    with opened_net(machine, tmp_path, recipe, width=64, conditions=True, placement=placement) as ratel:
+        moved = moved_by_last_step(ratel, recipe, steps)  # type: ignore[arg-type]
+        holds = max_grad_norm is not None
+        planned = step_traffic(ratel.model.spec, placement, NOTHING_OFFLOADED, holds_gradients=holds)
+        assert moved == (planned.read_bytes, planned.written_bytes)
