@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ratel_cli.engine.block_reader import BlockReader
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 
 
 @contextmanager

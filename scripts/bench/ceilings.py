@@ -19,7 +19,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket, join
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.units import MIB
 

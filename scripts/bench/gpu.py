@@ -34,7 +34,7 @@ from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import available_bytes, default_limit_bytes
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Setting

@@ -25,7 +25,8 @@ from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton

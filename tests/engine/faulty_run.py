@@ -14,7 +14,7 @@ from pathlib import Path
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import IntegrityFailure, RatelError
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.training.loop import LoopCallbacks, TrainingLoop

@@ -22,7 +22,8 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
-from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base

@@ -14,7 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import BadInput
-from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.engine.exactness import assert_same_training

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.planning.placement import Placement
 from ratel_cli.sizes import DtypeName

@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.replay.tape import Recorder
-from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.model.spec import LayerActivations, LayerTraits, name_in_layer

@@ -13,8 +13,9 @@ from ratel_cli.engine.block_reader import BlockReader, FileBlocks, GenerationBlo
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, DoesNotFit, Interrupted
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.reload import load_export
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.traffic import step_traffic

@@ -12,7 +12,7 @@ from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.replay.profiling import BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.recorded import recorded_profile

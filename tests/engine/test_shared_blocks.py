@@ -15,7 +15,7 @@ from torch import nn
 from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks, weights_bytes
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import partial_sums_bytes

@@ -13,7 +13,7 @@ from torch import nn
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.analytic import analytic_profile

@@ -18,7 +18,7 @@ from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning import capacity
 from ratel_cli.planning.activations import input_bytes, offload

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning import gpu_memory
 from ratel_cli.planning.analytic import analytic_profile

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName
 from scripts.family_configs import FAMILIES, tiny_config

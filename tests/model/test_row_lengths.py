@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from scripts import family_configs
 from tests.tiers import sample

@@ -12,8 +12,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.hardware.host import resident_bytes
-from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.carried import LayerCall, LayerOutput
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.run.inputs.inputs import num_positions, position_table
 from scripts import family_configs

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource, import_weights
 from ratel_cli.model.shards import TensorSpec
 from ratel_cli.model.skeleton import build_skeleton, read_model_config

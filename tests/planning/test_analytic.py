@@ -12,7 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.errors import BadInput
-from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.operators import TorchOperator
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import LayerTraits

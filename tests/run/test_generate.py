@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.run.ask.generate import cache_bytes
 from tests import tiers

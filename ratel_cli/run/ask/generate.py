@@ -25,7 +25,7 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.whole_model import computing_whole
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.report.completions import Completion, Completions
 from ratel_cli.run.ask.streamed import (
     BlockMemory,

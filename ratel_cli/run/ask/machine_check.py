@@ -14,7 +14,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import ErrorList
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import has_own_store

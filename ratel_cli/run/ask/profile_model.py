@@ -23,7 +23,7 @@ from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.analytic import analytic_profile

@@ -14,8 +14,8 @@ from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
-from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.skeleton import DTYPES, read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile

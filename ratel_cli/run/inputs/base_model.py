@@ -17,10 +17,11 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.spec import ModelSpec

@@ -34,8 +34,8 @@ from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, RatelError
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_names

@@ -18,7 +18,7 @@ from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.hardware.gpu import is_limited
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan

@@ -23,7 +23,7 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile

@@ -30,7 +30,7 @@ from ratel_cli.hardware.host import return_free_memory
 from ratel_cli.hardware.measure import ADAMW_BYTES, adamw_update, spare_bytes
 from ratel_cli.hardware.spec import Host
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload

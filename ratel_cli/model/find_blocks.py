@@ -1,26 +1,15 @@
-"""Finds the blocks of any Hugging Face decoder, and binds weights to one block at a time.
+"""Finds the blocks of any Hugging Face decoder.
 
-1. `find_blocks` turns a skeleton into a `DecoderModel`. It finds the embedding, the list of layers, and the parameters
-   before and after the layers (`probe` runs the model to learn these), and lays out the `ModelSpec`.
-2. `bind` gives a block its weights. Then the block can run. The embedding can be given some rows of its matrix alone.
-3. `release` takes the weights away again.
-
-Invariant: an unbound parameter takes no memory. In the layers it is a meta parameter, so that using it by mistake
-fails. Outside the layers it is a placeholder (one zero, expanded), because the owner's code also runs through the part
-whose result is not needed.
+`find_blocks` turns a skeleton into a `DecoderModel`. It finds the embedding, the list of layers, and the parameters
+before and after the layers (`probe` runs the model to learn these), and lays out the `ModelSpec`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple, cast
 
 import torch
@@ -28,249 +17,18 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.model.around_layers import reject_other_text, reject_what_passes_all_layers
-from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
-from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state, loss_sum
+from ratel_cli.model.decoder import DecoderModel, ModuleAttribute, PlacedParameter, placeholder
+from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
-from ratel_cli.model.row_lengths import row_multiple
-from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
+from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
-from ratel_cli.model.trials import Trial, carried_bytes, counts_positions_from_zero
-from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
+from ratel_cli.model.trials import carried_bytes, counts_positions_from_zero
+from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
-from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModuleAttribute:
-    """An attribute of a module that holds a parameter: one place in the module tree."""
-
-    module: nn.Module
-    attribute: str
-
-    def put(self, parameter: nn.Parameter) -> None:
-        # Assigning through _parameters costs 1 us; setattr on a module costs 20.
-        self.module._parameters[self.attribute] = parameter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlacedParameter:
-    """One parameter and its places in the module tree."""
-
-    name: str
-    places: tuple[_ModuleAttribute, ...]
-    unbound: nn.Parameter
-    """What stands in its places while no weights are bound."""
-    decay: bool
-    """Whether weight decay applies."""
-    is_trained: bool
-    """False if the model's own code has frozen it."""
-
-    @property
-    def dtype(self) -> DtypeName:
-        """What it computes in."""
-        return NAMES_OF_DTYPES[self.unbound.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.unbound.shape)
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Put a parameter into its places."""
-        for place in self.places:
-            place.put(parameter)
-
-    def unbind(self) -> None:
-        """Put the unbound parameter into every place."""
-        self.put(self.unbound)
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedTokens:
-    """Hidden states of one micro-batch behind the final norm, for the head and the loss."""
-
-    layer_runner: LayerRunner
-    result: object
-    """What the owner returned."""
-    targets: torch.Tensor
-    """`[batch, tokens]`."""
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        """`[batch, tokens, hidden_size]`."""
-        return last_hidden_state(self.result)
-
-    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[rows, tokens, vocabulary]` of a part of `hidden`, `[rows, tokens, hidden_size]`."""
-        return self.layer_runner.logits(self.result, hidden)
-
-    def loss_sum(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
-        """The sum of the cross-entropies of the tokens from `first` on, counted row by row, whose hidden states are
-        `[1, tokens, hidden_size]`; an fp32 scalar."""
-        return loss_sum(self.outputs(hidden), self.targets.reshape(-1)[first : first + hidden.shape[1]])
-
-
-class DecoderModel:
-    """A skeleton whose blocks are known. Bind those of one segment at a time."""
-
-    def __init__(
-        self,
-        *,
-        skeleton: PreTrainedModel,
-        layer_runner: LayerRunner,
-        spec: ModelSpec,
-        traits: LayerTraits,
-        masks_separate: bool,
-        parameters: Sequence[tuple[_PlacedParameter, ...]],
-        has_other_parts: bool,
-        lookup: RowLookup,
-    ) -> None:
-        self.skeleton = skeleton
-        self.layer_runner = layer_runner
-        self.spec = spec
-        self.has_other_parts = has_other_parts
-        """Whether the skeleton has parameters that text does not use, such as a vision tower's. They are not trained,
-        and no block has them."""
-        self.traits = traits
-        self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
-        """All parameters, in the order of torch's `named_parameters`."""
-        self._parameters = tuple(parameters)
-        """The parameters of each block, in the order of `spec`."""
-        self._masks_separate = masks_separate
-        self._lookup = lookup
-        self._device = torch.device("cpu")
-
-    @cached_property
-    def packs(self) -> bool:
-        """Whether samples that are packed into one sequence stay apart. Found by numbers when it is first asked, which
-        takes seconds for a large model; then the model must be on the CPU, with no block bound."""
-        if not self._masks_separate:
-            return False
-        return self._trial.samples_stay_apart()
-
-    @cached_property
-    def looks_ahead(self) -> bool:
-        """Whether a token's result depends on tokens behind it. As `packs`, found when asked."""
-        return self._trial.looks_ahead()
-
-    @cached_property
-    def row_multiple(self) -> int:
-        """The number that must divide the tokens of a row; 1 for nearly all models. As `packs`, found when asked."""
-        trial = self._trial
-        return row_multiple(trial.layer_runner, trial.outside, trial.layers, num_positions=trial.num_positions)
-
-    @property
-    def _trial(self) -> Trial:
-        assert self._device.type == "cpu"
-        before, *layers, after = (
-            [each for block in segment.bound for each in self._parameters[block.index]]
-            for segment in self.spec.segments
-        )
-        number = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)
-        return Trial(
-            layer_runner=self.layer_runner,
-            outside=tuple({each.name: each for each in (*before, *after)}.values()),
-            layers=layers,
-            vocab_size=self.spec.vocab_size,
-            num_positions=number if isinstance(number, int) else None,
-        )
-
-    def place(self, device: torch.device) -> None:
-        """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""
-        if device == self._device:
-            return
-        self._device = device
-        for module in self.skeleton.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
-        placed = list(self._parameters)
-        for block in (*self.spec.embedding.blocks, *self.spec.head.blocks):
-            placed[block.index] = tuple(
-                replace(each, unbound=_placeholder(each.unbound, device)) for each in placed[block.index]
-            )
-            for parameter in placed[block.index]:
-                parameter.unbind()
-        self._parameters = tuple(placed)
-
-    def train(self, mode: bool) -> bool:
-        """Whether dropout is on from now on. Returns whether it was before."""
-        before = self.skeleton.training
-        self.skeleton.train(mode)
-        return before
-
-    def sample(self, num_tokens: int) -> MicroBatch:
-        """A micro-batch of one row with two samples, all of token 0, every one of them a target."""
-        first = num_tokens // 2
-        positions = torch.cat([torch.arange(first), torch.arange(num_tokens - first)]).unsqueeze(0)
-        tokens = torch.zeros_like(positions)
-        return replace(MicroBatch.of_tokens(tokens, positions), targets=tokens, num_targets=num_tokens)
-
-    def looked_up(self, batch: MicroBatch) -> torch.Tensor:
-        """The tokens `[batch, tokens]` that the embedding looks up."""
-        return batch.input_ids
-
-    def begin(self, batch: MicroBatch) -> Embedded:
-        """The first hidden states and every layer's arguments. Raises BadInput."""
-        return self.layer_runner.embed(batch.input_ids, batch.position_ids)
-
-    def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
-        """The output of a decoder layer, counted from 0, and what it returns besides for later layers."""
-        return self.layer_runner.run_layer(index, hidden, call)
-
-    def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens:
-        """The last layer's output `[batch, tokens, hidden_size]` behind the final norm. Raises BadInput."""
-        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids)
-        return FinishedTokens(self.layer_runner, finished, batch.targets)
-
-    def module(self, index: int) -> nn.Module:
-        """A decoder layer, counted from 0."""
-        return self.layer_runner.layers[index]
-
-    def bind(
-        self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None
-    ) -> tuple[nn.Parameter, ...]:
-        """Put views of the block's flat array into its modules. `parts` are that array, `[block.num_elements]` in all;
-        each begins where a parameter begins.
-
-        `tokens` are for an embedding whose matrix has the rows of these tokens alone: they are the first part, and the
-        others begin with the second parameter.
-        Returns the views, each in its parameter's shape, in the order of `block.parameters`.
-        """
-        starts = list(accumulate(map(len, parts), initial=0))
-        if tokens is not None:
-            ends = [*(parameter.start for parameter in block.parameters[1:2]), block.num_elements]
-            starts = [0, *accumulate(map(len, parts[1:]), initial=ends[0])]
-        assert starts[-1] == block.num_elements
-
-        def view(parameter: ParameterSpec, shape: tuple[int, ...]) -> torch.Tensor:
-            number = min(bisect_right(starts, parameter.start), len(parts)) - 1
-            start = parameter.start - starts[number]
-            return parts[number][start : start + math.prod(shape)].view(shape)
-
-        shapes = [parameter.shape for parameter in block.parameters]
-        if tokens is not None:
-            shapes[0] = (len(tokens), *shapes[0][1:])
-            self._lookup.bind(tokens)
-        parameters = tuple(
-            nn.Parameter(view(parameter, shape), requires_grad=block.is_trained)
-            for parameter, shape in zip(block.parameters, shapes, strict=True)
-        )
-        for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
-            placed.put(parameter)
-        return parameters
-
-    def release(self, segment: Segment) -> None:
-        """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
-        for block in segment.bound:
-            for parameter in self._parameters[block.index]:
-                parameter.unbind()
-        if segment.index == 0:
-            self._lookup.unbind()
 
 
 def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeName | None = None) -> DecoderModel:
@@ -358,10 +116,10 @@ class _CutBlock(NamedTuple):
     dtype: DtypeName
     rule: Rule
     borrowers: tuple[int, ...]
-    parameters: tuple[_PlacedParameter, ...]
+    parameters: tuple[PlacedParameter, ...]
 
 
-def _cut_into_blocks(segments: Sequence[tuple[str, Sequence[_PlacedParameter]]], dtype: DtypeName) -> list[_CutBlock]:
+def _cut_into_blocks(segments: Sequence[tuple[str, Sequence[PlacedParameter]]], dtype: DtypeName) -> list[_CutBlock]:
     """The blocks of segments, given as (name, parameters): of each segment first what is trained in the model's
     dtype; behind all of these what is in another one, or frozen, or borrowed by other segments.
 
@@ -456,14 +214,14 @@ def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
 
 def _placed_parameters(
     skeleton: nn.Module, layers: Sequence[nn.Module]
-) -> tuple[list[_PlacedParameter], list[list[_PlacedParameter]]]:
+) -> tuple[list[PlacedParameter], list[list[PlacedParameter]]]:
     """The parameters outside the layers, and those of each layer, in the order of the module tree. What several layers
     share is given for each of them."""
     layers_of = defaultdict[int, list[int]](list)
     for index, layer in enumerate(layers):
         for module in layer.modules():
             layers_of[id(module)].append(index)
-    places: dict[nn.Parameter, list[_ModuleAttribute]] = {}
+    places: dict[nn.Parameter, list[ModuleAttribute]] = {}
     names: dict[nn.Parameter, str] = {}
     homes = defaultdict[nn.Parameter, set[int]](set)
     for module_name, module in skeleton.named_modules():
@@ -477,16 +235,16 @@ def _placed_parameters(
                     " cannot be streamed"
                 )
             homes[parameter].update(own_layers)
-            places.setdefault(parameter, []).append(_ModuleAttribute(module=module, attribute=attribute))
+            places.setdefault(parameter, []).append(ModuleAttribute(module=module, attribute=attribute))
     norms = [module for module in skeleton.modules() if isinstance(module, nn.LayerNorm)]
     in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
-    outside: list[_PlacedParameter] = []
-    inside: list[list[_PlacedParameter]] = [[] for _ in layers]
+    outside: list[PlacedParameter] = []
+    inside: list[list[PlacedParameter]] = [[] for _ in layers]
     for parameter, name in names.items():
         own_layers = sorted(homes[parameter])
-        unbound = parameter if own_layers else _placeholder(parameter)
+        unbound = parameter if own_layers else placeholder(parameter)
         decay = decays(name, is_in_layer_norm=id(parameter) in in_norms)
-        placed = _PlacedParameter(
+        placed = PlacedParameter(
             name=name,
             places=tuple(places[parameter]),
             unbound=unbound,
@@ -499,8 +257,8 @@ def _placed_parameters(
 
 
 def _split(
-    used: Sequence[_PlacedParameter], usage: Usage, embedding: _PlacedParameter, *, tied: bool
-) -> tuple[list[_PlacedParameter], list[_PlacedParameter]]:
+    used: Sequence[PlacedParameter], usage: Usage, embedding: PlacedParameter, *, tied: bool
+) -> tuple[list[PlacedParameter], list[PlacedParameter]]:
     """The parameters before the layers, the embedding's weight first, and those after the layers."""
     for parameter in used:
         if parameter.name in usage.before & usage.after and not (tied and parameter is embedding):
@@ -538,9 +296,3 @@ def _inputs_first(layer: nn.Module) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False)
         if is_matrix(f"{module_name}.{name}", parameter.dim())
     ]
-
-
-def _placeholder(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
-    """A parameter of zeros with the same shape, in the memory of one element."""
-    zero = torch.zeros((), dtype=parameter.dtype, device=device)
-    return nn.Parameter(zero.expand(parameter.shape), requires_grad=False)

@@ -1,0 +1,269 @@
+"""A Hugging Face decoder as a program: weights are bound to one segment at a time, and the model's own code runs.
+
+1. `bind` gives a block its weights. When all blocks of a segment have theirs, it can run. The embedding can be given
+   some rows of its matrix alone.
+2. `release` takes the weights away again.
+
+Invariant: an unbound parameter takes no memory. In the layers it is a meta parameter, so that using it by mistake
+fails. Outside the layers it is a placeholder (one zero, expanded), because the owner's code also runs through the part
+whose result is not needed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
+from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state, loss_sum
+from ratel_cli.model.row_lengths import row_multiple
+from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES
+from ratel_cli.model.spec import LayerTraits, ModelSpec
+from ratel_cli.model.trials import Trial
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
+from ratel_cli.schedule.segments import Segment
+from ratel_cli.sizes import DtypeName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleAttribute:
+    """An attribute of a module that holds a parameter: one place in the module tree."""
+
+    module: nn.Module
+    attribute: str
+
+    def put(self, parameter: nn.Parameter) -> None:
+        # Assigning through _parameters costs 1 us; setattr on a module costs 20.
+        self.module._parameters[self.attribute] = parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedParameter:
+    """One parameter and its places in the module tree."""
+
+    name: str
+    places: tuple[ModuleAttribute, ...]
+    unbound: nn.Parameter
+    """What stands in its places while no weights are bound."""
+    decay: bool
+    """Whether weight decay applies."""
+    is_trained: bool
+    """False if the model's own code has frozen it."""
+
+    @property
+    def dtype(self) -> DtypeName:
+        """What it computes in."""
+        return NAMES_OF_DTYPES[self.unbound.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.unbound.shape)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Put a parameter into its places."""
+        for place in self.places:
+            place.put(parameter)
+
+    def unbind(self) -> None:
+        """Put the unbound parameter into every place."""
+        self.put(self.unbound)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTokens:
+    """Hidden states of one micro-batch behind the final norm, for the head and the loss."""
+
+    layer_runner: LayerRunner
+    result: object
+    """What the owner returned."""
+    targets: torch.Tensor
+    """`[batch, tokens]`."""
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """`[batch, tokens, hidden_size]`."""
+        return last_hidden_state(self.result)
+
+    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `[rows, tokens, vocabulary]` of a part of `hidden`, `[rows, tokens, hidden_size]`."""
+        return self.layer_runner.logits(self.result, hidden)
+
+    def loss_sum(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
+        """The sum of the cross-entropies of the tokens from `first` on, counted row by row, whose hidden states are
+        `[1, tokens, hidden_size]`; an fp32 scalar."""
+        return loss_sum(self.outputs(hidden), self.targets.reshape(-1)[first : first + hidden.shape[1]])
+
+
+class DecoderModel:
+    """A skeleton whose blocks are known. Bind those of one segment at a time."""
+
+    def __init__(
+        self,
+        *,
+        skeleton: PreTrainedModel,
+        layer_runner: LayerRunner,
+        spec: ModelSpec,
+        traits: LayerTraits,
+        masks_separate: bool,
+        parameters: Sequence[tuple[PlacedParameter, ...]],
+        has_other_parts: bool,
+        lookup: RowLookup,
+    ) -> None:
+        self.skeleton = skeleton
+        self.layer_runner = layer_runner
+        self.spec = spec
+        self.has_other_parts = has_other_parts
+        """Whether the skeleton has parameters that text does not use, such as a vision tower's. They are not trained,
+        and no block has them."""
+        self.traits = traits
+        self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
+        """All parameters, in the order of torch's `named_parameters`."""
+        self._parameters = tuple(parameters)
+        """The parameters of each block, in the order of `spec`."""
+        self._masks_separate = masks_separate
+        self._lookup = lookup
+        self._device = torch.device("cpu")
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether samples that are packed into one sequence stay apart. Found by numbers when it is first asked, which
+        takes seconds for a large model; then the model must be on the CPU, with no block bound."""
+        if not self._masks_separate:
+            return False
+        return self._trial.samples_stay_apart()
+
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """Whether a token's result depends on tokens behind it. As `packs`, found when asked."""
+        return self._trial.looks_ahead()
+
+    @cached_property
+    def row_multiple(self) -> int:
+        """The number that must divide the tokens of a row; 1 for nearly all models. As `packs`, found when asked."""
+        trial = self._trial
+        return row_multiple(trial.layer_runner, trial.outside, trial.layers, num_positions=trial.num_positions)
+
+    @property
+    def _trial(self) -> Trial:
+        assert self._device.type == "cpu"
+        before, *layers, after = (
+            [each for block in segment.bound for each in self._parameters[block.index]]
+            for segment in self.spec.segments
+        )
+        number = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)
+        return Trial(
+            layer_runner=self.layer_runner,
+            outside=tuple({each.name: each for each in (*before, *after)}.values()),
+            layers=layers,
+            vocab_size=self.spec.vocab_size,
+            num_positions=number if isinstance(number, int) else None,
+        )
+
+    def place(self, device: torch.device) -> None:
+        """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""
+        if device == self._device:
+            return
+        self._device = device
+        for module in self.skeleton.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+        placed = list(self._parameters)
+        for block in (*self.spec.embedding.blocks, *self.spec.head.blocks):
+            placed[block.index] = tuple(
+                replace(each, unbound=placeholder(each.unbound, device)) for each in placed[block.index]
+            )
+            for parameter in placed[block.index]:
+                parameter.unbind()
+        self._parameters = tuple(placed)
+
+    def train(self, mode: bool) -> bool:
+        """Whether dropout is on from now on. Returns whether it was before."""
+        before = self.skeleton.training
+        self.skeleton.train(mode)
+        return before
+
+    def sample(self, num_tokens: int) -> MicroBatch:
+        """A micro-batch of one row with two samples, all of token 0, every one of them a target."""
+        first = num_tokens // 2
+        positions = torch.cat([torch.arange(first), torch.arange(num_tokens - first)]).unsqueeze(0)
+        tokens = torch.zeros_like(positions)
+        return replace(MicroBatch.of_tokens(tokens, positions), targets=tokens, num_targets=num_tokens)
+
+    def looked_up(self, batch: MicroBatch) -> torch.Tensor:
+        """The tokens `[batch, tokens]` that the embedding looks up."""
+        return batch.input_ids
+
+    def begin(self, batch: MicroBatch) -> Embedded:
+        """The first hidden states and every layer's arguments. Raises BadInput."""
+        return self.layer_runner.embed(batch.input_ids, batch.position_ids)
+
+    def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
+        """The output of a decoder layer, counted from 0, and what it returns besides for later layers."""
+        return self.layer_runner.run_layer(index, hidden, call)
+
+    def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens:
+        """The last layer's output `[batch, tokens, hidden_size]` behind the final norm. Raises BadInput."""
+        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids)
+        return FinishedTokens(self.layer_runner, finished, batch.targets)
+
+    def module(self, index: int) -> nn.Module:
+        """A decoder layer, counted from 0."""
+        return self.layer_runner.layers[index]
+
+    def bind(
+        self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None
+    ) -> tuple[nn.Parameter, ...]:
+        """Put views of the block's flat array into its modules. `parts` are that array, `[block.num_elements]` in all;
+        each begins where a parameter begins.
+
+        `tokens` are for an embedding whose matrix has the rows of these tokens alone: they are the first part, and the
+        others begin with the second parameter.
+        Returns the views, each in its parameter's shape, in the order of `block.parameters`.
+        """
+        starts = list(accumulate(map(len, parts), initial=0))
+        if tokens is not None:
+            ends = [*(parameter.start for parameter in block.parameters[1:2]), block.num_elements]
+            starts = [0, *accumulate(map(len, parts[1:]), initial=ends[0])]
+        assert starts[-1] == block.num_elements
+
+        def view(parameter: ParameterSpec, shape: tuple[int, ...]) -> torch.Tensor:
+            number = min(bisect_right(starts, parameter.start), len(parts)) - 1
+            start = parameter.start - starts[number]
+            return parts[number][start : start + math.prod(shape)].view(shape)
+
+        shapes = [parameter.shape for parameter in block.parameters]
+        if tokens is not None:
+            shapes[0] = (len(tokens), *shapes[0][1:])
+            self._lookup.bind(tokens)
+        parameters = tuple(
+            nn.Parameter(view(parameter, shape), requires_grad=block.is_trained)
+            for parameter, shape in zip(block.parameters, shapes, strict=True)
+        )
+        for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
+            placed.put(parameter)
+        return parameters
+
+    def release(self, segment: Segment) -> None:
+        """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
+        for block in segment.bound:
+            for parameter in self._parameters[block.index]:
+                parameter.unbind()
+        if segment.index == 0:
+            self._lookup.unbind()
+
+
+def placeholder(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
+    """A parameter of zeros with the same shape, in the memory of one element."""
+    zero = torch.zeros((), dtype=parameter.dtype, device=device)
+    return nn.Parameter(zero.expand(parameter.shape), requires_grad=False)
