@@ -5,9 +5,15 @@ Invariant: a reader gets a value of the type that it asked for, or a ValueError 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import UnionType
+from typing import Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+_Read = TypeVar("_Read")
 
 
 def hash_of(value: object) -> str:
@@ -47,10 +53,7 @@ class JsonFields:
 
     def number(self, key: str) -> float:
         """A whole or fractional number."""
-        value = self.value(key)
-        if not isinstance(value, int | float):
-            raise ValueError(f"{key} is not a number")
-        return value
+        return _checked_number(self.value(key), key)
 
     def optional_number(self, key: str) -> float | None:
         """A number, or None where the field holds null."""
@@ -66,10 +69,7 @@ class JsonFields:
 
     def flag(self, key: str) -> bool:
         """True or false."""
-        value = self.value(key)
-        if not isinstance(value, bool):
-            raise ValueError(f"{key} is neither true nor false")
-        return value
+        return _checked_flag(self.value(key), key)
 
     def fields(self, key: str) -> JsonFields:
         """The object under this key."""
@@ -78,6 +78,50 @@ class JsonFields:
     def items(self, key: str) -> list[object]:
         """A list of anything."""
         return checked_list(self.value(key), key)
+
+
+def read_as(kind: type[_Read], content: object, **known: object) -> _Read:
+    """The dataclass of which `dataclasses.asdict` made `content`: each field has a value of the type that it declares.
+    Fields that it does not have are left alone; `known` are fields that are not read. Raises ValueError."""
+    fields, hints = JsonFields(content), _hints(kind)  # type: ignore[arg-type]
+    names = [each.name for each in dataclasses.fields(kind) if each.name not in known]  # type: ignore[arg-type]
+    return kind(**known, **{name: _checked(hints[name], fields.value(name), name) for name in names})
+
+
+@cache
+def _hints(kind: object) -> dict[str, object]:
+    return get_type_hints(kind)
+
+
+def _checked(kind: object, value: object, name: str) -> object:
+    """`value` if it is of the declared type, lists as tuples. Raises ValueError that calls it `name`."""
+    arguments = get_args(kind)
+    match get_origin(kind) or kind:
+        case origin if origin is Union or origin is UnionType:
+            present = next(each for each in arguments if each is not type(None))
+            return None if value is None else _checked(present, value, name)
+        case origin if origin is Literal:
+            if checked_text(value, name) not in arguments:
+                raise ValueError(f"{name} is {value!r}")
+            return value
+        case origin if origin is tuple:
+            return tuple(_checked(arguments[0], item, name) for item in checked_list(value, name))
+        case origin if isinstance(origin, type) and dataclasses.is_dataclass(origin):
+            return read_as(origin, value)
+        case origin:
+            return _SCALARS[origin](value, name)
+
+
+def _checked_number(value: object, name: str) -> float:
+    if not isinstance(value, int | float):
+        raise ValueError(f"{name} is not a number")
+    return value
+
+
+def _checked_flag(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is neither true nor false")
+    return value
 
 
 def checked_integer(value: object, name: str) -> int:
@@ -99,3 +143,11 @@ def checked_list(value: object, name: str) -> list[object]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} is not a list")
     return list(value)
+
+
+_SCALARS: dict[object, Callable[[object, str], object]] = {
+    int: checked_integer,
+    float: _checked_number,
+    str: checked_text,
+    bool: _checked_flag,
+}

@@ -6,15 +6,15 @@ Pure: nothing here imports torch, so that a plan can be made on any machine.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Self
 
 from ratel_cli.errors import BadInput
-from ratel_cli.json_fields import JsonFields, checked_integer
+from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.schedule.blocks import BlockSpec, block_from_json
 from ratel_cli.schedule.segments import Segment, segments_of
-from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES, DtypeName
+from ratel_cli.sizes import VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, StoredBlock
 
 FORMAT_VERSION = 8
@@ -198,22 +198,10 @@ class ModelSpec:
         Blocks are laid out again from names and shapes. If the layout differs, other code made the content.
         """
         fields = JsonFields(content)
-        if fields.integer("format_version") != FORMAT_VERSION or fields.text("dtype") not in DTYPE_NAMES:
+        if fields.integer("format_version") != FORMAT_VERSION:
             raise ValueError("made by another version")
-        return cls(
-            name=fields.text("name"),
-            architecture=fields.text("architecture"),
-            blocks=tuple(block_from_json(item, index) for index, item in enumerate(fields.items("blocks"))),
-            segment_names=tuple(fields.texts("segment_names")),
-            dtype=DTYPE_NAMES[fields.text("dtype")],
-            hidden_size=fields.integer("hidden_size"),
-            vocab_size=fields.integer("vocab_size"),
-            carried_bytes=fields.integer("carried_bytes"),
-            batch_bytes=fields.integer("batch_bytes"),
-            loss_bytes=fields.integer("loss_bytes"),
-            looks_up_rows=fields.flag("looks_up_rows"),
-            substitutes=tuple(checked_integer(each, "substitutes") for each in fields.items("substitutes")),
-        )
+        blocks = tuple(block_from_json(item, index) for index, item in enumerate(fields.items("blocks")))
+        return read_as(cls, content, blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,18 +217,6 @@ class RestOfBackward:
     """Names of the matrices whose gradients are made from then on."""
     has_attention: bool
     """Whether the backward of attention runs from then on."""
-
-    @classmethod
-    def from_json(cls, content: object) -> Self:
-        """The values from a part of what `LayerTraits.to_json` made. Raises ValueError."""
-        fields = JsonFields(content)
-        return cls(
-            after=fields.text("after"),
-            per_token=fields.integer("per_token"),
-            per_pair=fields.integer("per_pair"),
-            products=tuple(fields.texts("products")),
-            has_attention=fields.flag("has_attention"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,29 +252,6 @@ class LayerActivations:
     saved_products: tuple[str, ...]
     """Names, within a layer, of the matrices whose products autograd saves."""
 
-    @classmethod
-    def from_json(cls, content: object) -> Self:
-        """The values from the content that `LayerTraits.to_json` made. Raises ValueError."""
-        fields = JsonFields(content)
-        return cls(
-            saved_per_token=fields.integer("saved_per_token"),
-            saved_per_pair=fields.integer("saved_per_pair"),
-            more_per_token=fields.integer("more_per_token"),
-            more_per_pair=fields.integer("more_per_pair"),
-            making_per_token=fields.integer("making_per_token"),
-            making_per_pair=fields.integer("making_per_pair"),
-            replay_per_token=fields.integer("replay_per_token"),
-            replay_per_pair=fields.integer("replay_per_pair"),
-            replay_held_per_token=fields.integer("replay_held_per_token"),
-            replay_held_per_pair=fields.integer("replay_held_per_pair"),
-            forward_per_token=fields.integer("forward_per_token"),
-            forward_per_pair=fields.integer("forward_per_pair"),
-            forward_held_per_token=fields.integer("forward_held_per_token"),
-            forward_held_per_pair=fields.integer("forward_held_per_pair"),
-            rests=tuple(map(RestOfBackward.from_json, fields.items("rests"))),
-            saved_products=tuple(fields.texts("saved_products")),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormActivations:
@@ -309,12 +262,6 @@ class NormActivations:
     gradient of its result."""
     most_per_token: int
     """At the peak of forward or backward."""
-
-    @classmethod
-    def from_json(cls, content: object) -> Self:
-        """The values from a part of what `LayerTraits.to_json` made. Raises ValueError."""
-        fields = JsonFields(content)
-        return cls(held_per_token=fields.integer("held_per_token"), most_per_token=fields.integer("most_per_token"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,12 +280,6 @@ class MovedBytes:
     backward_per_pair: int
     head_per_token: int
     """Of the final norm, the passes of the loss over the logits, and the backward of both."""
-
-    @classmethod
-    def from_json(cls, content: object) -> Self:
-        """The values from a part of what `LayerTraits.to_json` made. Raises ValueError."""
-        values = JsonFields(content)
-        return cls(**{each.name: values.integer(each.name) for each in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,17 +307,7 @@ class LayerTraits:
     @classmethod
     def from_json(cls, content: object) -> Self:
         """The traits from the content that `to_json` made. Raises ValueError."""
-        fields = JsonFields(content)
-        activations, norm, moved = (fields.value(name) for name in ("activations", "norm", "moved"))
-        return cls(
-            num_heads=fields.integer("num_heads"),
-            head_dim=fields.integer("head_dim"),
-            active_experts=fields.integer("active_experts"),
-            inputs_first=tuple(fields.texts("inputs_first")),
-            activations=None if activations is None else LayerActivations.from_json(activations),
-            norm=None if norm is None else NormActivations.from_json(norm),
-            moved=None if moved is None else MovedBytes.from_json(moved),
-        )
+        return read_as(cls, content)
 
 
 def decays(name: str, *, is_in_layer_norm: bool = False) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal, Self, TypeVar
 
-from ratel_cli.json_fields import JsonFields
+from ratel_cli.json_fields import JsonFields, read_as
 
 FORMAT_VERSION = 6
 Source = Literal["analytic", "recorded"]
@@ -144,30 +144,12 @@ class ModelProfile:
     @classmethod
     def from_json(cls, content: object) -> Self:
         """The profile that `to_json` gave this content for. Raises ValueError."""
-        fields = JsonFields(content)
-        if fields.integer("format_version") != FORMAT_VERSION:
+        if JsonFields(content).integer("format_version") != FORMAT_VERSION:
             raise ValueError("made by another version")
-        sources: dict[str, Source] = {"analytic": "analytic", "recorded": "recorded"}
-        if fields.text("source") not in sources:
-            raise ValueError(f"source is {fields.text('source')!r}")
-        profiles = tuple(_layer(JsonFields(item)) for item in fields.items("profiles"))
-        layers = tuple(fields.integers("layers"))
-        if not set(layers) <= set(range(len(profiles))):
+        found = read_as(cls, content)
+        if not set(found.layers) <= set(range(len(found.profiles))):
             raise ValueError("layers without a profile")
-        return cls(
-            source=sources[fields.text("source")],
-            profiles=profiles,
-            layers=layers,
-            micro_batch_tokens=fields.integer("micro_batch_tokens"),
-            sequence_len=fields.integer("sequence_len"),
-            flops_head=fields.integer("flops_head"),
-            norm_held_bytes=fields.integer("norm_held_bytes"),
-            norm_bytes=fields.integer("norm_bytes"),
-            embedding_seconds=fields.optional_number("embedding_seconds"),
-            head_seconds=fields.optional_number("head_seconds"),
-            head_moved_bytes=fields.integer("head_moved_bytes"),
-            adamw_share=fields.optional_number("adamw_share"),
-        )
+        return found
 
 
 def _scaled(costs: _Costs, share: Fraction) -> _Costs:
@@ -179,41 +161,3 @@ def _scaled(costs: _Costs, share: Fraction) -> _Costs:
 def _share_of(number: _Number, share: Fraction) -> _Number:
     """Bytes and FLOPs are rounded up."""
     return math.ceil(share * number) if isinstance(number, int) else float(share) * number
-
-
-def _layer(fields: JsonFields) -> LayerProfile:
-    return LayerProfile(
-        input_bytes=fields.integer("input_bytes"),
-        saved_bytes=fields.integer("saved_bytes"),
-        forward_bytes=fields.integer("forward_bytes"),
-        forward_held_bytes=fields.integer("forward_held_bytes"),
-        backward_bytes=fields.integer("backward_bytes"),
-        making_bytes=fields.integer("making_bytes"),
-        replay_bytes=fields.integer("replay_bytes"),
-        replay_held_bytes=fields.integer("replay_held_bytes"),
-        flops_forward=fields.integer("flops_forward"),
-        flops_recomputed=fields.integer("flops_recomputed"),
-        candidates=tuple(_candidate(JsonFields(item)) for item in fields.items("candidates")),
-        rests=tuple(_rest(JsonFields(item)) for item in fields.items("rests")),
-        forward_moved_bytes=fields.integer("forward_moved_bytes"),
-        backward_moved_bytes=fields.integer("backward_moved_bytes"),
-        forward_seconds=fields.optional_number("forward_seconds"),
-        recomputed_seconds=fields.optional_number("recomputed_seconds"),
-        backward_seconds=fields.optional_number("backward_seconds"),
-    )
-
-
-def _candidate(fields: JsonFields) -> SwapCandidate:
-    return SwapCandidate(
-        operator=fields.text("operator"),
-        key=fields.text("key"),
-        num_bytes=fields.integer("num_bytes"),
-        flops=fields.integer("flops"),
-        seconds=fields.optional_number("seconds"),
-        saved_bytes=fields.integer("saved_bytes"),
-        held_bytes=fields.integer("held_bytes"),
-    )
-
-
-def _rest(fields: JsonFields) -> RestCosts:
-    return RestCosts(after=fields.text("after"), num_bytes=fields.integer("num_bytes"), flops=fields.integer("flops"))

@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ratel_cli.json_fields import JsonFields, checked_integer
+from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.schedule.rules import ADAMW, RULES, Rule
-from ratel_cli.sizes import BLOCK_ALIGNMENT, DTYPE_NAMES, PARAMETER_ALIGNMENT, VALUE_BYTES, DtypeName
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Record, StoredBlock
 from ratel_cli.units import align_up
 
@@ -194,31 +194,18 @@ def block_from_json(content: object, index: int) -> BlockSpec:
 
     It is laid out again from names and shapes. If the layout differs, other code made the content.
     """
-    fields = JsonFields(content)
-    dtype, gradient_dtype, rule = (fields.text(key) for key in ("dtype", "gradient_dtype", "rule"))
-    is_known = {dtype, gradient_dtype} <= set(DTYPE_NAMES) and rule in RULES
-    if fields.integer("index") != index or not is_known:
+    rule = JsonFields(content).text("rule")
+    if rule not in RULES:
         raise ValueError(f"block {index} is not described")
-    parameters = [JsonFields(item) for item in fields.items("parameters")]
+    found = read_as(BlockSpec, content, rule=RULES[rule])
+    if any(size < 0 for parameter in found.parameters for size in parameter.shape):
+        raise ValueError("shape is negative")
+    names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up")
     block = lay_out_block(
         index=index,
-        segment=fields.integer("segment"),
-        name=fields.text("name"),
-        parameters=[(each.text("name"), _shape(each), each.flag("decay")) for each in parameters],
-        dtype=DTYPE_NAMES[dtype],
-        gradient_dtype=DTYPE_NAMES[gradient_dtype],
-        rule=RULES[rule],
-        borrowers=tuple(checked_integer(each, "borrowers") for each in fields.items("borrowers")),
-        is_looked_up=fields.flag("is_looked_up"),
+        parameters=[(each.name, each.shape, each.decay) for each in found.parameters],
+        **{name: getattr(found, name) for name in names},
     )
-    starts = [each.integer("start") for each in parameters]
-    if starts != [each.start for each in block.parameters] or fields.integer("num_elements") != block.num_elements:
+    if found != block:
         raise ValueError(f"block {index} has another layout")
     return block
-
-
-def _shape(fields: JsonFields) -> tuple[int, ...]:
-    shape = tuple(checked_integer(size, "shape") for size in fields.items("shape"))
-    if min(shape, default=0) < 0:
-        raise ValueError("shape is negative")
-    return shape

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.json_fields import JsonFields
+from ratel_cli.json_fields import read_as
 
 FACTS_NAME: Final = "run.json"
 _FORMAT_VERSION: Final = 1
@@ -45,15 +45,6 @@ class RunFacts:
 def read_facts(run_dir: Path) -> RunFacts | None:
     """The facts in the directory of a run's own files; None if there are none."""
     try:
-        fields = JsonFields(json.loads((run_dir / FACTS_NAME).read_bytes()))
-        return RunFacts(
-            num_steps=fields.integer("num_steps"),
-            first_step=fields.integer("first_step"),
-            num_samples=fields.integer("num_samples"),
-            num_tokens=fields.integer("num_tokens"),
-            software=fields.text("software"),
-            started=fields.text("started"),
-            pid=fields.integer("pid"),
-        )
+        return read_as(RunFacts, json.loads((run_dir / FACTS_NAME).read_bytes()))
     except (OSError, ValueError, RecursionError):
         return None

@@ -143,7 +143,7 @@ def through_json(content: object) -> dict[str, object]:
         ({"name": None}, "name is not text"),
         ({"blocks": {}}, "blocks is not a list"),
         ({"blocks": [3]}, "expected an object"),
-        ({"dtype": "int8"}, "another version"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"looks_up_rows": 1}, "looks_up_rows is neither true nor false"),
         ({"hidden_size": "3"}, "hidden_size is not a whole number"),
     ],
@@ -156,7 +156,7 @@ def test_content_that_is_no_spec_is_rejected(changes: dict[str, object], message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"index": 2}, "block 1 is not described"),
+        ({"index": 2}, "block 1 has another layout"),
         ({"rule": "middle"}, "block 1 is not described"),
         ({"num_elements": 2048 * 3}, "block 1 has another layout"),
         ({"parameters": [{"name": "w", "shape": [3], "start": 128, "decay": True}]}, "block 1 has another layout"),
