@@ -41,3 +41,5 @@ LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Logits of a chunk of tokens in fp32, at most, unless a GPU has memory for more (planning/head_chunk.py)."""
 IGNORED_TARGET: Final = -100
 """The target of a position without loss, as in torch's cross-entropy."""
+SPLIT_KEYS: Final = ("micro_batch_size", "gradient_accumulation_steps")
+"""The keys of the config that split a step into micro-batches."""

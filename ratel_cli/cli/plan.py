@@ -56,13 +56,13 @@ def run(
         check_picture(picture)
         reject_existing(picture, overwrite=overwrite)
     hardware = find_hardware(config, hardware_path, log)
-    is_split_planned = config.is_split_planned
+    step_keys = config.step_keys
     if hardware_path is None:
         warn_of_host_limit(config, log)
         config = as_recorded(config)
     config = with_planned_split(config, hardware, name=config_path.stem, log=log)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
-    setting = setting_of(config, hardware, is_split_planned=is_split_planned)
+    setting = setting_of(config, hardware, step_keys=step_keys)
     forecast = forecaster.forecast(setting)
     if hardware_path is None:
         spaces = space_tiers(config, forecaster, nvme_bytes=forecast.prediction.nvme_bytes)

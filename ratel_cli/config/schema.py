@@ -42,7 +42,7 @@ from ratel_cli.config.values import (
     TrainOnInputs,
     WarmupSteps,
 )
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import SPLIT_KEYS, DtypeName
 from ratel_cli.units import counted
 
 __all__ = [
@@ -242,19 +242,25 @@ class RunConfig(Section):
         """Sequences in a full step."""
         if self.tokens_per_step is not None:
             return self.tokens_per_step // self.sequence_len
-        size, number = self.split
+        size, number = self.known_split
         return size * number
 
     @property
-    def is_split_planned(self) -> bool:
-        """Whether the plan has still to choose how a step is split into micro-batches."""
-        return self.micro_batch_size == self.gradient_accumulation_steps == "auto"
+    def split(self) -> tuple[int, int] | None:
+        """Sequences of a micro-batch, and micro-batches of a step; None if the plan has still to choose them."""
+        size, number = self.micro_batch_size, self.gradient_accumulation_steps
+        return (size, number) if isinstance(size, int) and isinstance(number, int) else None
 
     @property
-    def split(self) -> tuple[int, int]:
-        """Sequences of a micro-batch, and micro-batches of a step; of a resolved config whose split is known."""
-        assert isinstance(self.micro_batch_size, int) and isinstance(self.gradient_accumulation_steps, int)
-        return self.micro_batch_size, self.gradient_accumulation_steps
+    def known_split(self) -> tuple[int, int]:
+        """The split of a resolved config that has one."""
+        assert self.split is not None
+        return self.split
+
+    @property
+    def step_keys(self) -> tuple[str, ...]:
+        """The keys that decide, with `sequence_len`, how many tokens a step has."""
+        return ("tokens_per_step",) if self.split is None else SPLIT_KEYS
 
     def split_by(self, micro_batch_size: int) -> Self:
         """This config with the same step in micro-batches of this many sequences."""

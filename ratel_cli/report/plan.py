@@ -55,7 +55,7 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
     parameters = f"{format_count(prediction.num_parameters)} parameters in {counted(prediction.num_blocks, 'block')}"
     return [
         ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
-        ("step", split_words(prediction.workload, is_planned=forecast.setting.is_split_planned)),
+        ("step", split_words(prediction.workload, is_planned=not forecast.setting.has_own_split)),
         ("machine", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; {drives}, {rates}"),
         ("estimate", _estimate(prediction)),
         *((tier.name, _tier(tier)) for tier in forecast.tiers),

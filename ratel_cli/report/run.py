@@ -13,7 +13,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.step_time import RESOURCES, Resource
-from ratel_cli.report.plan import RESOURCE_NAMES, percent, split_words, step_time, wear_rows
+from ratel_cli.report.plan import RESOURCE_NAMES, percent, step_time, wear_rows
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import (
     counted,
@@ -47,22 +47,22 @@ def opening(
     paths: Sequence[Path],
     output_dir: Path,
     taken_bytes: int = 0,
-    is_split_planned: bool = False,
+    split: str,
     computed_tokens: int | None = None,
     endurance_tb: float | None = None,
 ) -> list[tuple[str, str]]:
     """Rows about what will be trained, where its state will be, and what that will cost.
 
     `loss_share` is the share of the tokens that carry loss; None if it is not known. `taken_bytes` is the size of an
-    earlier store of this run, whose space counts as available. `is_split_planned`: the plan, not the user, chose the
-    split into micro-batches. `computed_tokens`: of a step on average, padding included, where samples are not packed.
+    earlier store of this run, whose space counts as available. `split`: the step's micro-batches in
+    words. `computed_tokens`: of a step on average, padding included, where samples are not packed.
     `endurance_tb` is what the drives are rated for; None if that is not known.
     """
     gpu = hardware.gpu
     return [
         ("model", _model(spec, dtype)),
         ("data", _data(samples, data_tokens, loss_share)),
-        ("step", f"{split_words(plan.workload, is_planned=is_split_planned)}; {_steps(num_steps, first_step)}"),
+        ("step", f"{split}; {_steps(num_steps, first_step)}"),
         *_not_full(plan, computed_tokens),
         ("compute", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; one block at a time"),
         *_gpu_memory(plan, hardware),

@@ -167,7 +167,7 @@ def test_warmup_steps_set_the_ratio_to_zero(load: Load) -> None:
 def test_tokens_per_step_and_a_split(load: Load, lines: str, split: tuple[int, int] | None) -> None:
     """What is `auto` follows from the others; where both are, the plan decides. What is written loads as it was."""
     config = load(MINIMAL + lines + "\n").config
-    assert config.is_split_planned == (split is None)
+    assert config.split == split
     if split is None:
         assert (config.sequences_per_step, config.split_by(6).split) == (24, (6, 4))
     else:

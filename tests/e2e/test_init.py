@@ -56,7 +56,7 @@ def test_the_config_is_right_as_it_stands(base: Path, rows: Path) -> None:
     [dataset] = config.datasets
     assert (dataset.path, dataset.type) == (str(rows), "chat_template")
     assert config.sequence_len == 64, "the model has no more positions"
-    assert config.num_epochs == 3 and config.is_split_planned
+    assert config.num_epochs == 3 and config.split is None
     assert config.dtype == ("bfloat16" if gpu_names() else "float32")
     text = Path("run.yaml").read_text()
     assert text.startswith("# yaml-language-server: $schema=file:///")

@@ -18,7 +18,7 @@ from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.planning.wear import WearTrade
-from ratel_cli.report.plan import wear_rows
+from ratel_cli.report.plan import split_words, wear_rows
 from ratel_cli.report.run import (
     adapted_line,
     evaluation_line,
@@ -116,6 +116,7 @@ def facts(
         num_steps=num_steps,
         first_step=first_step,
         engine="threads",
+        split=split_words(made.workload, is_planned=False),
         paths=[Path("/a"), Path("/b")],
         output_dir=Path("out"),
         taken_bytes=taken_bytes,

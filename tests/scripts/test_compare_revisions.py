@@ -175,7 +175,7 @@ def test_the_demo_reads_what_was_made_for_it(tmp_path: Path) -> None:
     assert Inputs(tmp_path).job("demo").settings["max_steps"] == 80
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_revision_equals_itself_and_nothing_else(tmp_path: Path) -> None:
     if subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, check=False).returncode != 0:
         pytest.skip("there is no git repository")

@@ -31,7 +31,7 @@ class Advice:
 def advise(setting: Setting, rate: Callable[[Setting], SplitRate]) -> tuple[Advice, ...]:
     """The changes that gain; where the setting does not fit, only a split of its step that does."""
     now = rate(setting)
-    split = None if setting.is_split_planned else other_split(setting, rate)
+    split = other_split(setting, rate) if setting.has_own_split else None
     advices = [] if split is None else [split]
     for change, changed in _changes(setting) if now.fits else ():
         then = rate(changed)
@@ -117,9 +117,9 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         yield "storage.wear: ignore (more is written)", replace(setting, wear="ignore")
     rows, number = 2 * workload.micro_batch_size, 2 * workload.num_micro_batches
     more = replace(setting, workload=replace(workload, num_micro_batches=number))
-    if setting.is_split_planned:
-        yield f"tokens_per_step: {more.workload.tokens}", more
-    else:
+    if setting.has_own_split:
         yield f"micro_batch_size: {rows}", replace(setting, workload=replace(workload, micro_batch_size=rows))
         yield f"gradient_accumulation_steps: {number}", more
+    else:
+        yield f"tokens_per_step: {more.workload.tokens}", more
     yield "max_grad_norm: null", replace(setting, clips=False)

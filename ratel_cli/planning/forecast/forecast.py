@@ -15,6 +15,7 @@ from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.prediction import Prediction
 from ratel_cli.planning.split import SplitRate
 from ratel_cli.planning.wear import WearPolicy
+from ratel_cli.sizes import SPLIT_KEYS
 
 TierName = Literal["GPU", "RAM", "NVMe", "snapshot", "export"]
 
@@ -34,8 +35,14 @@ class Setting:
     """False: gradients are not clipped, whatever the config says."""
     chunk_bytes: int | None = None
     """Logits that the head computes at once, in fp32; None leaves it to the plan."""
-    is_split_planned: bool = False
-    """Whether the plan chose how the step is split into micro-batches."""
+    step_keys: tuple[str, ...] = SPLIT_KEYS
+    """The keys of the config that decide how many tokens a step has: the split into micro-batches, or their number
+    alone, if the plan chose the split."""
+
+    @property
+    def has_own_split(self) -> bool:
+        """Whether the user, not the plan, chose how the step is split into micro-batches."""
+        return self.step_keys == SPLIT_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +114,7 @@ class Forecast:
         time, traffic = prediction.time, prediction.traffic
         return {
             "model": prediction.model_json(),
-            "workload": {**asdict(prediction.workload), "is_split_planned": self.setting.is_split_planned},
+            "workload": {**asdict(prediction.workload), "is_split_planned": not self.setting.has_own_split},
             "hardware": self.setting.hardware.to_json(),
             "activations": prediction.activations_json(),
             "time": {

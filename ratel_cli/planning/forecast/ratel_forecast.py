@@ -181,14 +181,13 @@ def host_limit_bytes(setting: Setting) -> int:
 
 
 def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -> Forecast:
-    smaller = "tokens_per_step" if setting.is_split_planned else "micro_batch_size"
-    fewer = "" if setting.is_split_planned else ", gradient_accumulation_steps"
+    keys = ", ".join(setting.step_keys)
     tiers = [
         Tier(
             name="RAM",
             need_bytes=plan.memory.total,
             have_bytes=host_limit_bytes(setting),
-            remedy=f"raise limits.host_memory, or lower {smaller}{fewer} or sequence_len",
+            remedy=f"raise limits.host_memory, or lower {keys} or sequence_len",
         ),
         Tier(
             name="NVMe",
@@ -198,7 +197,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         ),
     ]
     if device_limit_bytes is not None:
-        remedy = f"raise limits.gpu_memory, or lower {smaller} or sequence_len"
+        remedy = f"raise limits.gpu_memory, or lower {setting.step_keys[0]} or sequence_len"
         gpu = Tier(name="GPU", need_bytes=plan.memory.device, have_bytes=device_limit_bytes, remedy=remedy)
         tiers.insert(0, gpu)
     prediction = replace(plan, time=plan.time.with_update_in_backward)

@@ -158,7 +158,7 @@ def _batches(rows: TrainingData) -> Iterator[MicroBatch]:
 
 
 def _batch_size(config: RunConfig) -> int:
-    return 1 if config.is_split_planned else config.split[0]
+    return 1 if config.split is None else config.split[0]
 
 
 def _chunk_bytes(config: RunConfig) -> int:

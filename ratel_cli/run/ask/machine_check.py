@@ -58,7 +58,7 @@ def check_machine(
 def _plan(context: RunContext, model: DecoderModel, hardware: HardwareProfile) -> Plan:
     """A plan that fits, whatever split and chunks the config leaves to it. Raises DoesNotFit."""
     config = context.config
-    if config.is_split_planned:
+    if config.split is None:
         context = replace(context, config=config.split_by(1))
     planner = make_planner(context, model.spec, hardware)
     return planner.plan(estimated_profile(planner, model))

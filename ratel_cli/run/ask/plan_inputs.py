@@ -35,14 +35,16 @@ from ratel_cli.run.inputs.length import known_steps
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.settings import decisions_of, wear_limit, workload_of
 from ratel_cli.run.train.space import spaces_of, taken_bytes
+from ratel_cli.sizes import SPLIT_KEYS
 from ratel_cli.units import MIB
 
 _PROCESS_BYTES = 460 * MIB
 """What a run takes before training: Python, torch, transformers, a skeleton (2-core Xeon, 2026-11)."""
 
 
-def setting_of(config: RunConfig, hardware: HardwareProfile, *, is_split_planned: bool = False) -> Setting:
-    """What to plan for: the config's step, on this machine, with drives of the endurance that the config gives."""
+def setting_of(config: RunConfig, hardware: HardwareProfile, *, step_keys: tuple[str, ...] = SPLIT_KEYS) -> Setting:
+    """What to plan for: the config's step, on this machine, with drives of the endurance that the config gives.
+    `step_keys`: those of the config as it was written."""
     endurance_tb = config.storage.endurance_tb or hardware.nvme.endurance_tb_written
     return Setting(
         workload=workload_of(config),
@@ -51,7 +53,7 @@ def setting_of(config: RunConfig, hardware: HardwareProfile, *, is_split_planned
         wear=config.storage.wear,
         chunk_bytes=None if config.head_chunk == "auto" else config.head_chunk,
         num_steps=known_steps(config),
-        is_split_planned=is_split_planned,
+        step_keys=step_keys,
     )
 
 
@@ -78,7 +80,7 @@ def forecaster_of(
 
 def with_planned_split(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:
     """The config with the split that a new run's plan chooses, from shapes alone; as it is if it names a split."""
-    if not config.is_split_planned:
+    if config.split is not None:
         return config
     unsplit = config.split_by(1)
     forecaster = forecaster_of(unsplit, hardware, name=name, log=log, is_recorded=False)
@@ -135,7 +137,7 @@ def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         num_parameters=shape.num_parameters or 0,
-        batch_size=config.split[0],
+        batch_size=config.known_split[0],
         sequence_len=config.sequence_len,
     )
     return counted if shape.num_parameters else with_layers(counted, shape.num_layers)

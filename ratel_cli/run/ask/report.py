@@ -29,6 +29,7 @@ from ratel_cli.run.files.run_directory import (
     run_directory,
 )
 from ratel_cli.run.files.user_cache import ratel_version
+from ratel_cli.sizes import SPLIT_KEYS
 from ratel_cli.training.facts import read_facts
 from ratel_cli.training.history import History, read_history
 
@@ -74,8 +75,8 @@ def _as_trained(config: RunConfig, notes: list[str]) -> RunConfig:
     trained = recorded.model_copy(update={"output_dir": config.output_dir})
     given, own = (as_recorded_by_run(each).model_dump(mode="json") for each in (config, trained))
     keys = _different_keys(given, own)
-    if config.is_split_planned:  # the plan's choice is recorded, and is no change
-        keys = [key for key in keys if key not in ("micro_batch_size", "gradient_accumulation_steps")]
+    if config.split is None:  # the plan's choice is recorded, and is no change
+        keys = [key for key in keys if key not in SPLIT_KEYS]
     if config.is_chunk_planned:
         keys = [key for key in keys if key != "head_chunk"]
     if keys:

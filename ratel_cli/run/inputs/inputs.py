@@ -58,6 +58,7 @@ from ratel_cli.run.inputs.settings import (
 )
 from ratel_cli.run.inputs.tokenizer import read_tokenizer, tokenizer_files
 from ratel_cli.run.inputs.unused_parts import unused_parts
+from ratel_cli.sizes import SPLIT_KEYS
 from ratel_cli.store.store import StoreIdentity
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.units import align_up
@@ -226,7 +227,7 @@ def load_data(
     `log` shows how far reading is. `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the
     user, if it is not this file.
     """
-    size, number = config.split_by(1).split if config.is_split_planned else config.split
+    size, number = config.split or config.split_by(1).known_split
     return load_training_data(
         _sources(config.datasets),
         DataSettings(
@@ -340,8 +341,8 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
     keys = {"base_model": None, "random_init": None, **dict.fromkeys(DECIDES_THE_BITS)}
     if config.is_chunk_planned and before.head_chunk in ("auto", *CHUNK_BYTES):
         del keys["head_chunk"]
-    if config.is_split_planned:
-        for key in ("micro_batch_size", "gradient_accumulation_steps"):
+    if config.split is None:
+        for key in SPLIT_KEYS:
             del keys[key]
         keys["tokens_per_step"] = None
         old["tokens_per_step"] = before.sequences_per_step * before.sequence_len

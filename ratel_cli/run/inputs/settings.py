@@ -44,11 +44,11 @@ def as_recorded(config: RunConfig) -> RunConfig:
 
     The config as it is if it names both, or if there is no store of a run with these settings.
     """
-    is_planned = config.is_split_planned or config.is_chunk_planned
+    is_planned = config.split is None or config.is_chunk_planned
     identity = stored_identity(config.storage.paths) if is_planned else None
     if identity is None:
         return config
-    splits = map(config.split_by, divisors(config.sequences_per_step)) if config.is_split_planned else (config,)
+    splits = (config,) if config.split else map(config.split_by, divisors(config.sequences_per_step))
     for split in splits:
         for each in map(split.chunked_by, CHUNK_BYTES) if config.is_chunk_planned else (split,):
             if identity.config_hash == settings_hash(each):
@@ -58,7 +58,7 @@ def as_recorded(config: RunConfig) -> RunConfig:
 
 def workload_of(config: RunConfig) -> Workload:
     """The tokens of a full step. What the head does at once depends on the model too: see `chunked_workload_of`."""
-    size, number = config.split
+    size, number = config.known_split
     return Workload(micro_batch_size=size, num_micro_batches=number, sequence_len=config.sequence_len)
 
 

@@ -29,6 +29,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export_weights import export_bytes, export_model
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
+from ratel_cli.report.plan import split_words
 from ratel_cli.report.run import opening
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.origin import Origin, check_same_origin, read_origin
@@ -79,7 +80,7 @@ def run_finetune(
         profile, plan = _planned(run, cache.read())
         spaces = _spaces(run, plan)
         log.facts([*_opening_rows(run, plan), *space_rows(context.config, spaces, hardware)])
-        if run.is_split_planned and run.store is not None:
+        if run.written.split is None and run.store is not None:
             report_better_split(planner, profile, plan, log)
         _check_limits(run, plan, spaces)
         if dry_run:
@@ -124,8 +125,8 @@ class _Run:
     branch: Branch | None
     first_step: int
     """The run begins or resumes after this step."""
-    is_split_planned: bool
-    """Whether a plan splits the steps, now or when the run began."""
+    written: RunConfig
+    """The config as it was given. If it leaves the split to a plan, one splits the steps, now or when the run began."""
     hardware: HardwareProfile
     meter: LoadMeter
     """Of other work on the machine since measuring began."""
@@ -144,7 +145,7 @@ def _find(
 ) -> _Run:
     """Read the inputs, open the store and its snapshot, if they exist, and measure the machine; choose what the config
     leaves to the plan, once and for all steps."""
-    as_written, config = config, as_stored(config, start)
+    written, config = config, as_stored(config, start)
     inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)
     resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
     context = resources.enter_context(open_context(config, log, device=inputs.device))
@@ -157,7 +158,7 @@ def _find(
         reject_lost_store(config)
 
     meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
-    if config.is_split_planned or config.is_chunk_planned:
+    if config.split is None or config.is_chunk_planned:
         context, inputs = shaped_by_plan(context, inputs, hardware)
         identity = identity_of(context.config, inputs)
     return _Run(
@@ -168,7 +169,7 @@ def _find(
         snapshot=snapshot,
         branch=branch,
         first_step=first_step,
-        is_split_planned=as_written.is_split_planned,
+        written=written,
         hardware=hardware,
         meter=meter,
         planner=make_planner(context, inputs.model.spec, hardware),
@@ -202,7 +203,7 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
 def _planned(run: _Run, cached: ModelProfile | None) -> tuple[ModelProfile, Plan]:
     """The profile and the plan of the first step. A model that no run has recorded is tried and measured."""
     context, planner = run.context, run.planner
-    make_plan = partial(plan_split, planner, is_new=run.store is None) if run.is_split_planned else planner.plan
+    make_plan = partial(plan_split, planner, is_new=run.store is None) if run.written.split is None else planner.plan
     profile = cached or estimated_profile(planner, run.inputs.model)
     plan = make_plan(profile)
     if cached is None:
@@ -242,7 +243,7 @@ def _save_plan(run: _Run, cache: CachedProfile, facts: RunFacts, plan: Plan, pro
         FACTS_NAME: facts.to_json(),
         HARDWARE_NAME: run.hardware.to_json(),
         MODEL_NAME: cache.content(run.planner.spec, profile),
-        PLAN_NAME: {**plan.to_json(), "is_split_planned": run.is_split_planned},
+        PLAN_NAME: {**plan.to_json(), "is_split_planned": run.written.split is None},
     }
     write_run_files(run.context.config, contents, log=run.context.log)
 
@@ -300,7 +301,7 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         paths=config.storage.paths,
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config),
-        is_split_planned=run.is_split_planned,
+        split=split_words(plan.workload, is_planned=run.written.split is None),
         computed_tokens=None if data.is_packed else round(data.num_computed_tokens / data.steps_per_epoch),
         endurance_tb=config.storage.endurance_tb,
     )

@@ -31,10 +31,10 @@ def shaped_by_plan(context: RunContext, inputs: Inputs, hardware: HardwareProfil
     Of splits that do not fit, the one that comes closest; chunks in the same way.
     """
     config = context.config
-    unsplit = replace(context, config=config.split_by(1) if config.is_split_planned else config)
+    unsplit = replace(context, config=config if config.split else config.split_by(1))
     planner = make_planner(unsplit, inputs.model.spec, hardware)
     profile = estimated_profile(planner, inputs.model)
-    if config.is_split_planned:
+    if config.split is None:
         best = best_split(planner.workload, _rates(planner, profile, is_chunk_planned=config.is_chunk_planned))
         planner = replace(planner, workload=best.workload)
         config = config.split_by(best.workload.micro_batch_size)

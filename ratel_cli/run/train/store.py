@@ -145,7 +145,7 @@ def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreId
         identity.model_hash,
         identity.seed,
     )
-    if not is_same or not (config.is_split_planned or stored.data_hash == identity.data_hash):
+    if not is_same or not (config.split is None or stored.data_hash == identity.data_hash):
         raise _explained(config, paths, ("data_hash",) if is_same else ()) or BadInput(
             f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings or data",
             REPLACE_STORE,

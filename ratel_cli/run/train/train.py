@@ -272,7 +272,7 @@ class Training(Closing):
         config = self._config
         return LoopSettings(
             num_steps=self._inputs.num_steps,
-            micro_batches_per_step=config.split[1],
+            micro_batches_per_step=config.known_split[1],
             deterministic=config.deterministic,
             scale_loss=config.dtype == "float16",
             eval_steps=config.eval_interval(self._inputs.num_steps),

@@ -74,7 +74,7 @@ def test_advice_not_to_clip_says_what_a_step_gains_that_is_not_clipped_anyway() 
 
 
 def test_where_the_plan_chose_the_split_only_the_step_can_grow() -> None:
-    planned = replace(SETTING, is_split_planned=True)
+    planned = replace(SETTING, step_keys=("tokens_per_step",))
     advices = advise(planned, lambda setting: rate_of(setting, float(setting.workload.tokens)))
     assert changes(advices) == ["tokens_per_step: 768"]
 
