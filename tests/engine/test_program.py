@@ -13,7 +13,7 @@ from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.traffic import step_traffic
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, PLACEMENTS
 from tests.engine.machine import machine
-from tests.engine.programs import NUM_LAYERS, NetProgram, check_net, net_steps, opened_net
+from tests.engine.programs import NUM_LAYERS, NetProgram, check_net, net_steps, net_trained, opened_net
 from tests.engine.test_step import moved_by_last_step
 from tests.reference import Recipe
 from tests.tiers import pairwise, thinned
@@ -65,3 +65,14 @@ def test_its_traffic_is_the_prediction(tmp_path: Path, placement: Placement, max
         holds = max_grad_norm is not None
         planned = step_traffic(ratel.model.spec, placement, NOTHING_OFFLOADED, holds_gradients=holds)
         assert moved == (planned.read_bytes, planned.written_bytes)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_the_loss_in_chunks_stays_within_rounding(tmp_path: Path, num_micro_batches: int) -> None:
+    """The shared matrix gets a gradient from each chunk, and their sum goes on to the layers below."""
+    recipe, steps = Recipe(chunk_tokens=7), net_steps(1, num_micro_batches, 64, torch.float32)
+    with opened_net(machine, tmp_path, recipe, width=64, conditions=True) as ratel:
+        [outcome] = ratel.train(steps, recipe)  # type: ignore[arg-type]
+    wanted = net_trained(64, steps, replace(recipe, chunk_tokens=None), conditions=True)
+    assert outcome.loss == pytest.approx(wanted.losses[0], rel=1e-6)
+    assert outcome.grad_norm == pytest.approx(wanted.norms[0], rel=1e-6)
