@@ -82,7 +82,7 @@ class JsonFields:
 
 def read_as(kind: type[_Read], content: object, **known: object) -> _Read:
     """The dataclass of which `dataclasses.asdict` made `content`: each field has a value of the type that it declares.
-    Fields that it does not have are left alone; `known` are fields that are not read. Raises ValueError."""
+    Other keys are ignored; `known` are fields that are not read. Raises ValueError."""
     fields, hints = JsonFields(content), _hints(kind)  # type: ignore[arg-type]
     names = [each.name for each in dataclasses.fields(kind) if each.name not in known]  # type: ignore[arg-type]
     return kind(**known, **{name: _checked(hints[name], fields.value(name), name) for name in names})

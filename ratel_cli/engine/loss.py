@@ -35,17 +35,27 @@ class ChunkSums:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._dtypes = [parameter.dtype for parameter in parameters]
         self._sums: list[torch.Tensor | None] = [None for _ in parameters]
+        self._summed: set[int] = set()
+        """Those of which there is a sum of its own, in fp32."""
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add a chunk's: for each of the parameters a gradient or None."""
         for index, gradient in enumerate(gradients):
             before = self._sums[index]
-            if gradient is not None:
-                self._sums[index] = gradient if before is None else before.float().add_(gradient)
+            if gradient is None:
+                continue
+            if before is None:
+                self._sums[index] = gradient  # as autograd made it: it may be that of another parameter, too
+            elif index in self._summed:
+                before.add_(gradient)
+            else:
+                self._sums[index] = before.to(torch.float32, copy=True).add_(gradient)
+                self._summed.add(index)
 
     def take(self) -> list[torch.Tensor | None]:
         """The sums, each in the dtype of its parameter; they begin anew."""
         sums, self._sums = self._sums, [None for _ in self._sums]
+        self._summed.clear()
         return [None if each is None else each.to(dtype) for each, dtype in zip(sums, self._dtypes, strict=True)]
 
 

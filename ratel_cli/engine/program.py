@@ -36,7 +36,7 @@ class Batch(Protocol):
         """Tokens with a loss. The loss of a step is the mean over those of all its micro-batches."""
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tensors there."""
+        """The same with its tensors on `device`."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -85,10 +85,10 @@ class Program(Protocol[AnyBatch]):
         """Give up the weights of all blocks that the segment binds."""
 
     def train(self, mode: bool) -> bool:
-        """Whether dropout is on from now on. Returns whether it was before."""
+        """Switch dropout on or off. Returns whether it was on before."""
 
     def looked_up(self, batch: AnyBatch) -> torch.Tensor:
-        """The tokens `[batch, tokens]` that the first segment looks up. Only where `spec.lookup_block` is one."""
+        """The tokens `[batch, tokens]` that the first segment looks up, of a program with a `spec.lookup_block`."""
 
     def begin(self, batch: AnyBatch) -> Embedded:
         """Run the first segment."""
@@ -104,7 +104,7 @@ class Program(Protocol[AnyBatch]):
 
 
 AnyProgram: TypeAlias = Program[Any]
-"""A program whose micro-batches nobody looks at."""
+"""A program, where its micro-batches do not matter."""
 
 
 def tokens_looked_up(program: Program[AnyBatch], batches: Sequence[AnyBatch]) -> list[torch.Tensor]:

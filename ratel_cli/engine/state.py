@@ -31,7 +31,7 @@ class StepOutcome:
     """What one step did."""
 
     loss: float
-    """Mean cross-entropy over the step's targets."""
+    """The mean of the losses over the step's targets."""
     grad_norm: float
     """Global 2-norm of the gradients before clipping. It may be why `applied` is False: then it is not finite."""
     forward_seconds: float

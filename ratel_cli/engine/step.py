@@ -160,7 +160,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._trim()  # the gradients' buffers: whatever comes next is no backward
 
     def evaluate(self, batches: Sequence[AnyBatch]) -> float:
-        """Sum of the cross-entropies over the targets of `batches`, with dropout off. No step may be unsettled."""
+        """Sum of the losses over the targets of `batches`, with dropout off. No step may be unsettled."""
         assert not self._updates.is_unsettled
         was_training = self._program.train(False)
         try:
@@ -300,7 +300,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """Phase 3, for all micro-batches.
 
         `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch, removed one by one. Returns the
-        sum of all cross-entropies (fp64 scalar), the gradients of these outputs, and the sum of the gradient of what
+        sum of all losses (fp64 scalar), the gradients of these outputs, and the sum of the gradient of what
         the head borrows of the embedding. Calls `begin_updates` at once if the update of the step before is written,
         otherwise after the head is computed.
         """

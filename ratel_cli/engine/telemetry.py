@@ -33,7 +33,7 @@ class SpanLabel(NamedTuple):
     text: str
     """The text that the user reads, such as "forward of layer 3"."""
     block: int
-    """Index of the block that the work is for."""
+    """Index of the segment that the work is for."""
     stage: Stage
     """The stage of the step that the work is for: transfers of weights belong to the stage that computes with them."""
     group: int = 0
@@ -42,7 +42,8 @@ class SpanLabel(NamedTuple):
     @classmethod
     def of(cls, what: str, owner: BlockSpec | Segment, stage: Stage, group: int = 0) -> Self:
         """The label of `what` of a block or a segment."""
-        return cls(f"{what} of {owner.name}", owner.index, stage, group)
+        index = owner.segment if isinstance(owner, BlockSpec) else owner.index
+        return cls(f"{what} of {owner.name}", index, stage, group)
 
 
 class Span(NamedTuple):

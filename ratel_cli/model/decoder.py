@@ -188,7 +188,7 @@ class DecoderModel:
         self._parameters = tuple(placed)
 
     def train(self, mode: bool) -> bool:
-        """Whether dropout is on from now on. Returns whether it was before."""
+        """Switch dropout on or off. Returns whether it was on before."""
         before = self.skeleton.training
         self.skeleton.train(mode)
         return before

@@ -192,7 +192,8 @@ class LayerRunner:
         """The owner's output object, after the final norm, for the output of the last layer.
 
         `hidden`: `[batch, tokens, hidden_size]`; the others: `[batch, tokens]`. The owner also computes the embedding
-        again, for nothing; placeholders as its weights make that cheap. Raises BadInput.
+        again, for nothing. Placeholders as its weights make that cheap, but the head may have bound the matrix. Raises
+        BadInput.
         """
         return self._run_owner(input_ids, position_ids, injected=hidden)[1]
 

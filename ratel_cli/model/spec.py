@@ -37,7 +37,7 @@ class ModelSpec:
     architecture: str
     """The class in transformers."""
     blocks: tuple[BlockSpec, ...]
-    """In the order of the store. The first block of each segment comes first, in the order of forward."""
+    """In the order of the store. What is trained in the model's dtype comes first, in the order of forward."""
     segment_names: tuple[str, ...]
     """In the order of forward."""
     dtype: DtypeName

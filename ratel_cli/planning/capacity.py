@@ -344,11 +344,12 @@ class _PlacedStep:
 
     def _head(self) -> _Moment:
         memory, head = self._memory, self._memory.spec.head
-        computing = head.made_bytes + head.sum_bytes + memory.lookup_chunk
+        computing = head.made_bytes + head.sum_bytes + memory.lookup_chunk + Segment(head.unfinished).sum_bytes
         return _Moment(
             num_held=0,
             block=self._window(head.index)
             + memory.lookup_sum
+            + memory.partials[head.index]
             + self._head_bytes
             + memory.gradient(head, self._gradients[head.index], computing, is_summed=True)
             + self._groups_in_backward(),

@@ -13,6 +13,7 @@ from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes, look
 from ratel_cli.planning.gpu_gradients import largest_bytes, others_leaving_bytes, returned_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Workload
+from ratel_cli.schedule.segments import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class HeadMemory:
         head, chunk_tokens = self.spec.head, head_chunk_tokens(self.spec, self.workload)
         sum_bytes = head.sum_bytes if self.spec.tied else 0
         made_bytes = head.made_bytes + chunk_tokens * self.spec.vocab_size * self.spec.dtype_bytes
-        return max(
+        shared_bytes = Segment(head.unfinished).sum_bytes + self._leaving_shared_bytes
+        return shared_bytes + max(
             sum_bytes + max(logits_bytes(self.spec, chunk_tokens), made_bytes) + self.profile.norm_held_bytes,
             sum_bytes + self.profile.norm_bytes,
             0 if self.spec.tied else returned_bytes(head),
@@ -51,8 +53,14 @@ class HeadMemory:
             max(earlier_bytes, sum_bytes) + self.profile.norm_bytes,
             sum_bytes + waiting_bytes + self.spec.lent.updated_bytes + micro_batch_bytes,
         )
+        computing_bytes += self._leaving_shared_bytes
         leaving_bytes = largest_bytes(head) + others_leaving_bytes(head)
         return max(computing_bytes, sum_bytes + waiting_bytes + leaving_bytes)
+
+    @property
+    def _leaving_shared_bytes(self) -> int:
+        """Partial sums of shared blocks of the micro-batch before, which are leaving."""
+        return sum(block.compute_bytes for block in self.spec.head.unfinished)
 
     def _chunks(self, earlier_bytes: int) -> int:
         """Logits, or gradients of the matrices, and sums; `earlier_bytes`: sums of the micro-batches before.
@@ -62,7 +70,8 @@ class HeadMemory:
         head = self.spec.head
         chunk_tokens, tokens = head_chunk_tokens(self.spec, self.workload), self.workload.micro_batch_tokens
         num_chunks, last_tokens = -(-tokens // chunk_tokens), tokens % chunk_tokens or chunk_tokens
-        sum_bytes, first_bytes = max(earlier_bytes, head.sum_bytes), self.spec.lent.updated_bytes
+        sum_bytes, borrowed = max(earlier_bytes, head.sum_bytes), Segment(head.borrowed)
+        first_bytes = borrowed.updated_bytes
 
         def logits(number: int) -> int:
             return logits_bytes(self.spec, chunk_tokens if number < num_chunks else last_tokens)
@@ -71,8 +80,8 @@ class HeadMemory:
         if num_chunks > 1:
             moments += [
                 sum_bytes + first_bytes + logits(2),
-                sum_bytes + head.made_bytes + first_bytes + self.spec.lent.sum_bytes,
+                sum_bytes + head.made_bytes + first_bytes + borrowed.sum_bytes,
             ]
         if num_chunks > 2:
-            moments.append(sum_bytes + self.spec.lent.sum_bytes + logits(3))
+            moments.append(sum_bytes + borrowed.sum_bytes + logits(3))
         return max(moments)

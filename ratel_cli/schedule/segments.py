@@ -1,9 +1,9 @@
 """Segments, the unit of computing: the pieces of a model's own code that run one after another. Pure.
 
 Of a decoder, the embedding, each layer and the head are one segment each. A segment binds its blocks, computes for
-every micro-batch, and gives them up. Its first block has the parameters that are trained in the model's dtype; what
-needs another dtype or another rule, or is shared with other segments, is in further blocks. A shared block belongs to
-the first segment that binds it; the others borrow it. A segment may have no block of its own. What moves ahead of
+every micro-batch, and gives them up. The parameters that are trained in the model's dtype are one block; what needs
+another dtype or another rule, or is shared with other segments, is in further blocks. A shared block belongs to the
+first segment that binds it; the others borrow it. A segment may have no block of its own. What moves ahead of
 computing, waits behind it or stays in memory is counted in segments.
 """
 

@@ -79,10 +79,15 @@ def block_flops_per_second(
 
 @contextmanager
 def _bound(model: DecoderModel, index: int, device: torch.device) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-    """A block with random weights."""
-    block = model.spec.blocks[index]
-    weights = torch.empty(block.num_elements, dtype=torch.bfloat16, device=device)
+    """A segment with random weights."""
+    segment = model.spec.segments[index]
     try:
-        yield model.bind(block, weights.normal_(std=0.02))
+        yield tuple(
+            parameter
+            for block in segment.bound
+            for parameter in model.bind(
+                block, torch.empty(block.num_elements, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+            )
+        )
     finally:
-        model.release(model.spec.segments[index])
+        model.release(segment)

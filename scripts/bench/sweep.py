@@ -155,7 +155,7 @@ def _measure(run: RatelRun, plan: Plan, steps_batches: Sequence[list[MicroBatch]
 def _last_bytes(run: RatelRun, plan: Plan) -> int:
     """Bytes read after the last step: the weights for its deferred updates. Otherwise a forward reads them."""
     deferred = plan.placement.deferred - plan.placement.resident_weights
-    return sum(run.model.spec.blocks[index].compute_bytes for index in deferred)
+    return sum(run.model.spec.segments[index].updated_bytes for index in deferred)
 
 
 if __name__ == "__main__":

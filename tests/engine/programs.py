@@ -1,5 +1,5 @@
-"""A model that is no decoder, whole and cut into a program: no embedding, no head, a matrix that three segments use,
-two streams that are carried, and segments without parameters of their own."""
+"""A model that is no decoder, whole and cut into a program: no embedding, no head, a matrix that segments share, two
+streams that are carried, and segments without parameters of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from tests.reference import Recipe, Trained, train_module
 NUM_LAYERS = 4
 SHARED_BY = (1, 3, 5)
 """Segments that use the shared matrix: layers 0 and 2, and the last one."""
+First = Literal["own", "shared", "none"]
+"""The parameters before the layers, which make the stream: of their own, those of the shared matrix, or none."""
 
 
 class _Inner(nn.Module):
@@ -42,15 +44,17 @@ class _Inner(nn.Module):
 class Net(nn.Module):
     """Residual layers on features, conditioned by a stream. Layer 0 leaves a second stream for layers 2 and 3."""
 
-    def __init__(self, width: int, *, conditions: bool) -> None:
-        """`conditions`: the stream is made by parameters before the layers; if not, it is an input."""
+    def __init__(self, width: int, *, first: First) -> None:
         super().__init__()
-        self.condition = nn.Linear(width, width) if conditions else None
+        self.first = first
+        self.condition = nn.Linear(width, width) if first == "own" else None
         self.shared = nn.Linear(width, width)
         self.inner = nn.ModuleDict({str(index): _Inner(width) for index in (0, 1, 3)})
 
     def stream(self, condition: torch.Tensor) -> torch.Tensor:
-        return condition if self.condition is None else gelu(self.condition(condition))
+        if self.first == "none":
+            return condition
+        return gelu((self.shared if self.condition is None else self.condition)(condition))
 
     def layer(
         self, index: int, hidden: torch.Tensor, stream: torch.Tensor, left: dict[str, torch.Tensor]
@@ -114,8 +118,8 @@ class _Finished:
 class NetProgram:
     """The net, cut at its layers. An unbound parameter has no values, so that using it fails."""
 
-    def __init__(self, width: int, recipe: Recipe, *, conditions: bool) -> None:
-        self.net = Net(width, conditions=conditions).to(recipe.dtype)
+    def __init__(self, width: int, recipe: Recipe, *, first: First) -> None:
+        self.net = Net(width, first=first).to(recipe.dtype)
         self.parameter_names = tuple(name for name, _ in self.net.named_parameters())
         self._unbound = {name: _unbound(name, each) for name, each in self.net.named_parameters()}
         self.spec = _spec_of(self.net, width, recipe)
@@ -173,8 +177,8 @@ class NetProgram:
 
 
 def _unbound(name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """In the layers one without values; before them zeros, with which a footprint runs."""
-    if not name.startswith("condition"):
+    """In the layers one without values; outside of them zeros, with which a footprint runs."""
+    if not name.startswith(("condition", "shared")):
         return nn.Parameter(parameter.to("meta"))
     return nn.Parameter(torch.zeros(()).to(parameter).expand(parameter.shape))
 
@@ -182,12 +186,13 @@ def _unbound(name: str, parameter: nn.Parameter) -> nn.Parameter:
 def _spec_of(net: Net, width: int, recipe: Recipe) -> ModelSpec:
     dtype = NAMES_OF_DTYPES[recipe.dtype]
     gradient_dtype = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
+    users = (0, *SHARED_BY) if net.first == "shared" else SHARED_BY
     own = [
         *([("first", 0, "condition")] if net.condition is not None else []),
         ("layer 0", 1, "inner.0"),
         ("layer 1", 2, "inner.1"),
         ("layer 3", 4, "inner.3"),
-        ("layer 0, shared", SHARED_BY[0], "shared"),
+        ("shared", users[0], "shared"),
     ]
     return ModelSpec(
         name="net",
@@ -203,7 +208,7 @@ def _spec_of(net: Net, width: int, recipe: Recipe) -> ModelSpec:
                 ],
                 dtype=dtype,
                 gradient_dtype=gradient_dtype,
-                borrowers=SHARED_BY[1:] if module == "shared" else (),
+                borrowers=users[1:] if module == "shared" else (),
             )
             for index, (name, segment, module) in enumerate(own)
         ),
@@ -220,11 +225,11 @@ def _spec_of(net: Net, width: int, recipe: Recipe) -> ModelSpec:
 
 @contextmanager
 def opened_net(
-    open_machine: OpenMachine, directory: Path, recipe: Recipe, *, width: int, conditions: bool, **options: object
+    open_machine: OpenMachine, directory: Path, recipe: Recipe, *, width: int, first: First, **options: object
 ) -> Iterator[Machine]:
     """A machine with the net's program. Its steps are those of `net_steps`."""
-    program = NetProgram(width, recipe, conditions=conditions)
-    weights = net_weights(width, conditions=conditions)
+    program = NetProgram(width, recipe, first=first)
+    weights = net_weights(width, first=first)
     with open_machine(directory, PretrainedConfig(), recipe, weights=weights, model=program, **options) as ratel:
         yield ratel
 
@@ -235,23 +240,23 @@ def check_net(
     recipe: Recipe,
     *,
     num_micro_batches: int,
-    conditions: bool,
+    first: First,
     width: int = 64,
     **options: object,
 ) -> None:
     """Train the net as a program and by its own forward: losses, norms and fp32 masters must be equal in every bit."""
     steps = net_steps(2, num_micro_batches, width, recipe.dtype)
-    with opened_net(open_machine, directory, recipe, width=width, conditions=conditions, **options) as ratel:
+    with opened_net(open_machine, directory, recipe, width=width, first=first, **options) as ratel:
         outcomes, weights = ratel.train(steps, recipe), ratel.weights()  # type: ignore[arg-type]
         assert all(outcome.applied for outcome in outcomes)
-        wanted = net_trained(width, steps, recipe, conditions=conditions, device=ratel.device)
+        wanted = net_trained(width, steps, recipe, first=first, device=ratel.device)
         assert_same_training(outcomes, weights, wanted)
 
 
-def net_weights(width: int, *, conditions: bool) -> dict[str, torch.Tensor]:
+def net_weights(width: int, *, first: First) -> dict[str, torch.Tensor]:
     """fp32 weights by name."""
     torch.manual_seed(1)
-    return {name: each.detach() for name, each in Net(width, conditions=conditions).named_parameters()}
+    return {name: each.detach() for name, each in Net(width, first=first).named_parameters()}
 
 
 def net_steps(
@@ -268,11 +273,11 @@ def net_steps(
 
 
 def net_trained(
-    width: int, steps: Sequence[Sequence[NetBatch]], recipe: Recipe, *, conditions: bool, device: str = "cpu"
+    width: int, steps: Sequence[Sequence[NetBatch]], recipe: Recipe, *, first: First, device: str = "cpu"
 ) -> Trained:
     """What the oracle makes of the weights, by the net's own forward."""
-    recipe, weights = replace(recipe, device=device), net_weights(width, conditions=conditions)
+    recipe, weights = replace(recipe, device=device), net_weights(width, first=first)
     on_device = [[batch.to(torch.device(device)) for batch in batches] for batches in steps]
-    net = Net(width, conditions=conditions)
+    net = Net(width, first=first)
     decayed = {name for name in weights if name.endswith("weight")}
     return train_module(net, net, weights, on_device, recipe, decayed=decayed)

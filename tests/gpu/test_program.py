@@ -18,7 +18,7 @@ from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.swap import SwapOrder
 from tests.engine.exactness import AHEAD, PLACEMENTS
-from tests.engine.programs import NetProgram, check_net, net_steps, opened_net
+from tests.engine.programs import First, NetProgram, check_net, net_steps, opened_net
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.gpu.test_memory import peak_bytes
 from tests.gpu.test_planned_memory import MOST, SMALL_BYTES, with_seconds_of_flops
@@ -30,16 +30,14 @@ pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_micro_batches", "max_grad_norm", "conditions"),
-    pairwise([torch.float32, torch.bfloat16], [1, 3], [None, 0.5], [True, False]),
+    ("dtype", "num_micro_batches", "max_grad_norm", "first"),
+    pairwise([torch.float32, torch.bfloat16], [1, 3], [None, 0.5], ["own", "shared", "none"]),
 )
 def test_it_trains_as_plain_pytorch_does(
-    tmp_path: Path, dtype: torch.dtype, num_micro_batches: int, max_grad_norm: float | None, conditions: bool
+    tmp_path: Path, dtype: torch.dtype, num_micro_batches: int, max_grad_norm: float | None, first: First
 ) -> None:
     recipe = Recipe(dtype=dtype, max_grad_norm=max_grad_norm)
-    check_net(
-        gpu_machine, tmp_path, recipe, num_micro_batches=num_micro_batches, conditions=conditions, placement=AHEAD
-    )
+    check_net(gpu_machine, tmp_path, recipe, num_micro_batches=num_micro_batches, first=first, placement=AHEAD)
 
 
 @pytest.mark.parametrize(
@@ -47,28 +45,29 @@ def test_it_trains_as_plain_pytorch_does(
 )
 def test_so_it_does_wherever_bytes_rest(tmp_path: Path, name: str, num_micro_batches: int) -> None:
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)
-    check_net(gpu_machine, tmp_path, recipe, num_micro_batches=num_micro_batches, conditions=True, **PLACEMENTS[name])
+    check_net(gpu_machine, tmp_path, recipe, num_micro_batches=num_micro_batches, first="own", **PLACEMENTS[name])
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "holds_sums", "swaps"), rotating([1, 3], [True, False], [False, True], full_pairs=True)
+    ("num_micro_batches", "holds_sums", "swaps", "first", "num_chunks"),
+    rotating([3, 1], [True, False], [False, True], ["own", "shared"], [1, 3], full_pairs=True),
 )
-def test_a_step_takes_what_was_planned(tmp_path: Path, num_micro_batches: int, holds_sums: bool, swaps: bool) -> None:
+def test_a_step_takes_what_was_planned(
+    tmp_path: Path, num_micro_batches: int, holds_sums: bool, swaps: bool, first: First, num_chunks: int
+) -> None:
     width, rows, tokens = 256, 4, 256
     workload = Workload(
         micro_batch_size=rows,
         num_micro_batches=num_micro_batches,
         sequence_len=tokens,
-        chunk_tokens=rows * tokens,
+        chunk_tokens=-(-rows * tokens // num_chunks),
     )
     recipe = Recipe(chunk_tokens=workload.chunk_tokens)
-    program = NetProgram(width, recipe, conditions=True)
+    program = NetProgram(width, recipe, first=first)
     estimate = analytic_profile(program.spec, workload, traits=measured_traits(program))
     placement = replace(AHEAD, gpu_holds_sums=holds_sums, gpu_holds_head=True)
     [batches] = net_steps(1, num_micro_batches, width, recipe.dtype, rows=rows, tokens=tokens)
-    with opened_net(
-        gpu_machine, tmp_path / "recorded", recipe, width=width, conditions=True, placement=placement
-    ) as ratel:
+    with opened_net(gpu_machine, tmp_path / "recorded", recipe, width=width, first=first, placement=placement) as ratel:
         found, recording, spec = peak_bytes(ratel, batches), StepRecording(), ratel.model.spec
         ratel.engine.run(batches, step=2, update=3, learning_rate=0.0, recording=recording)
     profile = recorded_profile(
@@ -84,7 +83,7 @@ def test_a_step_takes_what_was_planned(tmp_path: Path, num_micro_batches: int, h
     if swaps:
         swapping = replace(placement, swapped=order.keys(num_outputs))
         with opened_net(
-            gpu_machine, tmp_path / "swapping", recipe, width=width, conditions=True, placement=swapping
+            gpu_machine, tmp_path / "swapping", recipe, width=width, first=first, placement=swapping
         ) as ratel:
             found = peak_bytes(ratel, batches)
     planned = memory.needed_bytes(

@@ -18,7 +18,7 @@ from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import LEAST_UNITS, GroupShape, Placement, UnitsOnGpu, Workload
 from ratel_cli.planning.swap import SwapOrder
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.units import MIB
 from tests.planning.profiles import by_chance, estimated
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, unit_of
@@ -317,6 +317,24 @@ def test_micro_batches_cost_their_hidden_states_alone() -> None:
     tokens = WORKLOAD.micro_batch_tokens
     # In the head, each micro-batch has its hidden states or their gradient.
     assert three - two == tokens * (2 * spec.hidden_size + WORKLOAD.sequence_len + 40 + 512)
+
+
+@pytest.mark.parametrize("holds_head", [False, True])
+def test_what_an_embedding_has_besides_a_borrowed_matrix_is_summed_too(holds_head: bool) -> None:
+    plain = gpt(hidden_size=1024, vocab_size=64, tied=True)
+    positions = lay_out_block(
+        dtype="bfloat16",
+        index=len(plain.blocks),
+        segment=0,
+        name="positions",
+        parameters=[("wpe", (1 << 16, 1024), True)],
+    )
+    spec = replace(plain, blocks=(*plain.blocks, positions))
+    once, summed = (
+        memory_of(spec, replace(WORKLOAD, num_micro_batches=number)).needed_bytes(unit_of(MIB), holds_head=holds_head)
+        for number in (1, 3)
+    )
+    assert summed - once > 4 * positions.num_elements
 
 
 @examples(60)

@@ -108,7 +108,10 @@ class PartialSums(Closing):
             self._partials[key] = _Partial(lease, self._device.download([], _label(block)), present)
         partial, size = self._partials[key], block.dtype_bytes
         pieces = [
-            (gradient.reshape(-1).view(torch.uint8), partial.lease.memory[place.start * size : place.stop * size])
+            (
+                gradient.contiguous().view(-1).view(torch.uint8),
+                partial.lease.memory[place.start * size : place.stop * size],
+            )
             for place, gradient in zip(block.parameters, gradients, strict=True)
             if gradient is not None
         ]

@@ -188,8 +188,11 @@ class BlockProfiler(Generic[AnyBatch]):
                 start = self._now()
                 embedded = self._program.begin(batch)
                 middle = self._now()
-                gradient = torch.zeros_like(embedded.hidden)
-                _add(total, torch.autograd.grad(embedded.hidden, _trained(parameters), gradient, allow_unused=True))
+                made = [each for each in (embedded.hidden, *embedded.carried) if each.requires_grad]
+                inputs = _trained(parameters)
+                if made and inputs:
+                    gradients = list(map(torch.zeros_like, made))
+                    _add(total, torch.autograd.grad(made, inputs, gradients, allow_unused=True))
                 return _Run(middle - start, self._now() - middle)
 
             self._outside[segment.index] = self._with_rounding(_samples(run, most_runs), total)

@@ -36,8 +36,8 @@ class Setting:
     chunk_bytes: int | None = None
     """Logits that the head computes at once, in fp32; None leaves it to the plan."""
     step_keys: tuple[str, ...] = SPLIT_KEYS
-    """The keys of the config that decide how many tokens a step has: the split into micro-batches, or their number
-    alone, if the plan chose the split."""
+    """The keys of the config that decide how many tokens a step has: those of the split into micro-batches, or that of
+    the number of tokens, if the plan chose the split."""
 
     @property
     def has_own_split(self) -> bool:
