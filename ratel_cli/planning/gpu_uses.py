@@ -242,15 +242,18 @@ class Uses:
         is_embedding = position == len(self._schedule) - 1
         is_summed = self._workload.num_micro_batches > 1 or (self._spec.tied and is_embedding)
         made_bytes = self._gradient(segment, is_summed=is_summed)
-        replay_bytes = replay_held_bytes = others_bytes = 0
+        replay_bytes = replay_held_bytes = begun_bytes = 0
         if is_embedding:  # its parameters get their gradients all at once, and leave one after another
             gradients_bytes = segment.updated_bytes + self._vectors_bytes(segment) // 2
             working_bytes = gradients_bytes
             if self._holds_head or not self._spec.tied:
                 working_bytes = max(working_bytes, self._gradient(self._with_gradients, is_summed=is_summed))
             working_bytes += _shared_bytes(segment)
-            if self._spec.tied and self._workload.num_micro_batches > 1:  # what it has besides the borrowed matrix
-                others_bytes = 4 * sum(each.num_elements for each in segment.trained if not each.is_looked_up)
+            if self._workload.num_micro_batches > 1:  # the sum of a borrowed matrix waits since the head
+                waits = self._spec.tied
+                begun_bytes = 4 * sum(
+                    each.num_elements for each in segment.trained if not (waits and each.is_looked_up)
+                )
         else:
             costs = self._costs(segment)
             replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
@@ -265,14 +268,13 @@ class Uses:
             before_bytes += sum(block.compute_bytes for block in above.unfinished)
         if is_embedding and self._spec.tied and not self._holds_head:
             working_bytes = max(
-                gradients_bytes + self._waiting_bytes + others_bytes,
+                gradients_bytes + self._waiting_bytes + begun_bytes,
                 returned_bytes(self._spec.embedding),
                 working_bytes,
             )
             passing_bytes = before_bytes
         elif is_embedding:
-            own_sum_bytes = segment.sum_bytes if is_summed else 0
-            working_bytes += self._waiting_bytes + others_bytes if self._spec.tied else own_sum_bytes
+            working_bytes += self._waiting_bytes + begun_bytes
             working_bytes = max(working_bytes, self._matrix_norm_bytes(is_summed=is_summed))
             passing_bytes = max(before_bytes, others_leaving_bytes(self._with_gradients))
         elif self._holds_sums and is_summed:  # what leaves makes room for itself
