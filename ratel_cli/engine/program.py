@@ -1,6 +1,6 @@
 """What the engine needs of a model: its own code, cut at the segments, and where weights are bound.
 
-A program runs its segments in order for each micro-batch, and is the only one that knows what a micro-batch is:
+A program runs its segments in order for each micro-batch, and alone decides what a micro-batch has:
 
     begin    the first segment: from the micro-batch to the first hidden states, and the arguments of each layer
     run      a layer: from hidden states and its arguments to hidden states, and what it leaves for later layers

@@ -22,7 +22,6 @@ from ratel_cli.data.prompts import Prompt, encode_prompts
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.engine.build import open_device
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.engine.whole_model import computing_whole
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.model.decoder import DecoderModel
@@ -37,6 +36,7 @@ from ratel_cli.run.ask.streamed import (
     open_streamed,
     resident_blocks,
 )
+from ratel_cli.run.ask.whole_model import computing_whole
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.base_model import Base, prepare_process
 from ratel_cli.run.inputs.inputs import num_positions, position_table, read_fitting_tokenizer
