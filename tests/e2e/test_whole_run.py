@@ -143,7 +143,7 @@ def test_the_run_directory_has_config_machine_and_plan(chat_run: Path) -> None:
     assert plan["memory"]["fits"] is True
     num_parameters = sum(tensor.numel() for tensor in exported(chat_run).values())
     assert model["num_parameters"] == plan["model"]["num_parameters"] == num_parameters
-    assert [block["kind"] for block in model["blocks"]] == ["embedding", "layer", "layer", "head"]
+    assert model["segment_names"] == ["embedding", "layer 0", "layer 1", "head"]
 
 
 def test_a_dry_run_writes_neither_store_nor_weights(make_config: MakeConfig) -> None:
