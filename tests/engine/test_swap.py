@@ -73,8 +73,8 @@ def seconds_of(spec: ModelSpec, spans: tuple[Span, ...]) -> dict[int, BlockSecon
         )
 
     return {
-        block.index: BlockSeconds(forward=total(block.index, "forward"), backward=total(block.index, "backward"))
-        for block in spec.blocks
+        block: BlockSeconds(forward=total(block, "forward"), backward=total(block, "backward"))
+        for block in range(len(spec.segments))
     }
 
 

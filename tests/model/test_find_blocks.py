@@ -43,7 +43,8 @@ def test_every_parameter_has_one_place(architecture: str) -> None:
     assert list(wanted) == list(model.parameter_names)
     assert model.spec.segment_names == ("embedding", "layer 0", "layer 1", "layer 2", "head")
     assert [block.index for block in blocks] == list(range(len(blocks)))
-    assert {block.segment for block in blocks} == set(range(5))
+    with_parameters = {block.segment for block in blocks}
+    assert with_parameters == set(range(5)) - ({4} if architecture == "olmo" else set()), "its norms have none"
     assert model.spec.num_layers == 3
     assert blocks[0].parameters[0].shape[0] == model.spec.vocab_size
     for block in blocks:
