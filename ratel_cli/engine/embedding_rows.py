@@ -52,9 +52,7 @@ class EmbeddingRows:
         """
         num_rows = num_looked_up(spec, sum(ids.numel() for ids in input_ids))
         block = spec.lookup_block
-        if block is None or most_rows is None or num_rows > most_rows:
-            return None
-        if not rows_suffice(spec, num_rows):
+        if block is None or most_rows is None or num_rows > most_rows or not rows_suffice(spec, num_rows):
             return None
         tokens = DistinctTokens.of(input_ids, device, substitutes=spec.substitutes)
         return cls(block, tokens, num_rows=num_rows, most_rows=most_rows)

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from ratel_cli.engine.program import AnyBatch, AnyProgram, Program
+from ratel_cli.engine.program import AnyBatch, AnyProgram, Program, trained_of
 from ratel_cli.model.carried import Carried, Embedded
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.skeleton import DTYPES
@@ -165,7 +165,7 @@ def _last(program: Program[AnyBatch], batch: AnyBatch, shape: Sequence[int]) -> 
     head, dtype = program.spec.head, DTYPES[program.spec.dtype]
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = _weights(head)
-        inputs = _trained(_bound(program, head, weights))
+        inputs = trained_of(_bound(program, head, weights))
         try:
             leaf = torch.empty(shape, dtype=dtype, requires_grad=True)
             with _ActivationWatch(weights) as watch:
@@ -193,10 +193,6 @@ def _bound(program: AnyProgram, segment: Segment, weights: Sequence[torch.Tensor
     """The segment's parameters as views of these arrays, bound to its modules."""
     bound = map(program.bind, segment.bound, weights)
     return tuple(parameter for of_block in bound for parameter in of_block)
-
-
-def _trained(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-    return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
 
 def _layer(
@@ -232,7 +228,7 @@ def _layer(
             moved.stage = "backward"
             saved, used = dict(watch.live), set(watch.made_with.values())
             replay, passing = dict(watch.peak), watch.most_that_has_ended()
-            output.backward(gradient, inputs=[leaf, *_trained(parameters)])
+            output.backward(gradient, inputs=[leaf, *trained_of(parameters)])
     finally:
         program.release(layer)
     row, square = _TOKENS, _TOKENS**2

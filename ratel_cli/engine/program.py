@@ -107,6 +107,11 @@ AnyProgram: TypeAlias = Program[Any]
 """A program, where its micro-batches do not matter."""
 
 
+def trained_of(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """Those of bound parameters that have gradients, in their order."""
+    return tuple(parameter for parameter in parameters if parameter.requires_grad)
+
+
 def tokens_looked_up(program: Program[AnyBatch], batches: Sequence[AnyBatch]) -> list[torch.Tensor]:
     """The tokens `[batch, tokens]` of each micro-batch that the first segment looks up; none if it looks none up."""
     return [] if program.spec.lookup_block is None else [program.looked_up(batch) for batch in batches]

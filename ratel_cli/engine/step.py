@@ -300,9 +300,9 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """Phase 3, for all micro-batches.
 
         `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch, removed one by one. Returns the
-        sum of all losses (fp64 scalar), the gradients of these outputs, and the sum of the gradient of what
-        the head borrows of the embedding. Calls `begin_updates` at once if the update of the step before is written,
-        otherwise after the head is computed.
+        sum of all losses (fp64 scalar), the gradients of these outputs, and the sum of the gradient of what the head
+        borrows of the embedding. Calls `begin_updates` at once if the update of the step before is written, otherwise
+        after the head is computed.
         """
         head, scale = self._program.spec.head, state.gradient_scale
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []

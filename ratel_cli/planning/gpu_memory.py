@@ -240,11 +240,10 @@ class GpuMemory:
         kind_of = {}
         for segment in self._spec.segments:
             shapes = tuple((parameter.start, parameter.shape) for parameter in segment.parameters)
-            costs = self._profile.layers[segment.index - 1] if self._spec.is_layer(segment) else None
-            kind_of[segment.index] = kinds.setdefault(
-                (segment.block_kinds, shapes, costs, len(segment.begun), len(segment.unfinished)),
-                len(kinds),
-            )
+            is_layer = self._spec.is_layer(segment)
+            own = self._profile.layers[segment.index - 1] if is_layer else segment.name
+            kind = (is_layer, own, segment.block_kinds, shapes, len(segment.begun), len(segment.unfinished))
+            kind_of[segment.index] = kinds.setdefault(kind, len(kinds))
         schedule = step_schedule(self._spec)
         first: dict[object, int] = {}
         for position, use in enumerate(schedule):

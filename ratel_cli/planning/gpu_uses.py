@@ -211,6 +211,16 @@ class Uses:
         head = HeadMemory(self._spec, self._workload, self._profile)
         return open_bytes + (head.summing_bytes(self._waiting_bytes) if self._holds_head else head.passing_bytes())
 
+    @property
+    def _left_by_head(self) -> int:
+        """What of the head's gradients is leaving when the first layer's backward begins."""
+        head, lent = self._spec.head, self._spec.lent
+        shared_bytes = sum(block.compute_bytes for block in head.unfinished)
+        if not lent.blocks:
+            return shared_bytes + (least_leaving_bytes(head) if self._holds_head else 0)
+        # The last to leave is the sum of a borrowed matrix, which may have left chunk by chunk.
+        return shared_bytes + (lent.sum_bytes if self._holds_head else head.gradient_bytes)
+
     def _gradient(self, segment: Segment, *, is_summed: bool) -> int:
         """One parameter's gradient as autograd makes it, and in another dtype. That of a stack of matrices is laid out
         anew. If the loss is scaled, the norm is that of an fp32 copy; a sum that is rounded serves as that copy. In a
@@ -258,14 +268,8 @@ class Uses:
             costs = self._costs(segment)
             replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
             working_bytes = _working_bytes(costs, made_bytes) + _shared_bytes(segment)
-        above = self._spec.segments[segment.index + 1]
-        before_bytes = least_leaving_bytes(above)
-        if position == self._head_position + 1 and self._spec.tied:  # the last to leave is the sum of a borrowed matrix
-            before_bytes = self._spec.lent.sum_bytes
-        if position == self._head_position + 1 and not self._holds_head:  # nothing large leaves after the last chunk
-            before_bytes = self._spec.head.gradient_bytes if self._spec.tied else 0
-        if position == self._head_position + 1:
-            before_bytes += sum(block.compute_bytes for block in above.unfinished)
+        is_first = position == self._head_position + 1
+        before_bytes = self._left_by_head if is_first else least_leaving_bytes(self._spec.segments[segment.index + 1])
         if is_embedding and self._spec.tied and not self._holds_head:
             working_bytes = max(
                 gradients_bytes + self._waiting_bytes + begun_bytes,

@@ -150,8 +150,7 @@ def lay_out_block(
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
 
-    `segment` None: `index`. `gradient_dtype` None: gradients leave the device in
-    `dtype`.
+    `segment` None: `index`. `gradient_dtype` None: gradients leave the device in `dtype`.
     """
     placed: list[ParameterSpec] = []
     position = 0

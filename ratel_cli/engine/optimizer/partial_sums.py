@@ -12,7 +12,7 @@ Invariant: at most two partial sums of a block are on the device, that of the mi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,22 +53,18 @@ class PartialSums(Closing):
         """A context for the backward of one micro-batch of a segment: what this backward begins with besides, and
         afterwards the gradients of borrowed parameters taken away."""
         segment = weights.segment
-        roots, uploads = Roots([], [], list(weights.of(*segment.unfinished))), list[Upload]()
-        try:
+        roots = Roots([], [], list(weights.of(*segment.unfinished)))
+        with ExitStack() as in_use:
             for block in segment.begun:
                 partial = self._partials[block.index, number]
-                uploads.append(self._add_roots(roots, block, weights.of(block), partial))
+                in_use.callback(self._add_roots(roots, block, weights.of(block), partial).wait)
+            in_use.callback(roots.tensors.clear)
+            in_use.callback(roots.gradients.clear)
             yield roots
-            for upload in uploads:  # what comes next takes the memory of what has gone up
-                upload.wait()
+            in_use.close()  # what comes next takes the memory of what has gone up
             for block in segment.unfinished:
                 found = [each.grad if each.grad is None else taken_gradient(each) for each in weights.of(block)]
                 self._keep(block, found, number)
-        finally:
-            roots.tensors.clear()
-            roots.gradients.clear()
-            for upload in uploads:
-                upload.wait()
         for block in segment.trained:
             if block.has_partial_sums:
                 self._partials.pop((block.index, number)).lease.release()

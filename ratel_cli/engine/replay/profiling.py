@@ -27,7 +27,7 @@ from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.loss import MeanLoss, loss_and_gradients
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
-from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
+from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up, trained_of
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.errors import BadInput, first_line
@@ -189,7 +189,7 @@ class BlockProfiler(Generic[AnyBatch]):
                 embedded = self._program.begin(batch)
                 middle = self._now()
                 made = [each for each in (embedded.hidden, *embedded.carried) if each.requires_grad]
-                inputs = _trained(parameters)
+                inputs = trained_of(parameters)
                 if made and inputs:
                     gradients = list(map(torch.zeros_like, made))
                     _add(total, torch.autograd.grad(made, inputs, gradients, allow_unused=True))
@@ -215,7 +215,7 @@ class BlockProfiler(Generic[AnyBatch]):
         outputs: list[torch.Tensor] = []
         holds, is_single = self._sums.holds_layers, self._sums.num_micro_batches == 1
         with self._bound(layer) as parameters, self._sum_of(layer, holds, is_single=is_single) as total:
-            trained = _trained(parameters)
+            trained = trained_of(parameters)
 
             def recorded(recorder: Recorder) -> torch.Tensor:
                 """Forward as a step runs it. Returns its input."""
@@ -259,7 +259,7 @@ class BlockProfiler(Generic[AnyBatch]):
 
     def _head(self, head: Segment, batch: AnyBatch, hidden: torch.Tensor, most_runs: int) -> None:
         with self._bound(head) as bound, self._sum_of(head, self._sums.holds_head) as total:
-            parameters, take = _trained(bound), partial(_add, total)
+            parameters, take = trained_of(bound), partial(_add, total)
 
             def run() -> _Run:
                 start = self._now()
@@ -328,10 +328,6 @@ class BlockProfiler(Generic[AnyBatch]):
         )
         with SegmentSum.of(sums) as total:
             yield total
-
-
-def _trained(parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:
-    return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
 
 def _add(total: SegmentSum | None, gradients: Sequence[torch.Tensor | None]) -> None:
