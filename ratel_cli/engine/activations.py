@@ -46,9 +46,10 @@ from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.model.spec import name_in_layer
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage, tensors_ahead
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, tensors_ahead
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 

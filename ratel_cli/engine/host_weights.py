@@ -13,8 +13,8 @@ from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import Lease
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.planning.placement import Stage
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.uses import Stage
 
 
 class HostWeights:
@@ -22,8 +22,6 @@ class HostWeights:
 
     def __init__(self, block: BlockSpec, lease: Lease, read: Ticket) -> None:
         self.block = block
-        self.num_uses = 0
-        """Uses announced to the weight reader that share this buffer; the update may be a further user."""
         self._lease = lease
         self._lock = Lock()
         self._read: Ticket | None = read

@@ -55,8 +55,8 @@ from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.carried import Carried, LayerCall, LayerOutput, Roots, signature_of
 from ratel_cli.planning.activations import tokens_per_chunk
-from ratel_cli.planning.placement import Stage, step_schedule
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage, forward_uses, step_uses
 
 _Offloaded: TypeAlias = "dict[int, tuple[torch.Tensor, ...]]"
 """By position in the tape: outputs within a layer that its replay gets."""
@@ -181,8 +181,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
     def _run(self, state: StepState[AnyBatch], adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
         """The phases of the module's docstring, in their order."""
         forward_start = self._device.mark()
-        for use in step_schedule(self._program.spec):
-            self._reader.expect([use.segment], use.stage, rows=state.rows if use.looks_up else None)
+        self._reader.expect(step_uses(self._program.spec.segments), rows=state.rows)
         layers = self._program.spec.layers
         hidden = self._embed(state)
         for layer in layers:
@@ -452,8 +451,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
 
     def _evaluate(self, batches: Sequence[AnyBatch], rows: EmbeddingRows | None) -> float:
         embedding, *layers, head = self._program.spec.segments
-        self._reader.expect([embedding], "forward", rows=rows)
-        self._reader.expect([*layers, head], "forward")
+        self._reader.expect(forward_uses(self._program.spec.segments), rows=rows)
         with self._reader.open(embedding), self._computing(embedding, "forward"):
             embedded = [self._program.begin(batch) for batch in batches]
         hidden, carried = [item.hidden for item in embedded], list(map(Carried, embedded))

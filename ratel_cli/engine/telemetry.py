@@ -17,10 +17,10 @@ from time import perf_counter
 from typing import NamedTuple, Self
 
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage
 
 
 class SpanLabel(NamedTuple):

@@ -24,8 +24,8 @@ from typing import BinaryIO
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.telemetry import Span
-from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.units import MIB
 
 _Event = dict[str, object]

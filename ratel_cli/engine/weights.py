@@ -2,10 +2,12 @@
 
 The step announces in which order it will use segments, and opens them in that order. For each use, and each block:
 
-    1. issue   when the use comes within `prefetch_blocks`: lease a buffer and start the read, or share the buffer that
-               already holds the block; if the block's update was deferred until this use, start the update too
+    1. issue   when the use comes within `prefetch_blocks`: lease a buffer and start the read, unless the block is there
+               for an earlier use; if its update was deferred until this use, start the update too
     2. open    wait for the read or for the update; upload the weights; bind them to the segment's modules
-    3. close   unbind; the last user gives the buffer back to the pool
+    3. close   unbind; with the last use of a lifetime the buffer goes back to the pool
+
+How long weights stay in a buffer, and on a GPU, is planned with the order of uses (schedule/lifetimes.py).
 
 A GPU has memory for the segment that computes, and a window for the first parameters of the next one: from none to all
 of them, as the placement says. The window's upload is overlapped with computing: it starts when the segment before is
@@ -15,8 +17,7 @@ If the GPU has more memory, the last layers (`gpu_weights`) stay there from forw
 Where tokens are looked up, the rows of the step's tokens go up instead of the embedding's matrix
 (engine/embedding_rows.py); the block's other parameters follow them.
 
-Nothing is read that is in host memory: resident blocks are read once, since the update changes them in place; and a
-block that is used again before it was closed (the last layer, between forward and backward) shares its buffer.
+Resident blocks are read once, since the update changes them in place.
 
 Invariants: the weights that are bound are the newest, committed or not; which reads happen depends on the order of
 uses alone, never on timing.
@@ -42,9 +43,11 @@ from ratel_cli.engine.program import AnyProgram
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.planning.placement import Stage, bytes_ahead
+from ratel_cli.planning.placement import bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.lifetimes import upload_lifetimes, weight_lifetimes
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage, Use
 from ratel_cli.store.store import Store
 
 
@@ -54,6 +57,14 @@ class _Use:
     stage: Stage
     rows: EmbeddingRows | None = None
     """Rows of the matrix that are used; None: the whole segment is."""
+    begins: set[int] = field(default_factory=set)
+    """Blocks whose lifetime in host memory begins with this use."""
+    ends: set[int] = field(default_factory=set)
+    """Blocks whose lifetime there ends with it."""
+    goes_up: bool = False
+    """Whether its weights go up to the device, and are not there from an earlier use."""
+    stays_up: bool = False
+    """Whether they stay there for a later one."""
     weights: list[HostWeights] = field(default_factory=list)
     """Of each block, once it is issued."""
     gathered: Lease | None = None
@@ -103,17 +114,26 @@ class WeightReader:
         self._device = device
         self._timeline = timeline
         self._uses: deque[_Use] = deque()
-        self._shared: dict[int, HostWeights] = {}
-        """Weights that are issued or open, by block."""
+        self._held: dict[int, HostWeights] = {}
+        """By block: weights whose lifetime has begun."""
         self._on_gpu: dict[int, list[_Part]] = {}
         """Uploads that stay on the GPU for a later use, by segment."""
 
-    def expect(self, segments: Sequence[Segment], stage: Stage, *, rows: EmbeddingRows | None = None) -> None:
-        """Announce the next uses, in order. The first of them are issued as soon as a segment is opened.
+    def expect(self, uses: Sequence[Use], *, rows: EmbeddingRows | None = None) -> None:
+        """Announce the uses of a pass, in order. The first of them are issued as soon as a segment is opened.
 
-        `rows`: what is used of the segments' matrix, if that is not all of it.
+        `rows`: what is used of a matrix that tokens are looked up in, if that is not all of it.
         """
-        self._uses.extend(_Use(segment, stage, rows) for segment in segments)
+        assert not self._uses, "the pass before has not come to its end"
+        coming = [_Use(use.segment, use.stage, rows if use.looks_up else None) for use in uses]
+        for lifetime in weight_lifetimes(uses, ahead=self._prefetch_blocks):
+            coming[lifetime.first].begins.add(lifetime.of.index)
+            coming[lifetime.last].ends.add(lifetime.of.index)
+        for upload in upload_lifetimes(uses, staying=self._gpu_weights):
+            coming[upload.first].goes_up = True
+            for position in range(upload.first, upload.last):
+                coming[position].stays_up = True
+        self._uses.extend(coming)
 
     def open(self, segment: Segment) -> SegmentWeights:
         """Bind the segment of the next announced use. Raises RatelError if a read or an update failed."""
@@ -134,11 +154,11 @@ class WeightReader:
             with self._timeline.stalled_on("nvme read"):
                 for weights in use.weights:
                     weights.wait(self._timeline, use.stage)
-            if segment.index in self._on_gpu:
-                use.uploads = self._on_gpu.pop(segment.index)
-            else:
+            if use.goes_up:
                 self._upload(use)
-            if segment.index in self._gpu_weights and any(coming.segment is segment for coming in self._uses):
+            else:
+                use.uploads = self._on_gpu.pop(segment.index)
+            if use.stays_up:
                 self._on_gpu[segment.index] = use.uploads
             self._prepare()
             return SegmentWeights(self._program, use, close=partial(self._close, use))
@@ -153,6 +173,9 @@ class WeightReader:
             self._close(use)
         self._uses.clear()
         self._on_gpu.clear()
+        for weights in self._held.values():  # of a pass that has not come to its end
+            weights.release()
+        self._held.clear()
 
     def _close(self, use: _Use) -> None:
         """End a use, or one that does not come: wait for its uploads, and release what was issued for it."""
@@ -166,31 +189,30 @@ class WeightReader:
             use.gathered.release()
             use.gathered = None
         for weights in issued:
-            weights.num_uses -= 1
-            if not weights.num_uses:
-                del self._shared[weights.block.index]
-            weights.release()
+            if weights.block.index in use.ends:
+                self._held.pop(weights.block.index).release()
 
     def _issue(self, use: _Use) -> bool:
-        """Phase 1. False if a block can neither be shared nor be read now."""
+        """Phase 1. False if a block is neither in memory nor can be read now."""
         if use.weights:
             return True
         blocks = use.segment.bound
         if any(self._updates.is_updating(block) and not self._is_in_memory(block) for block in blocks):
             return False
         for block in blocks:
-            weights = self._shared[block.index].share() if block.index in self._shared else self._resident.get(block)
-            if weights is None:
-                weights = self._read(block)
-                self._resident.add(weights)
-            self._shared[block.index] = weights
-            weights.num_uses += 1
+            if block.index in use.begins:
+                weights = self._resident.get(block)
+                if weights is None:
+                    weights = self._read(block)
+                    self._resident.add(weights)
+                self._held[block.index] = weights
+            weights = self._held[block.index]
             use.weights.append(weights)
             self._updates.start_deferred(weights)
         return True
 
     def _is_in_memory(self, block: BlockSpec) -> bool:
-        return block.index in self._shared or block in self._resident
+        return block.index in self._held or block in self._resident
 
     def _upload(self, use: _Use) -> None:
         """Start what has not started yet of a use's uploads."""
@@ -208,7 +230,7 @@ class WeightReader:
         if self._device.is_host or not self._uses:
             return
         coming = self._uses[0]
-        if coming.segment.index in self._on_gpu:
+        if not coming.goes_up:
             return
         coming.buffers = [self._device.reserve(num_bytes) for num_bytes in self._ahead_bytes(coming) if num_bytes]
         is_read = bool(coming.weights) and all(weights.is_read for weights in coming.weights)

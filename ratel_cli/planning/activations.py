@@ -228,13 +228,6 @@ def logits_bytes(spec: ModelSpec, tokens: int) -> int:
     return tokens * (spec.loss_bytes or _LOGITS_COPIES * 4 * spec.vocab_size)
 
 
-def partial_sums_bytes(spec: ModelSpec, workload: Workload, segment: Segment) -> int:
-    """Gradients of shared blocks that all micro-batches have in the backward of a segment: of the blocks that it, or
-    segments on both sides of it, bind (engine/optimizer/partial_sums.py)."""
-    shared = (block for block in spec.shared_blocks if block.segment <= segment.index <= max(block.users))
-    return workload.num_micro_batches * sum(block.compute_bytes for block in shared)
-
-
 def lookup_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
     """Bytes that are held for the gradient of a matrix that the head borrows of the embedding; 0 if it borrows none.
 

@@ -56,13 +56,13 @@ from ratel_cli.planning.placement import (
     SPILL_WINDOW_UNITS,
     Overlap,
     Placement,
-    Stage,
     Workload,
     gradient_bytes,
     update_stage,
 )
 from ratel_cli.planning.step_time import StageTime, StepTime, weighted_sum
 from ratel_cli.planning.traffic import Traffic
+from ratel_cli.schedule.uses import Stage
 
 _ADDING_SPEED, _MOST_ADDING = 2.0, 8
 """Adding a gradient moves 10 bytes of main memory, where AdamW moves 26. Torch uses this many threads at most."""

@@ -41,8 +41,8 @@ from ratel_cli.planning.placement import (
     Workload,
     looked_up,
     most_rows,
-    step_schedule,
 )
+from ratel_cli.schedule.uses import step_uses
 from ratel_cli.units import MIB
 
 _WORKSPACE_BYTES = 256 * MIB
@@ -244,7 +244,7 @@ class GpuMemory:
             own = self._profile.layers[segment.index - 1] if is_layer else segment.name
             kind = (is_layer, own, segment.block_kinds, shapes, len(segment.begun), len(segment.unfinished))
             kind_of[segment.index] = kinds.setdefault(kind, len(kinds))
-        schedule = step_schedule(self._spec)
+        schedule = step_uses(self._spec.segments)
         first: dict[object, int] = {}
         for position, use in enumerate(schedule):
             around = tuple(kind_of[each.segment.index] for each in schedule[max(0, position - 1) : position + 2])

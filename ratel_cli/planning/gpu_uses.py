@@ -31,9 +31,9 @@ from ratel_cli.planning.placement import (
     bytes_ahead,
     looked_up,
     most_rows,
-    step_schedule,
 )
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import step_uses
 
 _ROWS_BYTES = 16
 """The distinct tokens, and the row of each token."""
@@ -91,7 +91,7 @@ class Uses:
         self._holds_head = held.head
         self._window_bytes = held.window_bytes
         self._looked_up = looked_up(spec, most_rows(spec, workload))
-        self._schedule = [self._looked_up if use.looks_up else use.segment for use in step_schedule(spec)]
+        self._schedule = [self._looked_up if use.looks_up else use.segment for use in step_uses(spec.segments)]
         """The segments as the GPU gets them."""
         self._with_gradients = spec.embedding if spec.tied else self._looked_up
         """What of the embedding gets gradients: a head that borrows its matrix gives every row one."""

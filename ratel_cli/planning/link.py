@@ -22,7 +22,9 @@ from ratel_cli.planning.placement import (
     looked_up,
     tensors_ahead,
 )
+from ratel_cli.schedule.lifetimes import upload_lifetimes
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage, step_uses
 
 _BOOKED = 0.85
 """The most of the link's time that offloaded activations get."""
@@ -78,11 +80,11 @@ def uploaded_bytes(spec: ModelSpec, placement: Placement, bytes_of: Callable[[Se
     """Weights that go up in forward, and in backward with the head; `bytes_of`: those of one use of a segment."""
     if not spec.segments:
         return 0, 0
-    looked_up_bytes = bytes_of(looked_up(spec, placement.gpu_embedding_rows))
-    layers = list(map(bytes_of, spec.layers))
-    kept = sum(layers[index - 1] for index in placement.gpu_weights)
-    backward_bytes = bytes_of(spec.head) + sum(layers) - kept + looked_up_bytes
-    return looked_up_bytes + sum(layers), backward_bytes
+    embedding, uses = looked_up(spec, placement.gpu_embedding_rows), step_uses(spec.segments)
+    moved: dict[Stage, int] = {"forward": 0, "backward": 0}
+    for upload in upload_lifetimes(uses, staying=placement.gpu_weights):
+        moved[uses[upload.first].stage] += bytes_of(upload.of if upload.of.index else embedding)
+    return moved["forward"], moved["backward"]
 
 
 def host_sums(spec: ModelSpec, placement: Placement, *, num_micro_batches: int) -> HostSumTraffic:

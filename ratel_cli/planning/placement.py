@@ -1,13 +1,6 @@
 """What a step is asked for, and the decision where its bytes lie: `Workload`, `Placement`. Pure.
 
 `planning.choose` decides on a placement from limits and measured rates; the engine follows it.
-
-The schedule is the order in which a step uses the segments' compute weights (P16): forward, head, backward. A use
-finds its weights in memory if they are resident, or if another use of the same segment is still open, whose buffers it
-shares. Else they are read while the use is at most `prefetch_blocks` ahead of the one that is open. So the last layer
-is read once at the turn from forward to backward and used twice, if reads run ahead by two blocks.
-
-Invariant: the schedule is that of the engine's steps, and the sharing is that of its weights (engine/weights.py).
 """
 
 from __future__ import annotations
@@ -20,6 +13,7 @@ from typing import Final, Literal, NamedTuple
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, with_rows
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.sizes import GROUP_ELEMENTS
 
 Overlap = Literal["optimized", "naive", "separate"]
@@ -30,9 +24,6 @@ ActivationPolicy = Literal["auto", "keep", "recompute", "swap_all", "static"] | 
 """Which operator outputs stay available from forward to backward. `auto`: as the plan finds best. `keep`: all, in
 memory. `recompute` and `static`: none. `swap_all`: all. A number: this share of their bytes. Layers' inputs are always
 offloaded."""
-Stage = Literal["forward", "backward", "update"]
-"""`forward`: from the embedding to the last layer. `backward`: the head, and down to the embedding. `update`: between
-that and the next forward; empty unless the optimizer is separate."""
 SPILL_WINDOW_UNITS = 3
 """Buffers for spilled units: one is in use, one is transferred, one waits so that the drive does not."""
 
@@ -174,30 +165,6 @@ def update_stage(*, is_deferred: bool, holds_gradients: bool, overlap: Overlap) 
     return "forward" if holds_gradients or is_deferred else "backward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """One entry of the schedule: a segment's weights are bound to its modules for all micro-batches."""
-
-    segment: Segment
-    stage: Stage
-    looks_up: bool = False
-    """True where tokens are looked up in the embedding: the rows of the step's tokens are all that is used."""
-
-
-def step_schedule(spec: ModelSpec) -> list[Use]:
-    """Forward, the head, backward."""
-    *below, head = spec.segments
-
-    def use(segment: Segment, stage: Stage) -> Use:
-        return Use(segment=segment, stage=stage, looks_up=segment is spec.embedding)
-
-    return [
-        *(use(segment, "forward") for segment in below),
-        use(head, "backward"),
-        *(use(segment, "backward") for segment in reversed(below)),
-    ]
-
-
 def most_rows(spec: ModelSpec, workload: Workload) -> int | None:
     """The placement's `gpu_embedding_rows`: None if the model's code reads more than rows, or may need all."""
     most = num_looked_up(spec, workload.tokens)
@@ -242,21 +209,3 @@ def tensors_ahead(num_bytes: Sequence[int], most_bytes: int, *, taken: Collectio
             found.append(number)
             left_bytes -= num_bytes[number]
     return found
-
-
-def blocks_read(schedule: Sequence[Use], position: int, placement: Placement) -> list[BlockSpec]:
-    """The blocks of the use at `position` that are not in memory when their turn to be read comes."""
-    before = schedule[max(0, position - placement.prefetch_blocks) : position]
-    still_open = {block.index for use in before for block in use.segment.bound}
-    return [
-        block
-        for block in schedule[position].segment.bound
-        if block.segment not in placement.resident_weights and block.index not in still_open
-    ]
-
-
-def window_bytes(schedule: Sequence[Use], position: int, placement: Placement) -> int:
-    """Bytes of weights in buffers while the use at `position` is open: its own, and those read ahead."""
-    window = schedule[position : position + 1 + placement.prefetch_blocks]
-    blocks = {block.index: block for use in window for block in use.segment.bound}
-    return sum(block.compute_bytes for block in blocks.values() if block.segment not in placement.resident_weights)

@@ -10,7 +10,7 @@ embedding is read once more. When a block is updated changes where these bytes f
     in between        the update reads the weights once more: 2 bytes on top (28)
 
 With every commit goes the table of checksums, 8 bytes for each chunk of a field. Weights and states that stay in memory
-are not read, nor are weights that are still there (the schedule, planning/placement.py). Spilled activations are
+are not read, nor are weights that are still there (schedule/lifetimes.py). Spilled activations are
 written in forward and read in backward, except for the last ones (planning/activations.py).
 
 Invariant: an applied step of the engine moves exactly these bytes. Those of an update in the next forward belong to the
@@ -26,11 +26,10 @@ from ratel_cli.planning.activations import OffloadedActivations
 from ratel_cli.planning.placement import (
     Overlap,
     Placement,
-    Stage,
-    blocks_read,
     gradient_bytes,
-    step_schedule,
 )
+from ratel_cli.schedule.lifetimes import weight_lifetimes
+from ratel_cli.schedule.uses import Stage, step_uses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +100,13 @@ def step_traffic(
         if segment.index < spilled_segments:
             written["backward"] += held_bytes[segment.index]
             read[stage] += held_bytes[segment.index]
-    head, schedule = spec.head, step_schedule(spec)
+    head, uses = spec.head, step_uses(spec.segments)
     head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
-    for position, use in enumerate(schedule):
-        for block in blocks_read(schedule, position, placement):
+    for weights in weight_lifetimes(uses, ahead=placement.prefetch_blocks):
+        block = weights.of
+        if block.segment not in placement.resident_weights:
             is_passed_on = block.segment == head.index and head_stage == "forward"
-            read["forward" if is_passed_on else use.stage] += block.compute_bytes
+            read["forward" if is_passed_on else uses[weights.first].stage] += block.compute_bytes
     written["forward"] += checksum_bytes(spec)  # a step is committed while the next one's forward runs
     return Traffic(
         forward_read_bytes=read["forward"],

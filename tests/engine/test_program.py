@@ -14,9 +14,11 @@ from ratel_cli.engine.loss import ChunkSums
 from ratel_cli.engine.replay.profiling import BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, partial_sums_bytes
-from ratel_cli.planning.placement import Placement, Workload
+from ratel_cli.planning.activations import NOTHING_OFFLOADED
+from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.schedule.lifetimes import partial_sum_lifetimes
+from ratel_cli.schedule.uses import step_uses
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, PLACEMENTS
 from tests.engine.machine import machine
 from tests.engine.programs import NUM_LAYERS, First, NetProgram, check_net, net_steps, net_trained, opened_net
@@ -55,10 +57,8 @@ def test_its_parts() -> None:
     ]  # fmt: skip
     assert [len(segment.unfinished) for segment in spec.segments] == [0, 0, 0, 1, 0, 1]
     assert type(spec).from_json(spec.to_json()) == spec
-    workload = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=12)
-    shared = spec.shared_blocks[0].compute_bytes
-    planned = [partial_sums_bytes(spec, workload, segment) for segment in spec.segments]
-    assert planned == [0, *[3 * shared] * (NUM_LAYERS + 1)]
+    [sums] = partial_sum_lifetimes(step_uses(spec.segments))
+    assert (sums.of.name, sums.first, sums.last) == ("shared", NUM_LAYERS + 1, 2 * NUM_LAYERS + 1)
 
 
 @pytest.mark.parametrize("placement", [Placement(), AHEAD, replace(AHEAD, resident_weights=EVERY_BLOCK)])

@@ -18,8 +18,9 @@ from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import partial_sums_bytes
-from ratel_cli.planning.placement import Placement, Workload, blocks_read, bytes_ahead, step_schedule, window_bytes
+from ratel_cli.planning.placement import Placement, bytes_ahead
+from ratel_cli.schedule.lifetimes import partial_sum_lifetimes, weight_lifetimes
+from ratel_cli.schedule.uses import Use, step_uses
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
@@ -55,11 +56,13 @@ def weights_of(family: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_block_is_read_once_while_one_of_its_uses_is_open() -> None:
-    uses = step_schedule(sharing_spec())
+    uses = step_uses(sharing_spec().segments)
 
-    def read(ahead: int, resident: frozenset[int] = frozenset()) -> list[list[int]]:
-        placement = Placement(prefetch_blocks=ahead, resident_weights=resident)
-        return [[block.index for block in blocks_read(uses, position, placement)] for position in range(len(uses))]
+    def read(ahead: int) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in uses]
+        for weights in weight_lifetimes(uses, ahead=ahead):
+            found[weights.first].append(weights.of.index)
+        return found
 
     first = [0, 6]
     down, up = [first, [1, MLP], [2, PROJECTION], [3, MLP], [4, MLP, PROJECTION]], [[5, 0], [4, MLP, PROJECTION]]
@@ -67,9 +70,6 @@ def test_a_block_is_read_once_while_one_of_its_uses_is_open() -> None:
     assert read(1)[:5] == [first, [1, MLP], [2, PROJECTION], [3, MLP], [4, PROJECTION]]
     assert read(2)[:5] == [first, [1, MLP], [2, PROJECTION], [3], [4]]
     assert read(0)[5:7] == up
-    assert read(0, frozenset({1}))[:5] == [first, [], [2, PROJECTION], [3], [4, PROJECTION]]
-    sizes = {block.index: block.compute_bytes for use in uses for block in use.segment.bound}
-    assert window_bytes(uses, 3, Placement(prefetch_blocks=1)) == sum(sizes[each] for each in (3, 4, MLP, PROJECTION))
 
 
 def test_a_window_has_the_first_bytes_of_all_blocks(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_window_has_the_first_bytes_of_all_blocks(tmp_path: Path) -> None:
         directory, placement = tmp_path / str(number), Placement(gpu_window_bytes=window)
         with machine(directory, config, recipe, dtype="bfloat16", weights=weights, placement=placement) as ratel:
             reader = ratel.engine._reader
-            reader.expect([last], "forward")
+            reader.expect([Use(last, "forward")])
             [use] = reader._uses
             shares = reader._ahead_bytes(use)
             assert sum(shares) == bytes_ahead(last, window) <= window
@@ -151,11 +151,10 @@ def test_partial_sums_take_what_was_planned(
     with machine(tmp_path, mixed_config(SHARING), recipe, dtype="bfloat16", weights=weights_of(SHARING)) as ratel:
         ratel.train(random_steps(1, num_micro_batches, packed=False), recipe)
         spec = ratel.model.spec
-    workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=16)
-    planned = [partial_sums_bytes(spec, workload, segment) for segment in spec.segments]
-    mlp, projection = (num_micro_batches * spec.blocks[index].compute_bytes for index in (MLP, PROJECTION))
-    assert planned == [0, mlp, mlp + projection, mlp + projection, mlp + projection, 0]
-    assert (meter.peak, meter.now, meter.number) == (max(planned), 0, 2 * num_micro_batches)
+    planned = {sums.of.index: (sums.first, sums.last) for sums in partial_sum_lifetimes(step_uses(spec.segments))}
+    assert planned == {MLP: (6, 9), PROJECTION: (6, 8)}
+    peak_bytes = num_micro_batches * sum(spec.blocks[index].compute_bytes for index in planned)
+    assert (meter.peak, meter.now, meter.number) == (peak_bytes, 0, 2 * num_micro_batches)
 
 
 def test_a_step_that_ends_between_two_uses_gives_all_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.engine.trace import TraceFile
-from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.schedule.uses import Stage
 from tests.model.tiny import file_size_limit
 
 Event = dict[str, object]

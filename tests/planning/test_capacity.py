@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -47,78 +48,91 @@ def need(
     return step.fit(placement, offloaded, limit_bytes=limit_bytes)
 
 
-def walk(
-    spec: ModelSpec, placement: Placement, num_spilled: int, *, holds_gradients: bool, overlap: Overlap
-) -> list[int]:
+class Walk:
     """An implementation of its own, in bf16: what is in memory next to what is resident, at many moments of a step."""
-    num_blocks, num_layers = len(spec.blocks), spec.num_layers
-    size = [block.num_elements for block in spec.blocks]
-    separate = overlap == "separate"
-    held = {i for i in range(num_blocks) if holds_gradients or separate or i in placement.deferred}
-    kept = held - set(range(num_spilled))
-    groups = 3 * 12 * min(GROUP_ELEMENTS, max(size))
 
-    def weights(blocks: set[int]) -> int:
-        return sum(2 * size[i] for i in blocks - placement.resident_weights)
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, num_spilled: int, *, holds_gradients: bool, overlap: Overlap
+    ) -> None:
+        self.spec, self.placement = spec, placement
+        self.blocks = range(len(spec.blocks))
+        self.size = [block.num_elements for block in spec.blocks]
+        self.separate = overlap == "separate"
+        self.held = {i for i in self.blocks if holds_gradients or self.separate or i in placement.deferred}
+        self.kept = self.held - set(range(num_spilled))
+        self.groups = 3 * 12 * min(GROUP_ELEMENTS, max(self.size))
+        self.ahead = placement.prefetch_blocks
+        below = [{i} for i in self.blocks[:-1]]
+        self.uses = [*below, {self.blocks[-1]} | ({0} if spec.tied else set()), *reversed(below)]
+        self.stages = [*self.forward(), *self.backward(), *self.behind()]
 
-    def gradients(blocks: set[int]) -> int:
-        return sum(2 * size[i] for i in blocks)
+    def weights(self, blocks: set[int]) -> int:
+        return sum(2 * self.size[i] for i in blocks - self.placement.resident_weights)
 
-    def vectors(i: int) -> int:
-        return segment_activation_bytes(spec, spec.segments[i], tokens=WORKLOAD.micro_batch_tokens)
+    def gradients(self, blocks: set[int]) -> int:
+        return sum(2 * self.size[i] for i in blocks)
 
-    ahead = placement.prefetch_blocks
-    below = [{i} for i in range(num_layers + 1)]
-    uses = [*below, {num_layers + 1} | ({0} if spec.tied else set()), *reversed(below)]
-    stages = []
-    # Forward: whatever is deferred waits in memory until the window has come to it.
-    waiting = set() if separate else set(kept)
-    updated_here = set() if separate else held
-    for i in range(num_layers + 1):
-        coming = set(range(i, min(num_blocks, i + 1 + ahead)))
-        waiting -= coming
-        in_hand = gradients(coming & updated_here) + (groups if updated_here else 0)
-        window = weights(set.union(*uses[i : i + 1 + ahead]))
-        stages.append(window + in_hand + gradients(waiting) + vectors(i) + RUNTIME_BYTES)
-    # Head.
-    position = num_layers + 1
-    head, embedding, largest = size[-1], size[0], [max(p.num_elements for p in b.parameters) for b in spec.blocks]
-    tied = 4 * embedding + 3 * min(WORKLOAD.tokens, spec.vocab_size) * spec.hidden_size * 2 if spec.tied else 0
-    chunk = min(WORKLOAD.micro_batch_tokens, max(16, (64 * MIB) // (4 * spec.vocab_size)))
-    parts = 4 * embedding if spec.tied and chunk < WORKLOAD.micro_batch_tokens else 0
-    both = head + (embedding if spec.tied else 0)
-    block = max(2 * both + 4 * head + parts, 6 * head + 4 * largest[-1])
-    updating = 0 if separate else groups
-    logits = 12 * chunk * spec.vocab_size
-    window = weights(set.union(*uses[position : position + 1 + ahead]))
-    stages.append(window + block + tied + updating + logits + 2 * vectors(-1) + RUNTIME_BYTES)
-    # Backward: the last `pending_updates` blocks are being updated; the gradients before those may be held.
-    arrived = [num_blocks - 1]
-    for number, i in enumerate(range(num_layers, -1, -1)):
-        pending = set(arrived[max(0, len(arrived) - placement.pending_updates) :])
-        window = weights(set.union(*uses[position + 1 + number :][: 1 + ahead]))
-        block = max(6 * size[i], 6 * size[i] + 4 * largest[i]) + (tied if i else 0)
-        resting = gradients((set(arrived) - pending) & kept)
-        stages.append(
-            window + block + weights(pending) + gradients(pending) + resting + updating + 2 * vectors(i) + RUNTIME_BYTES
-        )
-        arrived.append(i)
-    # The end of the step.
-    if separate:
-        stages.extend(
-            gradients({i}) + groups + gradients({k for k in kept if k > i}) + RUNTIME_BYTES for i in range(num_blocks)
-        )
-    else:
-        pending = set(range(placement.pending_updates))
-        window = weights(set.union(*uses[: 1 + ahead])) + weights(pending) + gradients(pending)
-        stages.append(window + groups + gradients(kept - pending) + RUNTIME_BYTES)
-    # Where nothing was clipped, all that was held is let go when the next head has been opened.
-    if len(held) == num_blocks and not separate:
-        for i in range(num_blocks):
-            own = 4 * head + tied if i == num_blocks - 1 else 0
-            window = weights(set.union(*uses[i : i + 1 + ahead]))
-            stages.append(window + own + gradients(kept) + vectors(i) + RUNTIME_BYTES)
-    return stages
+    def vectors(self, i: int) -> int:
+        return segment_activation_bytes(self.spec, self.spec.segments[i], tokens=WORKLOAD.micro_batch_tokens)
+
+    def window(self, position: int) -> set[int]:
+        return set.union(*self.uses[position : position + 1 + self.ahead])
+
+    def unwritten(self, i: int, deferred: set[int]) -> set[int]:
+        """Blocks whose last group may still be written when block i is opened, before which all others are updated."""
+        owners = [k for k in range(i) if k in deferred for _ in range(-(-self.size[k] // GROUP_ELEMENTS))]
+        return set(owners[-2:])
+
+    def forward(self) -> Iterator[int]:
+        """Whatever is deferred waits in memory until the window has come to it. If nothing is clipped, nothing was."""
+        deferred_here = set() if self.separate else self.held
+        pending = set() if self.separate else set(self.blocks[: self.placement.pending_updates])
+        for i in self.blocks[:-1]:
+            coming = set(self.blocks[i : i + 1 + self.ahead])
+            waiting = self.kept - set(range(i)) - coming
+            for deferred in (deferred_here, set[int]()) if len(deferred_here) == len(self.blocks) else (deferred_here,):
+                late = {k for k in pending - deferred if k >= i}
+                yield (
+                    self.weights(self.window(i) | (late - {i}) | self.unwritten(i, deferred))
+                    + self.gradients((coming & deferred) | late)
+                    + (self.gradients(waiting) if deferred else 0)
+                    + (self.groups if deferred or late or (pending & self.placement.resident_weights) else 0)
+                    + self.vectors(i)
+                    + RUNTIME_BYTES
+                )
+
+    def backward(self) -> Iterator[int]:
+        """The last `pending_updates` blocks are being updated; the gradients before those may be held."""
+        spec, size, updating = self.spec, self.size, 0 if self.separate else self.groups
+        position = spec.num_layers + 1
+        head, embedding, largest = size[-1], size[0], [max(p.num_elements for p in b.parameters) for b in spec.blocks]
+        tied = 4 * embedding + 3 * min(WORKLOAD.tokens, spec.vocab_size) * spec.hidden_size * 2 if spec.tied else 0
+        chunk = min(WORKLOAD.micro_batch_tokens, max(16, (64 * MIB) // (4 * spec.vocab_size)))
+        parts = 4 * embedding if spec.tied and chunk < WORKLOAD.micro_batch_tokens else 0
+        both = head + (embedding if spec.tied else 0)
+        block = max(2 * both + 4 * head + parts, 6 * head + 4 * largest[-1])
+        logits = 12 * chunk * spec.vocab_size
+        behind = self.unwritten(position, set() if self.separate else self.held)
+        window = self.weights(self.window(position) | behind)
+        yield window + block + tied + updating + logits + 2 * self.vectors(-1) + RUNTIME_BYTES
+        arrived = [self.blocks[-1]]
+        for number, i in enumerate(reversed(self.blocks[:-1])):
+            pending = set(arrived[max(0, len(arrived) - self.placement.pending_updates) :])
+            block = max(6 * size[i], 6 * size[i] + 4 * largest[i]) + (tied if i else 0)
+            window = self.weights(self.window(position + 1 + number)) + self.weights(pending)
+            waiting = self.gradients(pending) + self.gradients((set(arrived) - pending) & self.kept)
+            yield window + block + waiting + updating + 2 * self.vectors(i) + RUNTIME_BYTES
+            arrived.append(i)
+
+    def behind(self) -> Iterator[int]:
+        """The end of the step."""
+        if self.separate:
+            for i in self.blocks:
+                yield self.gradients({i} | {k for k in self.kept if k > i}) + self.groups + RUNTIME_BYTES
+        else:
+            pending = set(range(self.placement.pending_updates))
+            window = self.weights(self.window(0)) + self.weights(pending) + self.gradients(pending)
+            yield window + self.groups + self.gradients(self.kept - pending) + RUNTIME_BYTES
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -156,7 +170,7 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
     always += sum(10 * spec.blocks[index].num_elements for index in placement.resident_states)
     can_spill = holds_gradients or overlap == "separate"
     totals = [
-        always + max(walk(spec, placement, number, holds_gradients=holds_gradients, overlap=overlap))
+        always + max(Walk(spec, placement, number, holds_gradients=holds_gradients, overlap=overlap).stages)
         for number in range(len(indices) + 1 if can_spill else 1)
     ]
     limits = {totals[0], totals[0] - 1, totals[-1], totals[-1] - 1}
@@ -179,7 +193,7 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
             assert memory.total == totals[found]
             assert memory.total == sum(
                 (memory.process, memory.hidden_states, memory.activations, memory.resident)
-            ) + max(walk(spec, placement, found, holds_gradients=holds_gradients, overlap=overlap))
+            ) + max(Walk(spec, placement, found, holds_gradients=holds_gradients, overlap=overlap).stages)
 
 
 def test_what_does_not_fit_is_rejected_by_the_byte() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, looku
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
+from ratel_cli.planning.host_lifetimes import PlacedStep, Purpose, SegmentMemory
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import LEAST_UNITS, GroupShape, Placement, UnitsOnGpu, Workload
 from ratel_cli.planning.swap import SwapOrder
@@ -416,23 +418,20 @@ def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_host_memory_gathers_rows_and_holds_gradients_of_rows(tied: bool) -> None:
-    """The peak is a forward in which all gradients are held; a tied head gives every row a gradient."""
+    """At the turn, when all gradients are held, and in the first use; a tied head gives every row a gradient."""
     spec = gpt(num_layers=4, hidden_size=256, vocab_size=5000, tied=tied)
-    workload = workload_of(tokens=100)
-    offloaded = offload([MIB] * spec.num_layers, num_micro_batches=3, spilled_units=0)
-    step = StepMemory(
-        spec, workload, holds_gradients=True, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
-    )
-    groups = GroupShape(elements=2048)
-    whole, rows = (
-        step.fit(Placement(gpu_embedding_rows=number, groups=groups), offloaded, limit_bytes=1 << 50)[0]
-        for number in (None, 304)
-    )
-    saved = 0 if tied else 2 * (5000 - 304) * 256
-    assert whole.held_gradients - rows.held_gradients == saved
+    memory = SegmentMemory(spec, workload_of(tokens=100), on_gpu=True, has_sums=False)
+
+    def taken(num_rows: int | None) -> tuple[int, int]:
+        placement = Placement(gpu_embedding_rows=num_rows, groups=GroupShape(elements=2048))
+        backward, forward, _ = PlacedStep(memory, placement, ["forward"] * len(spec.segments)).parts()
+        purposes = get_args(Purpose)
+        return backward.bytes_for(*purposes)[-1], forward.bytes_for(*purposes)[0]
+
+    saved_bytes = 0 if tied else 2 * (5000 - 304) * 256
     spread_bytes, gathered_bytes = 0 if tied else 2 * 2048, 2 * 304 * 256
-    assert rows.total <= whole.total + spread_bytes + gathered_bytes
-    assert tied or rows.total <= whole.total - saved + spread_bytes + gathered_bytes
+    [whole, rows] = map(taken, (None, 304))
+    assert rows == (whole[0] - saved_bytes + spread_bytes, whole[1] - saved_bytes + spread_bytes + gathered_bytes)
 
 
 def test_nothing_put_aside_is_nothing_on_the_way() -> None:

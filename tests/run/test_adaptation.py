@@ -14,12 +14,13 @@ import pytest
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Stage, Workload
+from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.plan import Plan, make_plan, predicted_again
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.train.adaptation import Adaptation, Adapted
 from ratel_cli.run.train.planner import Planner
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated
 from tests.planning.shapes import gpt, machine

@@ -13,7 +13,7 @@ import torch
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.planning.capacity import RUNTIME_BYTES
+from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.train import engine

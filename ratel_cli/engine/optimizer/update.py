@@ -113,7 +113,7 @@ class Updates:
         self._deferred: dict[int, BlockGradient] = {}
         """By block: gradients of the decided step whose updates start when the block's weights are used again."""
         self._held: list[BlockGradient] = []
-        """Gradients of the arriving step; of a speculative step, until it is settled."""
+        """Gradients of the arriving step that wait for its decision."""
         self._is_writing = False
         """True from the store's `begin_step` until the step is settled or discarded."""
         self._is_decided = False
@@ -239,6 +239,8 @@ class Updates:
             self._speculation.end(is_clipped=self.is_clipped)
         if self._mode == "speculative":
             if clip == 1.0:
+                self._pipeline.let_go(self._started.values())
+                self._held = []
                 self._is_decided = True
                 return norm
             self._discard()
@@ -260,9 +262,6 @@ class Updates:
         """Return when all updates of the decided step are in the shadow. The caller then commits it."""
         with self._timeline.stalled_on(self._pipeline.waits_for):
             self._write_all()
-        for gradient in self._held:  # of a speculative step that was not clipped
-            gradient.release()
-        self._held = []
         self._started.clear()
         self._is_decided = self._is_writing = False
 

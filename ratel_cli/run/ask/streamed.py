@@ -19,7 +19,7 @@ from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.skeleton import DTYPES, read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.capacity import RUNTIME_BYTES
+from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.base_model import Base, open_weights, read_base

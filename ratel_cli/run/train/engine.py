@@ -20,7 +20,7 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.hardware.gpu import is_limited
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.capacity import RUNTIME_BYTES
+from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.store.store import Store

@@ -27,7 +27,7 @@ from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Stage, Workload
+from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
@@ -35,6 +35,7 @@ from ratel_cli.planning.refined import SeenStep, refined_hardware, refined_profi
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.store.copy import COPY_BYTES
 
 

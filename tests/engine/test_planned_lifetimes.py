@@ -1,0 +1,117 @@
+"""While a use of a step is open, leases take no more than the plan has there, purpose by purpose, however late updates
+are written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from transformers import PretrainedConfig
+
+from ratel_cli.engine.optimizer.groups import Group, GroupWork
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.host_lifetimes import PlacedStep, Purpose, SegmentMemory
+from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
+from ratel_cli.schedule.uses import step_uses
+from tests.engine.architectures import tiny_config
+from tests.engine.lease_meter import LeaseMeter
+from tests.engine.machine import initial_weights, machine, random_steps
+from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
+from tests.tiers import pairwise
+
+NUM_STEPS, NUM_MICRO_BATCHES = 3, 2
+LATE_SECONDS = 0.005
+"""For so long after its write a group keeps its buffers, and with the last one a block keeps its weights."""
+METERED: tuple[tuple[Purpose, ...], ...] = (
+    ("weights",),
+    ("gradients", "held", "sums"),
+    ("partial sums",),
+    ("states",),
+)
+CLIPPING = {"never": None, "unclipped": 1e9, "clipped": 1e-3}
+
+
+def planned(
+    spec: ModelSpec, placement: Placement, workload: Workload, *, holds_gradients: bool, overlap: Overlap
+) -> dict[tuple[Purpose, ...], list[int]]:
+    """Of each use the most bytes, whichever way forward goes; and of the turn, or of all updates there."""
+    updates = [
+        placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
+        for segment in spec.segments
+    ]
+    parts = PlacedStep(SegmentMemory(spec, workload, on_gpu=False, has_sums=True), placement, updates).parts()
+    turn = len(step_uses(spec.segments))
+    most = {purposes: [0] * (turn + 1) for purposes in METERED}
+    for part in parts:
+        for purposes, found in most.items():
+            for position, num_bytes in zip(part.positions, part.bytes_for(*purposes), strict=True):
+                found[min(position, turn)] = max(found[min(position, turn)], num_bytes)
+    return most
+
+
+@pytest.fixture
+def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = GroupWork.finish
+
+    def finish_late(work: GroupWork, group: Group) -> None:
+        time.sleep(LATE_SECONDS)
+        finish(work, group)
+
+    monkeypatch.setattr(GroupWork, "finish", finish_late)
+
+
+@pytest.mark.usefixtures("late_writes")
+@pytest.mark.parametrize(
+    ("family", "clipping", "ahead", "pending", "in_flight", "resident", "overlap"),
+    pairwise(
+        ["llama", "gpt2", SHARING],
+        ["never", "unclipped", "clipped"],
+        [0, 1, 2],
+        [0, 1, 3],
+        [1, 2],
+        [frozenset[int](), frozenset({0, 2})],
+        ["optimized", "separate"],
+    ),
+)
+def test_leases_take_no_more_than_the_plan_has(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    clipping: str,
+    ahead: int,
+    pending: int,
+    in_flight: int,
+    resident: frozenset[int],
+    overlap: Overlap,
+) -> None:
+    pending = 0 if overlap == "separate" else pending
+    config: PretrainedConfig = mixed_config(family) if family == SHARING else tiny_config(family)
+    groups = GroupShape(elements=4096, in_flight=in_flight)
+    placement = Placement(prefetch_blocks=ahead, pending_updates=pending, resident_weights=resident, groups=groups)
+    recipe = mixed_recipe(family, "bfloat16", max_grad_norm=CLIPPING[clipping])
+    steps = random_steps(NUM_STEPS, NUM_MICRO_BATCHES, packed=False)
+    with machine(
+        tmp_path,
+        config,
+        recipe,
+        dtype="bfloat16",
+        weights=initial_weights(config),
+        placement=placement,
+        group_elements=groups.elements,
+        groups_in_flight=in_flight,
+        overlap=overlap,
+    ) as ratel:
+        spec = ratel.model.spec
+        staying = frozenset(block.name for block in spec.blocks if block.segment in resident)
+        meter = LeaseMeter(ratel.pool, monkeypatch, num_uses=len(step_uses(spec.segments)), staying=staying)
+        ratel.train(steps, recipe)
+    workload = Workload(micro_batch_size=2, num_micro_batches=NUM_MICRO_BATCHES, sequence_len=12)
+    wanted = planned(spec, placement, workload, holds_gradients=clipping != "never", overlap=overlap)
+    for number in range(NUM_STEPS):
+        uses = meter.of_step(number)
+        for purposes, most in wanted.items():
+            taken = [sum(use[purpose] for purpose in purposes) for use in uses]
+            pairs = enumerate(zip(taken, most, strict=True))
+            over = {position: (took, has) for position, (took, has) in pairs if took > has}
+            assert not over, (number, purposes)
