@@ -3,7 +3,7 @@
 Each use takes the weights of its segment and a window for those of the next (engine/weights.py), the activations of a
 layer, and units (engine/activations.py). Backward adds the gradient of one parameter at a time, fp32 sums of a block's
 gradients if there are several micro-batches, and gradients that are still being downloaded
-(engine/optimizer/gradients.py). What is the same for all uses of the step is counted once: hidden states of all
+(engine/optimizer/leaving.py). What is the same for all uses of the step is counted once: hidden states of all
 micro-batches, tokens and masks.
 """
 

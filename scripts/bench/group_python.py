@@ -32,7 +32,7 @@ import torch
 
 from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
@@ -148,7 +148,7 @@ def measure(directory: Path, *, num_drives: int, elements: int, rounds: int) -> 
         store.begin_step()
         adamw = resources.enter_context(_TimedAdamW())
         work = GroupWork(adamw, store, pool, timeline=Timeline())
-        total = GradientSum(block, pool, HostDevice(Timeline()), dtype=torch.bfloat16, single=True)
+        total = gradient_sum(block, pool, HostDevice(Timeline()), single=True)
         total.add([torch.zeros(elements, dtype=torch.bfloat16)])
         numbers = AdamWUpdate(number=1, learning_rate=1e-5, gradient_scale=1.0)
         update = BlockUpdate(gradient=total.finish(), weights=None, adamw=numbers)

@@ -28,7 +28,7 @@ import torch
 
 from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
@@ -101,7 +101,7 @@ class ManyDrives:
 
     def update(self, groups: GroupShape) -> float:
         """The share of the drives' summed rate that one update of all parameters reaches."""
-        total = GradientSum(self._block, self._pool, HostDevice(Timeline()), dtype=torch.bfloat16, single=True)
+        total = gradient_sum(self._block, self._pool, HostDevice(Timeline()), single=True)
         total.add([torch.full(self._block.parameters[0].shape, 1e-3, dtype=torch.bfloat16)])
         gradient = total.finish()
         step = self._store.progress.step + 1

@@ -31,7 +31,7 @@ import torch
 from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
@@ -120,7 +120,7 @@ class OptimizerBench:
         return seconds
 
     def _gradient(self, block: BlockSpec) -> BlockGradient:
-        total = GradientSum(block, self.pool, HostDevice(Timeline()), dtype=torch.bfloat16, single=True)
+        total = gradient_sum(block, self.pool, HostDevice(Timeline()), single=True)
         total.add([torch.full(block.parameters[0].shape, 1e-3, dtype=torch.bfloat16)])
         return total.finish()
 

@@ -7,7 +7,7 @@ import torch
 
 from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view
@@ -120,7 +120,7 @@ def test_a_gradient_of_rows_is_one_of_the_block(num_contributions: int) -> None:
     parts = [torch.randn(3, WIDTH).bfloat16() for _ in range(num_contributions)]
     other = torch.randn(WIDTH).bfloat16()
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, DEVICE, dtype=torch.bfloat16, single=num_contributions == 1, rows=rows)
+        total = gradient_sum(block, pool, DEVICE, single=num_contributions == 1, rows=rows)
         for number, part in enumerate(parts):
             total.add([part, None if number else other])
         gradient = total.finish()

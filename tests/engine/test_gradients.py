@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from ratel_cli.engine.device.device import Download, HostDevice
-from ratel_cli.engine.optimizer.gradients import GradientSum, clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.accumulators import DeviceSums
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
+from ratel_cli.engine.optimizer.gradients import clip_coefficient, total_norm
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
@@ -19,6 +22,7 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.scratch import Scratch
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 
 HOST = HostDevice(Timeline())
@@ -62,6 +66,10 @@ def block() -> BlockSpec:
     )
 
 
+def with_gradients(block: BlockSpec, dtype: torch.dtype) -> BlockSpec:
+    return replace(block, gradient_dtype=NAMES_OF_DTYPES[dtype])
+
+
 def random_gradients(seed: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
     torch.manual_seed(seed)
     return [torch.randn(shape).to(dtype) for _, shape in SHAPES]
@@ -72,7 +80,7 @@ def random_gradients(seed: int, dtype: torch.dtype) -> list[torch.Tensor | None]
 def test_sum_in_fp32_rounded_once(block: BlockSpec, dtype: torch.dtype, contributions: int) -> None:
     parts = [random_gradients(seed, dtype) for seed in range(contributions)]
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, HOST, dtype=dtype, single=contributions == 1)
+        total = gradient_sum(with_gradients(block, dtype), pool, HOST, single=contributions == 1)
         for part in parts:
             total.add(part)
         gradient = total.finish()
@@ -92,7 +100,7 @@ def test_sum_in_fp32_rounded_once(block: BlockSpec, dtype: torch.dtype, contribu
 def test_a_download_is_not_part_of_computing(block: BlockSpec, dtype: torch.dtype) -> None:
     device = Linked()
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, device, dtype=dtype, single=False)
+        total = gradient_sum(with_gradients(block, dtype), pool, device, single=False)
         total.add(random_gradients(1, dtype))
         gradient = total.finish()
         assert device.num_downloads == len(SHAPES)
@@ -111,7 +119,7 @@ def test_what_leaves_early_is_the_same(
         found = []
         for order in ([], [2, 0, 3]):
             single = contributions == 1
-            total = GradientSum(block, pool, device, dtype=dtype, single=single, scale=0.5)
+            total = gradient_sum(with_gradients(block, dtype), pool, device, single=single, scale=0.5)
             for part in parts[:-1]:
                 total.add(part)
             for index in [*order, *({0, 1, 2, 3} - {*order})]:
@@ -134,7 +142,9 @@ def test_what_leaves_early_is_the_same(
 def test_what_is_on_its_way_has_a_limit(block: BlockSpec, leaving_bytes: int) -> None:
     device = Linked()
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, device, dtype=torch.float32, single=True, leaving_bytes=leaving_bytes)
+        total = gradient_sum(
+            with_gradients(block, torch.float32), pool, device, single=True, leaving_bytes=leaving_bytes
+        )
         total.add(random_gradients(1, torch.float32))
         total.finish().release()
     sizes = [4 * parameter.num_elements for parameter in block.parameters]
@@ -142,7 +152,10 @@ def test_what_is_on_its_way_has_a_limit(block: BlockSpec, leaving_bytes: int) ->
 
 
 def test_nothing_is_added_to_what_has_left(block: BlockSpec) -> None:
-    with BufferPool(None) as pool, GradientSum(block, pool, HOST, dtype=torch.float32, single=False) as total:
+    with (
+        BufferPool(None) as pool,
+        gradient_sum(with_gradients(block, torch.float32), pool, HOST, single=False) as total,
+    ):
         total.add_one(1, torch.ones(7), is_last=True)
         with pytest.raises(AssertionError, match="after the last one"):
             total.add_one(1, torch.ones(7))
@@ -153,7 +166,7 @@ def test_nothing_is_added_to_what_has_left(block: BlockSpec) -> None:
 def test_a_sum_that_is_given_up_gives_its_memory_back(block: BlockSpec, device: HostDevice, leaves: bool) -> None:
     with BufferPool(None) as pool:
         for single in (False, True):
-            total = GradientSum(block, pool, device, dtype=torch.bfloat16, single=single)
+            total = gradient_sum(block, pool, device, single=single)
             total.add(random_gradients(1, torch.bfloat16)[:2])
             total.add_one(2, torch.ones(64, 33), is_last=leaves)
             total.close()
@@ -163,7 +176,7 @@ def test_a_sum_that_is_given_up_gives_its_memory_back(block: BlockSpec, device: 
 
 def test_none_stays_none(block: BlockSpec) -> None:
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
+        total = gradient_sum(with_gradients(block, torch.float32), pool, HOST, single=False)
         total.add([None, torch.ones(7), None, None])
         total.add([None, torch.ones(7), torch.ones(64, 33), None])
         gradient = total.finish()
@@ -186,7 +199,7 @@ def test_norm_and_coefficient_are_torchs(block: BlockSpec, dtype: torch.dtype, m
     before = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     wanted = nn.utils.clip_grad_norm_(parameters, max_norm)
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, HOST, dtype=dtype, single=True, scale=scale)
+        total = gradient_sum(with_gradients(block, dtype), pool, HOST, single=True, scale=scale)
         total.add(parts)
         gradient = total.finish()
         norm = total_norm(gradient.norms, ["a", "b", "c", "d"])
@@ -221,7 +234,7 @@ def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> N
         open_queue("threads", notice=print) as queue,
         Scratch([tmp_path], 1 << 20, queue) as scratch,
     ):
-        total = GradientSum(block, pool, HOST, dtype=torch.float32, single=True)
+        total = gradient_sum(with_gradients(block, torch.float32), pool, HOST, single=True)
         total.add(random_gradients(5, torch.float32))
         gradient = total.finish()
         wanted = gradient.flat.clone()
@@ -257,9 +270,10 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
     for head, embedding in zip(heads, embeddings, strict=True):
         wanted = wanted + (head + embedding).float()
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
+        total = gradient_sum(with_gradients(block, torch.float32), pool, HOST, single=False)
+        assert isinstance(total.sums, DeviceSums)
         tokens = torch.unique(torch.cat(ids))
-        with LookupSum(total, tokens, device=HOST, pool=pool, is_held=is_held, most_rows=None) as rows:
+        with LookupSum(total, total.sums, tokens, device=HOST, pool=pool, is_held=is_held, most_rows=None) as rows:
             for head in heads:
                 rows.add_head(head)
                 rows.end_micro_batch()
@@ -269,14 +283,14 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
             rows.fetch()
             for embedding in embeddings:
                 rows.add_embedding(embedding[tokens])
-            assert torch.equal(total.values(0).view(vocab, width), wanted)
+            assert torch.equal(total.sums.values(0).view(vocab, width), wanted)
             total.finish().release()
         assert pool.leased_bytes == 0
 
 
 def test_sums_that_were_opened_are_closed_if_one_cannot_be(block: BlockSpec) -> None:
     with BufferPool(block.compute_bytes) as pool:
-        sums = (GradientSum(each, pool, HOST, dtype=torch.bfloat16, single=True) for each in (block, block))
+        sums = (gradient_sum(each, pool, HOST, single=True) for each in (block, block))
         with pytest.raises(DoesNotFit):
             SegmentSum.of(sums)
         assert pool.leased_bytes == 0

@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Upload
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
+from ratel_cli.engine.optimizer.leaving import DeviceLeaving
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (700, 401)), ("d", (1,))]
@@ -112,8 +115,12 @@ def summed(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float | torch.Tensor]]:
     """The gradients and their norms. `order`: that in which parameters get their contributions."""
     with BufferPool(None) as pool, SumThread(Timeline()) as thread:
-        sums = HostSums(block, pool, device, thread, leaving_bytes=0) if in_host else None
-        with GradientSum(block, pool, device, dtype=dtype, single=False, scale=0.5, host_sums=sums) as total:
+        block = replace(block, gradient_dtype=NAMES_OF_DTYPES[dtype])
+        total = gradient_sum(block, pool, device, single=False, scale=0.5)
+        if in_host:
+            sums = HostSums(block, pool, device, thread, leaving_bytes=0)
+            total = GradientSum(sums, DeviceLeaving(block, pool, device, scale=0.5))
+        with total:
             for number, part in enumerate(parts):
                 is_last = number == len(parts) - 1
                 if is_last:
@@ -182,7 +189,7 @@ def test_what_is_on_the_device_has_a_limit(block: BlockSpec, order: Sequence[int
     device = Apart()
     with BufferPool(None) as pool, SumThread(Timeline()) as thread:
         sums = HostSums(block, pool, device, thread, leaving_bytes=0)
-        with GradientSum(block, pool, device, dtype=torch.bfloat16, single=False, host_sums=sums) as total:
+        with GradientSum(sums, DeviceLeaving(block, pool, device, scale=1.0)) as total:
             for index in (0, 2, 3, 1):
                 total.add_one(index, torch.ones(SHAPES[index][1]))
             total.expect_last()
@@ -209,8 +216,8 @@ def test_memory_is_that_of_one_block(block: BlockSpec) -> None:
             with HostSums(block, pool, Apart(), thread, leaving_bytes=0) as sums:
                 for _ in range(2):
                     sums.add(2, torch.ones(SIZES[2], dtype=torch.bfloat16))
-                sums.begin_fetching()
-                assert torch.equal(sums.fetch(2), torch.full((SIZES[2],), 2.0))
+                sums.expect_last()
+                assert torch.equal(sums.take(2), torch.full((SIZES[2],), 2.0))
         thread.wait_released()
         assert pool.peak_bytes == 6 * block.num_elements
 
@@ -222,7 +229,7 @@ def test_what_is_given_up_gives_its_memory_back(block: BlockSpec, num_added: int
         for _ in range(num_added):
             sums.add(2, torch.ones(SIZES[2]))
         if num_added == 2:
-            sums.begin_fetching()
+            sums.expect_last()
         sums.close()
         sums.close()
         thread.wait_released()
@@ -238,6 +245,6 @@ def test_a_failure_of_the_thread_is_raised_where_its_sum_is_needed(block: BlockS
             with pytest.raises(RuntimeError, match="the link is down"):
                 sums.add(0, torch.ones(15))
             with pytest.raises(RuntimeError, match="the link is down"):
-                sums.begin_fetching()
+                sums.expect_last()
         thread.wait_released()
         assert pool.leased_bytes == 0

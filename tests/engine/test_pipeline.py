@@ -14,7 +14,7 @@ import torch
 from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
@@ -46,7 +46,7 @@ def blocks_of(*num_groups: int) -> list[BlockSpec]:
 
 
 def update_of(block: BlockSpec, pool: BufferPool) -> BlockUpdate:
-    total = GradientSum(block, pool, HOST, dtype=torch.bfloat16, single=True)
+    total = gradient_sum(block, pool, HOST, single=True)
     total.add([torch.ones(parameter.shape, dtype=torch.bfloat16) for parameter in block.parameters])
     return BlockUpdate(gradient=total.finish(), weights=None, adamw=ADAMW)
 

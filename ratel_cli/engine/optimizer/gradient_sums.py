@@ -9,9 +9,11 @@ import torch
 
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.optimizer.accumulators import DeviceSums, LeasedSums
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
-from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
+from ratel_cli.engine.optimizer.host_sums import HostSums, StayingSums, SumThread
+from ratel_cli.engine.optimizer.leaving import DeviceLeaving, HostLeaving, RoundedOnHost
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.io.buffers import BufferPool
@@ -42,8 +44,9 @@ class GradientSums:
         leaving_bytes = self._leaving_bytes_of(layer)
 
         def opened(block: BlockSpec) -> GradientSum:
-            sums = self._host_sums(block, leaving_bytes=leaving_bytes)
-            return self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes, host_sums=sums)
+            sums = HostSums(block, self._pool, self._device, self._thread, leaving_bytes=leaving_bytes)
+            leaving = DeviceLeaving(block, self._pool, self._device, scale=scale, leaving_bytes=leaving_bytes)
+            return GradientSum(sums, leaving)
 
         return SegmentSum.of(map(opened, layer.trained))
 
@@ -51,7 +54,7 @@ class GradientSums:
         """That of the head's own blocks. One that borrows its matrix has none of its own: what it has is small."""
         if head.borrowed_lookups or self._holds_head:
             return self._on_device(head, single=False, scale=scale)
-        return SegmentSum.of(self._on_host(block, self._host_sums(block), scale=scale) for block in head.trained)
+        return SegmentSum.of(self._on_host(block, self._staying(block), scale=scale) for block in head.trained)
 
     def of_embedding(
         self, embedding: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
@@ -69,8 +72,11 @@ class GradientSums:
         if self._holds_head:
             leaving_bytes = self._leaving_bytes_of(Segment((block,)))
             total = self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes)
-            return LookupSum(total, tokens, device=device, pool=pool, is_held=self._holds_lookup, most_rows=most_rows)
-        sums = self._host_sums(block)
+            assert isinstance(total.sums, DeviceSums)
+            return LookupSum(
+                total, total.sums, tokens, device=device, pool=pool, is_held=self._holds_lookup, most_rows=most_rows
+            )
+        sums = self._staying(block)
         total = self._on_host(block, sums, scale=scale)
         return HostLookupSum(total, sums, tokens, device=device, pool=pool, most_rows=most_rows)
 
@@ -94,36 +100,50 @@ class GradientSums:
 
         return SegmentSum.of(map(opened, segment.trained))
 
-    def _on_host(self, block: BlockSpec, sums: HostSums, *, scale: float) -> GradientSum:
-        """A sum that host memory has from the first contribution to its rounding."""
-        return self._open(block, single=False, scale=scale, leaving_bytes=0, host_sums=sums, stays_on_host=True)
-
     def _open(
         self,
         block: BlockSpec,
         *,
         single: bool,
         scale: float,
-        leaving_bytes: int,
-        host_sums: HostSums | None = None,
-        stays_on_host: bool = False,
+        leaving_bytes: int = 0,
         rows: EmbeddingRows | None = None,
     ) -> GradientSum:
-        return GradientSum(
-            block,
-            self._pool,
-            self._device,
-            dtype=VALUE_DTYPES[block.gradient_dtype],
-            single=single,
-            scale=scale,
-            leaving_bytes=leaving_bytes,
-            host_sums=host_sums,
-            stays_on_host=stays_on_host,
-            rows=rows,
+        return gradient_sum(
+            block, self._pool, self._device, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=rows
         )
 
-    def _host_sums(self, block: BlockSpec, *, leaving_bytes: int = 0) -> HostSums:
-        return HostSums(block, self._pool, self._device, self._thread, leaving_bytes=leaving_bytes)
+    def _on_host(self, block: BlockSpec, sums: StayingSums, *, scale: float) -> GradientSum:
+        """A sum that host memory has from the first contribution to its rounding."""
+        return GradientSum(sums, RoundedOnHost(block, self._pool, self._device, scale=scale))
+
+    def _staying(self, block: BlockSpec) -> StayingSums:
+        return StayingSums(block, self._pool, self._device, self._thread, leaving_bytes=0)
 
     def _leaving_bytes_of(self, segment: Segment) -> int:
         return max(self._leaving_bytes, least_leaving_bytes(segment))
+
+
+def gradient_sum(
+    block: BlockSpec,
+    pool: BufferPool,
+    device: Device,
+    *,
+    single: bool,
+    scale: float = 1.0,
+    leaving_bytes: int = 0,
+    rows: EmbeddingRows | None = None,
+) -> GradientSum:
+    """A sum on the compute device. `single`: each parameter gets one contribution. Others as in
+    engine/optimizer/leaving.py."""
+    dtype = VALUE_DTYPES[block.gradient_dtype]
+    if not device.is_host:
+        leaving = DeviceLeaving(block, pool, device, scale=scale, leaving_bytes=leaving_bytes, rows=rows)
+        return GradientSum(DeviceSums(dtype=dtype, single=single), leaving)
+    sum_dtype = dtype if single else torch.float32
+    lease = pool.lease(block.num_elements * sum_dtype.itemsize, f"gradient of {block.name}")
+    result = lease.share() if sum_dtype == dtype else None
+    return GradientSum(
+        LeasedSums(block, lease, dtype=dtype, single=single),
+        HostLeaving(block, pool, device, scale=scale, lease=result),
+    )

@@ -3,12 +3,12 @@
 With several micro-batches each parameter of a layer goes through these phases:
 
     1. add     of every micro-batch but the last: download the gradient in its own dtype; a thread adds it to the sum
-    2. fetch   with the last one: upload the sum; GradientSum adds the last gradient to it on the GPU. Uploads run ahead
-               in the order in which the first gradients came, and are overlapped with computing of the last ones
+    2. take    with the last one: upload the sum; the last gradient is added to it on the GPU. Uploads run ahead in the
+               order in which the first gradients came, and are overlapped with computing of the last ones
     3. close   the thread gives the memory back when the uploads have ended
 
-The gradients of a head that the GPU has no memory for are all added here, chunk by chunk, and the sum stays: it is
-rounded where it is (`values`).
+The gradients of a head that the GPU has no memory for are all added here, chunk by chunk, and the sum is rounded where
+it is (`StayingSums`).
 
 Invariants: the additions are those that the GPU would do, in the same order, so the bits are the same; the sums on the
 GPU take no more than `summed_elements` (planning/gpu_memory.py), however many parameters there are; the sums of one
@@ -78,7 +78,7 @@ class SumThread(Closing):
 
 
 class HostSums(Closing):
-    """The sums of one block. All methods are for the compute thread."""
+    """An accumulator for one block (engine/optimizer/accumulators.py). All methods are for the compute thread."""
 
     def __init__(
         self, block: BlockSpec, pool: BufferPool, device: Device, thread: SumThread, *, leaving_bytes: int
@@ -107,9 +107,9 @@ class HostSums(Closing):
         return index in self._additions
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a contribution, flat `[elements]`, to the sum of the parameter at `index`."""
+        """Download a contribution, and have it added to the sum of the parameter at `index`."""
         before = self._additions.get(index)
-        values, download = self.bring(index, gradient)
+        values, download = self.bring(index, gradient.reshape(-1))
         work = partial(_add, self._sum(index), values, download, is_first=before is None)
         self._additions[index] = self._thread.submit(work)
 
@@ -149,17 +149,18 @@ class HostSums(Closing):
         """Return when all is added that was to be. What failed is not raised."""
         wait_for(self._additions.values())
 
-    def wait_released(self) -> None:
-        """After `close`: return when the memory is free."""
-        self._thread.wait_released()
+    def end_contribution(self) -> None:
+        """Downloads limit themselves."""
 
-    def begin_fetching(self) -> None:
+    def expect_last(self) -> None:
         """Every micro-batch but the last is added: start the first uploads."""
         self._to_fetch = list(reversed(self._additions))
-        self.fetch_ahead()
+        self._fetch_ahead()
 
-    def fetch(self, index: int) -> torch.Tensor:
+    def take(self, index: int) -> torch.Tensor | None:
         """End the sum of the parameter at `index`: fp32 and flat `[elements]`, in a device buffer of its own."""
+        if index not in self._additions:
+            return None
         if index not in self._ahead:  # the last gradients come in another order
             self._to_fetch.extend(reversed(self._ahead))
             self._drop_ahead()
@@ -167,8 +168,12 @@ class HostSums(Closing):
         del self._additions[index]
         return self._ahead.pop(index).open().view(torch.float32)
 
-    def fetch_ahead(self) -> None:
-        """Start the uploads of the next sums, as many as there is memory for. No sum that was fetched may be left."""
+    def reuse(self) -> None:
+        """The next sums go up."""
+        self._fetch_ahead()
+
+    def _fetch_ahead(self) -> None:
+        """Start the uploads of the next sums, as many as there is memory for. No sum that was taken may be left."""
         while self._to_fetch:
             index = self._to_fetch[-1]
             if index in self._additions:
@@ -207,6 +212,26 @@ class HostSums(Closing):
         assert self._lease is not None
         parameter = self._block.parameters[index]
         return self._lease.memory[4 * parameter.start : 4 * parameter.stop]
+
+
+class StayingSums(HostSums):
+    """Sums that do not return. A contribution has left the device when the next one is made."""
+
+    def end_contribution(self) -> None:
+        """Wait for its downloads."""
+        self._device.free_downloads()
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """It is in host memory."""
+        return self.values(index) if index in self._additions else None
+
+    def reuse(self) -> None:
+        """The next ones are where they will be rounded."""
+
+    def close(self) -> None:
+        """And return when the memory is free."""
+        super().close()
+        self._thread.wait_released()
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, download: Download, *, is_first: bool) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download, Upload
+from ratel_cli.engine.optimizer.accumulators import DeviceSums
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
@@ -32,6 +33,7 @@ class LookupSum(Closing):
     def __init__(
         self,
         total: GradientSum,
+        sums: DeviceSums,
         rows: torch.Tensor,
         *,
         device: Device,
@@ -39,10 +41,11 @@ class LookupSum(Closing):
         is_held: bool,
         most_rows: int | None,
     ) -> None:
-        """`total` is the sum of the embedding's block, on `device`; `rows` are the step's distinct tokens `[rows]`,
-        there as well. `is_held`: all of it stays on the device; otherwise host memory from `pool` holds it.
-        `most_rows`: the most that any step has, as it is planned; None: not known."""
+        """`total` is the sum of the embedding's block, which `sums` has on `device`; `rows` are the step's distinct
+        tokens `[rows]`, there as well. `is_held`: all of it stays on the device; otherwise host memory from `pool`
+        holds it. `most_rows`: the most that any step has, as it is planned; None: not known."""
         self.total = total
+        self._sums = sums
         self._rows = rows
         self._most_rows = most_rows
         self._part: torch.Tensor | None = None
@@ -72,7 +75,7 @@ class LookupSum(Closing):
         assert self._part is not None
         part, self._part = self._part.to(self._dtype), None
         rows = part[self._rows]
-        self.total.add_one(0, part)
+        self._sums.add(0, part)
         del part
         if self._is_held:
             self._head_rows.append(rows)
@@ -83,20 +86,21 @@ class LookupSum(Closing):
     def end_head(self) -> None:
         """After the head: the sum leaves the device, too, unless it is held there."""
         if not self._is_held:
-            values = self.total.take(0)
+            values = self._sums.take(0)
+            assert values is not None
             self._offloaded_total = self._offload(values, "gradient of the tied head", values.nbytes)
 
     def fetch(self) -> None:
         """Before the embedding's backward: bring back the sum if it has left, and the first rows."""
         if self._offloaded_total is not None:
             total, self._offloaded_total = self._upload(self._offloaded_total), None
-            self.total.put(0, total.open().view(torch.float32))
+            self._sums.put(0, total.open().view(torch.float32))
         self._fetch_ahead()
 
     def add_embedding(self, gradient: torch.Tensor) -> None:
         """Add the rows `[rows, hidden]` of the embedding's part of the next micro-batch, in the same order of
         micro-batches."""
-        values = self.total.values(0).view(-1, gradient.shape[1])
+        values = self._sums.values(0).view(-1, gradient.shape[1])
         contribution = (self._next_rows(gradient) + gradient).to(values)
         if self._started:
             contribution = values[self._rows] + contribution

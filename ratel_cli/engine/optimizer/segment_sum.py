@@ -47,11 +47,6 @@ class SegmentSum(Closing):
         for each in self.blocks:
             each.expect_last()
 
-    def clear(self) -> None:
-        """Forget all contributions."""
-        for each in self.blocks:
-            each.clear()
-
     def close(self) -> None:
         """Give back the memory of what is not finished. Idempotent."""
         for each in self.blocks:

@@ -25,7 +25,8 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.gpu import translate_errors
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.loss import MeanLoss, loss_and_gradients
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.accumulators import DeviceSums
+from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up, trained_of
 from ratel_cli.engine.replay.recording import StepRecording
@@ -295,7 +296,9 @@ class BlockProfiler(Generic[AnyBatch]):
     def _begin_again(self, total: SegmentSum | None) -> None:
         """Forget the contribution to the sum of a step with a single micro-batch, which takes one."""
         if total is not None and self._sums.num_micro_batches == 1:
-            total.clear()
+            for each in total.blocks:
+                assert isinstance(each.sums, DeviceSums)
+                each.sums.clear()
 
     @contextlib.contextmanager
     def _bound(
@@ -322,7 +325,7 @@ class BlockProfiler(Generic[AnyBatch]):
             yield None
             return
         sums = (
-            GradientSum(block, self._pool, self._device, dtype=VALUE_DTYPES[block.dtype], single=is_single)
+            gradient_sum(block, self._pool, self._device, single=is_single)
             for block in segment.bound
             if block.is_trained
         )

@@ -1,0 +1,120 @@
+"""Where the sums of a block's gradients lie until they leave: on the compute device, or in the host memory of a GPU
+(engine/optimizer/host_sums.py).
+
+Invariant: contributions are added in fp32 (one alone stays as it is), in the order in which they come.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ratel_cli.closing import Closing
+from ratel_cli.io.buffers import Lease
+from ratel_cli.io.views import view
+from ratel_cli.schedule.blocks import BlockSpec
+
+
+class Accumulator(Protocol):
+    """The sums of one block's gradients, by the number of the parameter."""
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a contribution, in the parameter's shape, on the compute device."""
+
+    def end_contribution(self) -> None:
+        """All parameters have the contribution that comes at once. The next one may be made in its place."""
+
+    def expect_last(self) -> None:
+        """The last micro-batch comes: what is elsewhere begins to return to the compute device."""
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the parameter at `index` has a sum."""
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """Remove the sum so far, flat `[elements]`. None if there is none."""
+
+    def reuse(self) -> None:
+        """What `take` gave is gone: its memory is free."""
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+
+
+class DeviceSums(Closing):
+    """On the compute device, where each parameter takes memory from its first contribution on."""
+
+    def __init__(self, *, dtype: torch.dtype, single: bool) -> None:
+        """`single`: each parameter gets one contribution, in `dtype`, and needs no fp32 sum."""
+        self._dtype = dtype if single else torch.float32
+        self._single = single
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Each parameter has a tensor of its own."""
+        values = self._sums.get(index)
+        if values is not None:
+            assert not self._single, "a parameter got two gradients from a single micro-batch"
+            values.add_(gradient.reshape(values.shape))
+        else:
+            self._sums[index] = gradient.to(self._dtype, copy=not self._single).reshape(-1)
+
+    def end_contribution(self) -> None:
+        """The next one is added at once."""
+
+    def expect_last(self) -> None:
+        """All are there."""
+
+    def __contains__(self, index: int) -> bool:
+        """See `Accumulator`; so with all others."""
+        return index in self._sums
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """It is on the device."""
+        return self._sums.pop(index, None)
+
+    def reuse(self) -> None:
+        """Nothing waits for its memory."""
+
+    def put(self, index: int, values: torch.Tensor) -> None:
+        """Bring back what `take` removed."""
+        self._sums[index] = values
+
+    def values(self, index: int) -> torch.Tensor:
+        """The sum so far, flat `[elements]`, which stays."""
+        return self._sums[index]
+
+    def clear(self) -> None:
+        """Forget all contributions."""
+        self._sums.clear()
+
+    def close(self) -> None:
+        """They end with their last user."""
+        self._sums.clear()
+
+
+class LeasedSums(DeviceSums):
+    """Of a CPU: in one buffer for the whole block, which may be that of the result."""
+
+    def __init__(self, block: BlockSpec, lease: Lease, *, dtype: torch.dtype, single: bool) -> None:
+        """`lease`: of as many elements as the block has, of `dtype` or, without `single`, of fp32."""
+        super().__init__(dtype=dtype, single=single)
+        self._block = block
+        self._lease: Lease | None = lease
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Each parameter has its place in the buffer."""
+        if index in self:
+            super().add(index, gradient)
+            return
+        assert self._lease is not None
+        parameter = self._block.parameters[index]
+        values = view(self._lease.memory, self._dtype)[parameter.start : parameter.stop]
+        self._sums[index] = values.copy_(gradient.reshape(values.shape))
+
+    def close(self) -> None:
+        """And the buffer has one user less."""
+        super().close()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
