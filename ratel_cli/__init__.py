@@ -1,1 +1,32 @@
-"""Ratel: fine-tuning of models larger than GPU memory and RAM."""
+"""Ratel: fine-tuning of models larger than GPU memory and RAM.
+
+What a loop of one's own needs is here; docs/library.md explains it. The names are loaded when they are first used:
+that takes seconds, and the command line needs none of them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ratel_cli.errors import RatelError
+
+if TYPE_CHECKING:
+    from ratel_cli.library.limits import Limits
+    from ratel_cli.library.model import Model
+    from ratel_cli.library.opening import open_model as open  # noqa: A004 (as in `ratel.open`)
+
+__all__ = ["Limits", "Model", "RatelError", "open"]
+
+_HOMES = {
+    "Limits": ("ratel_cli.library.limits", "Limits"),
+    "Model": ("ratel_cli.library.model", "Model"),
+    "open": ("ratel_cli.library.opening", "open_model"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, own = _HOMES[name]
+    return getattr(import_module(module), own)

@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "ratel_cli"
 PARTS = (
     "errors", "units", "sizes", "closing", "json_fields", "commands", "progress", "input_files",
     "console", "_native", "config", "io", "store", "schedule",
-    "hardware", "data", "model", "planning", "engine", "training", "report", "run", "cli",
+    "hardware", "data", "model", "planning", "engine", "training", "report", "run", "library", "cli",
 )  # fmt: skip
 """From the ground up."""
 WINGS = ("context", "files", "inputs", "train", "ask", "start")

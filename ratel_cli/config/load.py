@@ -25,7 +25,7 @@ from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.messages import contradictions_in, finding_of
 from ratel_cli.config.other_tools import other_length, other_mask, recognise_surely
 from ratel_cli.config.overrides import apply_override
-from ratel_cli.config.schema import RunConfig, doubtful_keys
+from ratel_cli.config.schema import OWN_DATA, RunConfig, doubtful_keys
 from ratel_cli.config.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
 from ratel_cli.config.torchtune import is_torchtune
 from ratel_cli.config.yaml_marks import (
@@ -39,7 +39,7 @@ from ratel_cli.config.yaml_marks import (
     raise_all,
     read_text,
 )
-from ratel_cli.errors import ConfigKey
+from ratel_cli.errors import BadInput, ConfigKey
 from ratel_cli.input_files import uncompressed_name
 
 
@@ -94,6 +94,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 def config_from(content: Mapping[str, Plain], overrides: Sequence[str], *, path: Path) -> LoadedConfig:
     """The config with these values and `key=value` overrides; `path` is what it is about. Raises BadInput."""
     return _accepted(examine_text(dump(content), path, overrides))
+
+
+def config_of_caller(content: Mapping[str, object]) -> RunConfig:
+    """The config with these values of Python, for a caller that brings the data itself. Raises BadInput with everything
+    that is wrong."""
+    try:
+        return RunConfig.model_validate(content, context=OWN_DATA)
+    except ValidationError as error:
+        findings = error.errors(include_url=False)
+    raise BadInput("; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in findings))
 
 
 def _accepted(reading: Reading) -> LoadedConfig:

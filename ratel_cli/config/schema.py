@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from ratel_cli.config.scheduler import SchedulerChoice, SchedulerConfig, scheduler_contradictions
 from ratel_cli.config.sections import (
@@ -55,6 +55,8 @@ __all__ = [
     "StorageConfig",
 ]
 
+OWN_DATA: Final = "own data"
+"""The context in which a config is validated that names no data, because the caller brings it."""
 _GREAT_LEARNING_RATE = 0.1
 
 
@@ -333,8 +335,9 @@ class RunConfig(Section):
         return data
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        found = _model_contradictions(self) + _run_contradictions(self) + _split_contradictions(self)
+    def _check(self, info: ValidationInfo) -> Self:
+        found = _model_contradictions(self, needs_data=info.context != OWN_DATA)
+        found += _run_contradictions(self) + _split_contradictions(self)
         options = self.lr_scheduler_kwargs or SchedulerConfig()
         found += scheduler_contradictions(self.lr_scheduler, options, learning_rate=self.learning_rate)
         if found:
@@ -366,7 +369,7 @@ def _unused(key: str, reason: str) -> Contradiction:
     return Contradiction(keys=(key,), message=f"`{key}` is ignored: {reason}")
 
 
-def _model_contradictions(config: RunConfig) -> list[Contradiction]:
+def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
     if config.model_shape is not None:
         if config.base_model is None:
             return []
@@ -376,7 +379,7 @@ def _model_contradictions(config: RunConfig) -> list[Contradiction]:
     if config.base_model is None:
         hint = "name a directory or hub id: `base_model: org/name`"
         found.append(Contradiction(keys=("base_model", "model_shape"), message="`base_model` is missing", hint=hint))
-    if not config.datasets:
+    if needs_data and not config.datasets:
         given = "is empty" if "datasets" in config.model_fields_set else "is missing"
         hint = "name a file, directory or hub id: `datasets: train.jsonl`"
         found.append(Contradiction(keys=("datasets", "model_shape"), message=f"`datasets` {given}", hint=hint))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeAlias
 
@@ -113,16 +114,17 @@ class StepEngine(Closing, Generic[AnyBatch]):
         *,
         step: int,
         update: int,
-        learning_rate: float,
+        learning_rate: float | None,
         loss_scale: float = 1.0,
         commit_previous: Callable[[], None] = lambda: None,
         recording: StepRecording | None = None,
     ) -> StepOutcome:
         """Run one step. If its outcome is applied, the step is unsettled afterwards.
 
-        `update` counts applied updates from 1. If the step before is unsettled, it is settled during this one's forward
-        and head, and `commit_previous` is called. A `recording` notes what every operator of the layers costs.
-        Raises RatelError; the step is then abandoned, and the store's current generation is unchanged.
+        `update` counts applied updates from 1. Without a learning rate, `apply` or `discard` must come next. If the
+        step before is unsettled, it is settled during this one's forward and head, and `commit_previous` is called. A
+        `recording` notes what every operator of the layers costs. Raises RatelError; the step is then abandoned, and
+        the store's current generation is unchanged.
         """
         assert any(batch.num_targets for batch in batches), "a step without targets has no loss"
         tokens = tokens_looked_up(self._program, batches)
@@ -138,7 +140,9 @@ class StepEngine(Closing, Generic[AnyBatch]):
             partial_sums=PartialSums(self._pool, self._device),
             device=self._device.torch_device,
         )
-        adamw = AdamWUpdate(number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale)
+        assert not self._updates.waits_for_rate
+        self._next_update = AdamWUpdate(number=update, learning_rate=0.0, gradient_scale=1.0 / loss_scale)
+        adamw = None if learning_rate is None else replace(self._next_update, learning_rate=learning_rate)
         try:
             # On a thread of its own, backward would drop its last tensors whenever that thread is scheduled.
             with self._device.translate_errors(), torch.autograd.set_multithreading_enabled(False):
@@ -153,6 +157,15 @@ class StepEngine(Closing, Generic[AnyBatch]):
             self._device.collect()
             self._sums.wait_released()
             self._trim()
+
+    def apply(self, learning_rate: float) -> None:
+        """Let the step that ran without a learning rate be updated with this one."""
+        self._updates.apply(replace(self._next_update, learning_rate=learning_rate))
+
+    def discard(self) -> None:
+        """Forget the step that ran without a learning rate."""
+        self._updates.discard()
+        self._trim()
 
     def settle(self) -> None:
         """Return when the update of the unsettled step is in the shadow. The caller then commits it."""
@@ -178,7 +191,9 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._updates.close()
         self._reader.reset()
 
-    def _run(self, state: StepState[AnyBatch], adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
+    def _run(
+        self, state: StepState[AnyBatch], adamw: AdamWUpdate | None, commit_previous: Callable[[], None]
+    ) -> StepOutcome:
         """The phases of the module's docstring, in their order."""
         forward_start = self._device.mark()
         self._reader.expect(step_uses(self._program.spec.segments), rows=state.rows)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
-from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state, loss_sum
+from ratel_cli.model.layer_runner import LayerRunner, TokenLoss, last_hidden_state, loss_sum
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
@@ -88,6 +88,7 @@ class FinishedTokens:
     """What the owner returned."""
     targets: torch.Tensor
     """`[batch, tokens]`."""
+    loss: TokenLoss
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -99,9 +100,9 @@ class FinishedTokens:
         return self.layer_runner.logits(self.result, hidden)
 
     def loss_sum(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
-        """The sum of the cross-entropies of the tokens from `first` on, counted row by row, whose hidden states are
+        """The sum of the losses of the tokens from `first` on, counted row by row, whose hidden states are
         `[1, tokens, hidden_size]`; an fp32 scalar."""
-        return loss_sum(self.outputs(hidden), self.targets.reshape(-1)[first : first + hidden.shape[1]])
+        return self.loss(self.outputs(hidden), self.targets.reshape(-1)[first : first + hidden.shape[1]])
 
 
 class DecoderModel:
@@ -130,6 +131,8 @@ class DecoderModel:
         """All parameters, in the order of torch's `named_parameters`."""
         self._parameters = tuple(parameters)
         """The parameters of each block, in the order of `spec`."""
+        self.loss: TokenLoss = loss_sum
+        """Of tokens that are finished: their cross-entropy, unless a loop of the caller's own has another one."""
         self._masks_separate = masks_separate
         self._lookup = lookup
         self._device = torch.device("cpu")
@@ -215,7 +218,7 @@ class DecoderModel:
     def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens:
         """The last layer's output `[batch, tokens, hidden_size]` behind the final norm. Raises BadInput."""
         finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids)
-        return FinishedTokens(self.layer_runner, finished, batch.targets)
+        return FinishedTokens(self.layer_runner, finished, batch.targets, self.loss)
 
     def module(self, index: int) -> nn.Module:
         """A decoder layer, counted from 0."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -334,6 +334,10 @@ def last_hidden_state(finished: object) -> torch.Tensor:
     hidden = finished["last_hidden_state"] if isinstance(finished, ModelOutput) else finished[0]
     assert isinstance(hidden, torch.Tensor)
     return hidden
+
+
+TokenLoss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From logits `[1, tokens, vocabulary]` and targets `[tokens]` to the sum of the losses of these tokens, a scalar."""
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

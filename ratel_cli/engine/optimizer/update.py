@@ -182,8 +182,11 @@ class Updates:
 
     # For the step, in this order.
 
-    def begin(self, adamw: AdamWUpdate) -> None:
-        """Begin a step whose gradients will come. The step before must be settled and committed."""
+    def begin(self, adamw: AdamWUpdate | None) -> None:
+        """Begin a step whose gradients will come. The step before must be settled and committed.
+
+        `adamw` None: all gradients are held, and `apply` follows the decision.
+        """
         assert not self._is_decided
         self._adamw = adamw
         self._norms: Norms = {}
@@ -249,10 +252,28 @@ class Updates:
         self._deferred = {gradient.block.index: gradient for gradient in self._held}
         self._held = []
         self._is_decided = True
-        if self._settings.overlap == "separate":
-            with self._timeline.stalled_on(self._pipeline.waits_for):
-                self._write_all()
+        if self._settings.overlap == "separate" and self._adamw is not None:
+            self._write_separately()
         return norm
+
+    @property
+    def waits_for_rate(self) -> bool:
+        """Whether a step is decided that has still to be applied or discarded."""
+        return self._is_decided and self._adamw is None
+
+    def apply(self, adamw: AdamWUpdate) -> None:
+        """Let the decided step, which began without it, be updated so."""
+        assert self.waits_for_rate
+        self._adamw = adamw
+        if self._settings.overlap == "separate":
+            self._write_separately()
+
+    def discard(self) -> None:
+        """Forget the decided step, which was not applied."""
+        assert self.waits_for_rate
+        self._is_decided = False
+        self._held, self._deferred = list(self._deferred.values()), {}
+        self.abandon()
 
     def first_not_finite(self, order: Sequence[str]) -> str | None:
         """Name of the first parameter in `order` whose gradient in the last step is not finite; None if all are."""
@@ -287,7 +308,7 @@ class Updates:
 
     def _choose_mode(self) -> Literal["eager", "deferred", "speculative"]:
         settings = self._settings
-        if settings.hold or settings.overlap == "separate" or self._store.in_place:
+        if self._adamw is None or settings.hold or settings.overlap == "separate" or self._store.in_place:
             return "deferred"
         if settings.max_grad_norm is None:
             return "eager"
@@ -336,6 +357,7 @@ class Updates:
         self._store.discard()
 
     def _start(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
+        assert self._adamw is not None, "the step was not applied"
         update = BlockUpdate(
             gradient=gradient,
             weights=weights,
@@ -344,6 +366,10 @@ class Updates:
         )
         self._started[gradient.block.index] = update
         self._pipeline.submit(update)
+
+    def _write_separately(self) -> None:
+        with self._timeline.stalled_on(self._pipeline.waits_for):
+            self._write_all()
 
     def _write_all(self) -> None:
         for block in self._trained:

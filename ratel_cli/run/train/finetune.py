@@ -207,7 +207,8 @@ def _planned(run: _Run, cached: ModelProfile | None) -> tuple[ModelProfile, Plan
     profile = cached or estimated_profile(planner, run.inputs.model)
     plan = make_plan(profile)
     if cached is None:
-        measured = tried_profile(context, run.inputs, planner, plan, profile)
+        data, model = run.inputs.data, run.inputs.model
+        measured = tried_profile(context, model, data.step(0)[0], planner, plan, profile, is_packed=data.is_packed)
         if measured is not None:
             profile, plan = measured, make_plan(measured)
     report_other_load(run.meter, context.log)

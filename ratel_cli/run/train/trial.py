@@ -37,7 +37,6 @@ from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.run.train.engine import open_planned_device
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.schedule.segments import Segment
@@ -52,13 +51,21 @@ _ADAMW_BYTES = 128 * MIB
 
 
 def tried_profile(
-    context: RunContext, inputs: Inputs, planner: Planner, plan: Plan, estimate: ModelProfile
+    context: RunContext,
+    model: DecoderModel,
+    batch: MicroBatch,
+    planner: Planner,
+    plan: Plan,
+    estimate: ModelProfile,
+    *,
+    is_packed: bool,
 ) -> ModelProfile | None:
     """The model's measured profile; None if step 1 has to be recorded. `plan` is the one from `estimate`.
 
-    Raises BadInput if the model cannot run as the config has it.
+    `batch`: a micro-batch of the run, of whatever size. `is_packed`: its sequences may have several samples. Raises
+    BadInput if the model cannot run as the config has it.
     """
-    model, workload, log = inputs.model, planner.workload, context.log
+    workload, log = planner.workload, context.log
     try:
         with (
             open_planned_device(context, plan, Timeline()) as device,
@@ -68,12 +75,12 @@ def tried_profile(
                 model, context.pool, device, dtype=context.config.dtype, placement=plan.placement, workload=workload
             )
             progress = _advancing(bar.advance)
-            seconds = _try(profiler, model, workload, 2 if inputs.data.is_packed else 1, progress)
+            seconds = _try(profiler, model, workload, 2 if is_packed else 1, progress)
             if seconds > _MOST_SECONDS:
                 log.notice(f"measuring a layer would take about {format_seconds(seconds)}; step 1 is recorded instead")
                 return None
             units, seconds_of = profiler.record(
-                _own_batch(inputs, workload),
+                _of_full_size(batch, model, workload),
                 beside=adamw_beside(context.pool, planner.hardware.host, device),
                 progress=progress,
             )
@@ -156,11 +163,10 @@ def _try(
     return 3 * sum(map(sum, kinds)) * workload.micro_batch_tokens / num_tokens
 
 
-def _own_batch(inputs: Inputs, workload: Workload) -> MicroBatch:
-    """The first micro-batch of the run; one of its size if the data has too few samples for that."""
-    own = inputs.data.step(0)[0]
+def _of_full_size(batch: MicroBatch, model: DecoderModel, workload: Workload) -> MicroBatch:
+    """The micro-batch; another one if it is smaller than the plan's, where the data has too few samples."""
     shape = workload.micro_batch_size, workload.sequence_len
-    return own if own.input_ids.shape == shape else any_batch(*shape, inputs.model.spec.vocab_size)
+    return batch if batch.input_ids.shape == shape else any_batch(*shape, model.spec.vocab_size)
 
 
 def _advancing(advance: Callable[[float], None]) -> Callable[[Segment], None]:

@@ -1,0 +1,1 @@
+"""Ratel in one's own loop: what `import ratel_cli` offers."""

@@ -1,0 +1,66 @@
+"""Batches of tensors, as loops around transformers have them, as the micro-batches of a step.
+
+Invariant: what a batch asks for is done, or refused by name: nothing in it is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.errors import BadInput
+from ratel_cli.sizes import IGNORED_TARGET
+
+Tensors = Mapping[str, torch.Tensor]
+"""`input_ids`, int64 `[batch, tokens]`; of the same shape `labels`, with -100 where there is no loss, by default the
+tokens themselves; `attention_mask`, 1 for tokens and 0 for padding, which must come last in each line; `position_ids`.
+As with transformers, the label of a token is what the token before it must predict."""
+_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+def micro_batches(batches: Tensors | Sequence[Tensors], *, takes_positions: bool) -> list[MicroBatch]:
+    """One micro-batch for each batch. `takes_positions`: whether the model takes `position_ids`. Raises BadInput."""
+    found = [batches] if isinstance(batches, Mapping) else list(batches)
+    if not found:
+        raise BadInput("a step needs a batch, or a list of at least one")
+    return [_micro_batch(batch, takes_positions=takes_positions) for batch in found]
+
+
+def _micro_batch(batch: Tensors, *, takes_positions: bool) -> MicroBatch:
+    unknown = sorted(batch.keys() - set(_KEYS))
+    if unknown or "input_ids" not in batch:
+        wrong = f"unknown: {', '.join(map(repr, unknown))}" if unknown else "'input_ids' is missing"
+        raise BadInput(f"a batch has tensors called {', '.join(map(repr, _KEYS))}; {wrong}")
+    tokens = _integers(batch, "input_ids", None)
+    labels = _integers(batch, "labels", tokens) if "labels" in batch else tokens
+    mask = _integers(batch, "attention_mask", tokens) if "attention_mask" in batch else torch.ones_like(tokens)
+    if not bool(((mask == 0) | (mask == 1)).all() and (mask.diff(dim=1) <= 0).all()):
+        raise BadInput("'attention_mask' must be 1 for tokens and then 0 for padding, in each line; pad on the right")
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+    if "position_ids" in batch:
+        given = _integers(batch, "position_ids", tokens)
+        if not takes_positions and not torch.equal(given, positions):
+            raise BadInput("the model takes no 'position_ids'; leave them out")
+        positions = given
+    targets = torch.full_like(tokens, IGNORED_TARGET)
+    targets[:, :-1] = labels.masked_fill(mask == 0, IGNORED_TARGET)[:, 1:]
+    return MicroBatch(
+        input_ids=tokens,
+        targets=targets,
+        position_ids=positions,
+        sample_ids=(),
+        num_targets=int((targets != IGNORED_TARGET).sum()),
+        num_tokens=int(mask.sum()),
+    )
+
+
+def _integers(batch: Tensors, name: str, like: torch.Tensor | None) -> torch.Tensor:
+    """The tensor of that name, int64 on the CPU."""
+    values = batch[name]
+    if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.is_floating_point() or not values.numel():
+        raise BadInput(f"{name!r} must be a tensor of integers, [batch, tokens], with at least one of each")
+    if like is not None and values.shape != like.shape:
+        raise BadInput(f"{name!r} is {list(values.shape)}, but 'input_ids' is {list(like.shape)}")
+    return values.detach().to(device="cpu", dtype=torch.long).contiguous()

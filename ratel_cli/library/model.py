@@ -1,0 +1,308 @@
+"""A model whose training state is on drives, in a loop of the caller's own.
+
+A step has two halves: `forward_backward` computes the gradients of all micro-batches, a segment at a time, so that
+weights cross the link and the drives once; `step` gives the learning rate. The update runs in the next forward,
+overlapped with it, and the step is committed there; or when something needs it: `evaluate`, `save_pretrained`, `close`.
+
+Invariant: after any crash the state is that of the last committed step, which is at most one behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ratel_cli.closing import Closing
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.state import StepOutcome
+from ratel_cli.engine.step import StepEngine
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.errors import BadInput, Diverged
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.library.batches import Tensors, micro_batches
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.export_layout import ExportLayout
+from ratel_cli.model.export_weights import export_model
+from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.plan import Plan
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.files.output import own_output
+from ratel_cli.run.inputs.base_model import Base
+from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
+from ratel_cli.run.train.planner import estimated_profile, make_planner
+from ratel_cli.run.train.trial import tried_profile
+from ratel_cli.store.store import Store
+from ratel_cli.training.schedule import LossScale
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(Closing):
+    """An open model, made by `open_model`. Use it as a context manager, on one thread."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        base: Base,
+        layout: ExportLayout,
+        store: Store,
+        hardware: HardwareProfile,
+        resources: ExitStack,
+    ) -> None:
+        """`resources` closes everything that is open. `layout`: what the files of an export hold."""
+        self._context = context
+        self._base = base
+        self._layout = layout
+        self._store = store
+        self._hardware = hardware
+        self._resources = resources
+        self._engines = resources.enter_context(ExitStack())
+        """Closed first: the engine of the plan that fits the batches so far."""
+        self._engine: StepEngine[MicroBatch] | None = None
+        self._plan: Plan | None = None
+        self._pending = store.progress
+        """After the last step that was computed."""
+        self._computed: StepOutcome | None = None
+        """Of `forward_backward`, until `step`."""
+        self._is_closed = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far, those of earlier loops on the same state included."""
+        return self._pending.step
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the last `forward_backward`, before clipping. Raises BadInput before a step."""
+        return self._backward_of("grad_norm").grad_norm
+
+    def forward_backward(self, batch: Tensors | Sequence[Tensors], *, loss: Loss | None = None) -> float:
+        """Compute the gradients of one step. Returns its loss: the mean over all labels of the next tokens.
+
+        `batch`: a mapping as transformers' models take it (`library/batches.py`), or a list of such micro-batches,
+        whose gradients are those of one batch with all their rows: activations of one of them are computed at a time.
+        `loss`: from the logits `[tokens, vocabulary]` of some tokens, and the labels `[tokens]` of the next ones, to
+        the sum of their losses, a scalar; a label of -100 has none. It is called for some tokens after others, so that
+        the logits of all never exist. None: the cross-entropy, as transformers computes it.
+
+        Raises BadInput if a batch cannot be used or gradients wait for `step`, DoesNotFit if the step does not fit into
+        the limits, Diverged if loss or gradients are not finite.
+        """
+        self._check_open()
+        if self._computed is not None:
+            raise BadInput(
+                "forward_backward was called twice without step() in between",
+                "to accumulate gradients, give it a list of micro-batches",
+            )
+        batches = micro_batches(batch, takes_positions=self._base.model.layer_runner.takes_positions)
+        if not any(each.num_targets for each in batches):
+            raise BadInput("a step needs a label: all of this batch are -100, or the first in their line")
+        engine = self._engine_for(batches)
+        before = self._pending
+        with _losing(self._base.model, loss):
+            outcome = engine.run(
+                batches,
+                step=before.step,
+                update=before.updates + 1,
+                learning_rate=None,
+                loss_scale=before.loss_scale if self._scales_loss else 1.0,
+                commit_previous=self._commit,
+            )
+        self._pending = self._store.progress  # the step before is committed now
+        if not outcome.applied and (not self._scales_loss or self._loss_scale.exhausted):
+            what = f"the loss is {outcome.loss}"
+            if math.isfinite(outcome.loss):
+                what = f"the gradient of {outcome.first_not_finite} is not finite"
+            raise Diverged(f"step {before.step + 1}: {what}; step {before.step} is saved", "lower the learning rate")
+        self._computed = outcome
+        self._num_tokens = sum(each.num_tokens for each in batches)
+        return outcome.loss
+
+    def step(self, *, learning_rate: float | LRScheduler) -> None:
+        """Let the gradients of `forward_backward` update the weights, by AdamW with this learning rate.
+
+        Of a scheduler of torch it is the one of its first group, and the scheduler steps. Raises BadInput without a
+        `forward_backward` before. In fp16 a step whose gradients overflowed is skipped, as by torch's GradScaler.
+        """
+        self._check_open()
+        outcome = self._backward_of("step")
+        assert self._engine is not None
+        rate = learning_rate.get_last_lr()[0] if isinstance(learning_rate, LRScheduler) else learning_rate
+        rate = float(rate)
+        if not math.isfinite(rate) or rate < 0:
+            raise BadInput(f"learning_rate must be a number from 0 on, not {rate}")
+        scale = self._loss_scale
+        if self._scales_loss:
+            scale = scale.after(applied=outcome.applied)
+        self._pending = replace(
+            self._pending,
+            step=self._pending.step + 1,
+            updates=self._pending.updates + outcome.applied,
+            loss_scale=scale.scale,
+            good_steps=scale.good_steps,
+            tokens=self._pending.tokens + self._num_tokens,
+        )
+        if outcome.applied:
+            self._engine.apply(rate)
+        else:
+            self._store.commit_progress(self._pending)
+        self._computed = None
+        if isinstance(learning_rate, LRScheduler):
+            learning_rate.step()
+
+    def evaluate(self, batch: Tensors | Sequence[Tensors], *, loss: Loss | None = None) -> float:
+        """The mean loss over all labels of the next tokens, without dropout and without gradients. `loss` as above."""
+        self._check_open()
+        self._check_applied("evaluate")
+        batches = micro_batches(batch, takes_positions=self._base.model.layer_runner.takes_positions)
+        num_targets = sum(each.num_targets for each in batches)
+        if not num_targets:
+            raise BadInput("a loss needs a label: all of this batch are -100, or the first in their line")
+        engine = self._engine_for(batches)
+        self._settle()
+        with _losing(self._base.model, loss):
+            return engine.evaluate(batches) / num_targets
+
+    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write the model as it is after the last step: a directory that transformers' from_pretrained loads.
+
+        A file that Ratel did not write is replaced only with `overwrite`. Raises BadInput, EnvironmentFailure.
+        """
+        self._check_open()
+        self._check_applied("save_pretrained")
+        self._settle()
+        config = self._context.config
+        export_model(
+            self._base.model.spec,
+            self._store.current(),
+            self._context.pool,
+            base_dir=self._base.directory,
+            output_dir=Path(directory),
+            run=own_output(config),
+            overwrite=overwrite,
+            option="directory",
+            dtype=config.dtype,
+            layout=self._layout,
+        )
+
+    def close(self) -> None:
+        """Commit the last step and give everything back. Gradients that no `step` followed are dropped. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._resources:
+            if self._computed is not None and self._computed.applied and self._engine is not None:
+                self._engine.discard()
+            self._settle()
+
+    @property
+    def _scales_loss(self) -> bool:
+        return self._context.config.dtype == "float16"
+
+    @property
+    def _loss_scale(self) -> LossScale:
+        return LossScale(scale=self._pending.loss_scale, good_steps=self._pending.good_steps)
+
+    def _backward_of(self, asked: str) -> StepOutcome:
+        if self._computed is None:
+            raise BadInput(f"{asked} needs gradients: call forward_backward first, once for each step")
+        return self._computed
+
+    def _check_applied(self, asked: str) -> None:
+        if self._computed is not None:
+            raise BadInput(f"{asked} was called between forward_backward and step()", "call step() first")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BadInput("the model is closed", "open it again: its state is in its storage")
+
+    def _settle(self) -> None:
+        """Commit the last step, if it is not yet."""
+        if self._engine is not None and self._engine.is_unsettled:
+            self._engine.settle()
+            self._commit()
+
+    def _commit(self) -> None:
+        self._store.commit(self._pending)
+
+    def _engine_for(self, batches: Sequence[MicroBatch]) -> StepEngine[MicroBatch]:
+        """The engine of a plan that these batches fit; a new one if they are larger than all before."""
+        wanted = self._workload_for(batches)
+        if self._engine is not None and self._plan is not None and _is_within(wanted, self._plan.workload):
+            return self._engine
+        self._settle()
+        self._engines.close()
+        plan = self._planned(wanted, batches[0])
+        pin_ahead(self._context, self._base.model.spec, plan)
+        engine_for: Callable[[Plan], StepEngine[MicroBatch]] = self._engines.enter_context(
+            open_planned_engines(
+                self._context,
+                self._base.model,
+                self._store,
+                plan,
+                timeline=Timeline(),
+                drive_weights=self._hardware.nvme.weights,
+            )
+        )
+        self._engine, self._plan = engine_for(plan), plan
+        return self._engine
+
+    def _workload_for(self, batches: Sequence[MicroBatch]) -> Workload:
+        """The shape of a step that has room for these batches, and for all before."""
+        known = None if self._plan is None else self._plan.workload
+        shapes = [each.input_ids.shape for each in batches]
+        return Workload(
+            micro_batch_size=max([rows for rows, _ in shapes] + ([known.micro_batch_size] if known else [])),
+            num_micro_batches=max(len(batches), known.num_micro_batches if known else 1),
+            sequence_len=max([tokens for _, tokens in shapes] + ([known.sequence_len] if known else [])),
+        )
+
+    def _planned(self, workload: Workload, batch: MicroBatch) -> Plan:
+        context, model = self._context, self._base.model
+        split = {
+            "micro_batch_size": workload.micro_batch_size,
+            "gradient_accumulation_steps": workload.num_micro_batches,
+            "sequence_len": workload.sequence_len,
+        }
+        context = replace(context, config=context.config.model_copy(update=split))
+        planner = make_planner(context, model.spec, self._hardware)
+        # The learning rate comes when all gradients are there.
+        planner = replace(planner, decisions=replace(planner.decisions, holds_gradients=True))
+        estimate = estimated_profile(planner, model)
+        plan = planner.plan(estimate)
+        measured = tried_profile(context, model, batch, planner, plan, estimate, is_packed=False)
+        return plan if measured is None else planner.plan(measured)
+
+
+@contextmanager
+def _losing(model: DecoderModel, loss: Loss | None) -> Iterator[None]:
+    """A context in which the model has this loss. Raises BadInput there if it is no sum."""
+    if loss is None:
+        yield
+        return
+
+    def of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = loss(logits[0], targets)
+        if not isinstance(found, torch.Tensor) or found.dim() or not found.is_floating_point():
+            raise BadInput("the loss must be one number: the sum over the tokens that it is given, as a tensor")
+        return found.float()
+
+    before, model.loss = model.loss, of_tokens
+    try:
+        yield
+    finally:
+        model.loss = before
+
+
+def _is_within(wanted: Workload, planned: Workload) -> bool:
+    return (
+        wanted.micro_batch_size <= planned.micro_batch_size
+        and wanted.num_micro_batches <= planned.num_micro_batches
+        and wanted.sequence_len <= planned.sequence_len
+    )

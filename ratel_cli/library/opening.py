@@ -1,0 +1,144 @@
+"""Opens a model for a loop of the caller's own: from a directory or hub id, with its state on drives.
+
+    1. the config   the caller's arguments, checked as those of a run are
+    2. the model    its skeleton and its files
+    3. the store    the one that an earlier loop left in `storage`, or a new one with the weights of the files
+
+Invariant: a store is opened only by a loop with the same model and settings as the one that made it; no other is
+replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from io import StringIO
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+
+from ratel_cli import _native
+from ratel_cli.config.load import config_of_caller
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.hardware.gpu import compute_device, determinism
+from ratel_cli.hardware.host import return_large_buffers
+from ratel_cli.library.limits import Limits
+from ratel_cli.library.model import Model
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.files.user_cache import ratel_version
+from ratel_cli.run.inputs.base_model import Base, model_hash, open_weights, read_base
+from ratel_cli.run.inputs.settings import new_geometry, settings_hash
+from ratel_cli.run.train.profile_machine import measure_for_run
+from ratel_cli.run.train.store import import_base
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName
+from ratel_cli.store.store import Store, StoreIdentity
+
+_DATA_HASH = "a loop of its own"
+"""In a store's identity, where a run has what its data hashes to: no run resumes from it."""
+
+
+def open_model(
+    model: str | Path,
+    *,
+    storage: Sequence[str | Path],
+    dtype: DtypeName = "bfloat16",
+    limits: Limits | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = None,
+    random_init: bool = False,
+    deterministic: bool = True,
+    seed: int = 42,
+    verbose: bool = False,
+) -> Model:
+    """Open a causal language model for training steps of one's own. Use it as a context manager.
+
+    `model`: a directory with config.json and safetensors files, or a Hugging Face hub id. `storage`: directories for
+    the training state, one on each drive: 12 bytes per parameter, twice in bf16. If they have the state that an earlier
+    loop left there, with the same model and settings, training goes on from its last step. `betas`, `eps` and
+    `weight_decay` are AdamW's, as in torch; norms and biases do not decay. `max_grad_norm` clips the norm of all
+    gradients; None does not. `random_init`: draw the weights, as transformers does, and read no weight files.
+    `verbose`: print what is noticed and how far it is, on stderr.
+
+    While it is open, torch's deterministic algorithms are on, unless `deterministic` is false. Raises RatelError.
+    """
+    config = _config(
+        {
+            "base_model": str(model),
+            "dtype": dtype,
+            "device": device,
+            "adam_beta1": betas[0],
+            "adam_beta2": betas[1],
+            "adam_epsilon": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "random_init": random_init,
+            "deterministic": deterministic,
+            "seed": seed,
+            "head_chunk": LOGITS_CHUNK_BYTES,
+        },
+        storage,
+        limits or Limits(),
+    )
+    return_large_buffers()
+    log = RunLog(None if verbose else StringIO())
+    with ExitStack() as opening:
+        base = read_base(config, log)
+        source, layout = open_weights(config, base, opening)
+        torch_device = compute_device(config.device)
+        opening.enter_context(determinism(config.deterministic, torch_device, notice=log.notice))
+        context = opening.enter_context(open_context(config, log, device=torch_device))
+        identity = _identity(config, base)
+        exists = Store.exists(config.storage.paths)
+        hardware = measure_for_run(context, has_store=exists)
+        if exists:
+            store = _opened(context, identity)
+        else:
+            geometry = new_geometry(config, base.model.spec.stored_blocks, shares=hardware.nvme.weights)
+            store = context.resources.enter_context(
+                Store.create(config.storage.paths, geometry, identity=identity, queue=context.queue, notice=log.notice)
+            )
+            with context.bar("importing weights", base.model.spec.num_parameters) as advance:
+                import_base(base.model.spec, source, store, context.pool, progress=advance)
+        return Model(context, base, layout, store, hardware, opening.pop_all())
+
+
+def _config(settings: dict[str, object], storage: Sequence[str | Path], limits: Limits) -> RunConfig:
+    if isinstance(storage, str | Path) or not storage:
+        raise BadInput("storage must be a list of directories, such as ['/mnt/a', '/mnt/b']")
+    paths = [Path(each) for each in storage]
+    sizes = {"host_memory": limits.host_memory, "gpu_memory": limits.gpu_memory}
+    return config_of_caller(
+        {
+            **settings,
+            "storage": {"paths": paths},
+            "limits": {name: size for name, size in sizes.items() if size is not None},
+            "output_dir": paths[0],
+        }
+    )
+
+
+def _identity(config: RunConfig, base: Base) -> StoreIdentity:
+    return StoreIdentity(
+        model_hash=model_hash(config, base.model.spec),
+        config_hash=settings_hash(config),
+        data_hash=_DATA_HASH,
+        seed=config.seed,
+        software=f"ratel {ratel_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{_native.active_isa()}",
+    )
+
+
+def _opened(context: RunContext, identity: StoreIdentity) -> Store:
+    """The store that is there, whose newest whole generation is the current one."""
+    store = context.open_store(context.config.storage.paths, identity=identity)
+    with context.bar("verifying the store", store.generation_bytes) as advance:
+        store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
+    context.pool.trim()
+    return store

@@ -1,0 +1,333 @@
+"""A loop of one's own trains as plain PyTorch does, goes on where it was left, and says what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+import ratel_cli as ratel
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.sizes import DtypeName
+from tests.e2e.runs import measured_briefly
+from tests.engine.architectures import VOCAB_SIZE, tiny_config
+from tests.engine.machine import attention_of, initial_weights
+from tests.reference import Recipe, Trained, train_in_memory, train_module
+from tests.tiers import pairwise
+
+Batch = dict[str, torch.Tensor]
+RATES = (1e-3, 5e-4, 2e-3, 1e-3, 1e-3)
+"""At which every parameter changes in bf16."""
+TOKENS = torch.ones(2, 3, dtype=torch.long)
+DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def _measured_briefly() -> Iterator[None]:
+    with measured_briefly():
+        yield
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny Llama, as from_pretrained reads it."""
+    return saved(tmp_path / "base", "llama")
+
+
+def saved(directory: Path, architecture: str) -> Path:
+    config = tiny_config(architecture)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(initial_weights(config), strict=False)
+    model.save_pretrained(directory)
+    return directory
+
+
+def batches(number: int, num_micro_batches: int, *, num_tokens: int = 12) -> list[list[Batch]]:
+    """Of each step the micro-batches: random tokens, some without loss, the second row padded."""
+    generator = torch.Generator().manual_seed(number)
+
+    def batch() -> Batch:
+        tokens = torch.randint(0, VOCAB_SIZE, (2, num_tokens), generator=generator)
+        labels = tokens.clone()
+        labels[0, 3] = -100
+        mask = torch.ones_like(tokens)
+        mask[1, num_tokens - 2 :] = 0
+        return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+
+    return [[batch() for _ in range(num_micro_batches)] for _ in range(number)]
+
+
+def for_reference(batch: Batch) -> MicroBatch:
+    """The same for plain PyTorch, which looks at targets."""
+    targets = torch.full_like(batch["labels"], -100)
+    targets[:, :-1] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
+    return MicroBatch(
+        input_ids=batch["input_ids"],
+        targets=targets,
+        position_ids=torch.arange(targets.shape[1]).expand_as(targets).contiguous(),
+        sample_ids=(),
+        num_targets=int((targets != -100).sum()),
+        num_tokens=targets.numel(),
+    )
+
+
+def wanted(architecture: str, steps: Sequence[Sequence[Batch]], recipe: Recipe) -> Trained:
+    config = tiny_config(architecture)
+    recipe = replace(recipe, attn_implementation=attention_of(config), learning_rates=RATES[: len(steps)])
+    return train_in_memory(config, initial_weights(config), [list(map(for_reference, step)) for step in steps], recipe)
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "num_micro_batches", "max_grad_norm"),
+    pairwise(["llama", "gpt2", "llama_tied"], ["float32", "bfloat16"], [1, 3], [None, 0.5]),
+)
+def test_it_trains_as_plain_pytorch_does(
+    tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None
+) -> None:
+    steps = batches(len(RATES), num_micro_batches)
+    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm, weight_decay=0.1)
+    losses, norms = [], []
+    with ratel.open(
+        saved(tmp_path / "base", architecture),
+        storage=[tmp_path / "a", tmp_path / "b"],
+        dtype=dtype,
+        device="cpu",
+        weight_decay=0.1,
+        max_grad_norm=max_grad_norm,
+    ) as model:
+        for batch, rate in zip(steps, RATES, strict=True):
+            losses.append(model.forward_backward(batch if num_micro_batches > 1 else batch[0]))
+            norms.append(model.grad_norm)
+            model.step(learning_rate=rate)
+        model.save_pretrained(tmp_path / "out")
+    plain = wanted(architecture, steps, recipe)
+    assert losses == list(plain.losses)
+    assert norms == list(plain.norms)
+    for name, found in exported(tmp_path / "out").items():
+        assert torch.equal(found, plain.weights[name].to(DTYPES[dtype])), name
+        assert not torch.equal(found, initial_weights(tiny_config(architecture))[name].to(DTYPES[dtype])), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=DTYPES[dtype])
+    assert all(torch.equal(value, plain.weights[name].to(value.dtype)) for name, value in loaded.named_parameters())
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy with smoothed labels, and a penalty on the size of the logits."""
+    loss = cross_entropy(logits.float(), labels, label_smoothing=0.1, reduction="sum", ignore_index=-100)
+    return loss + 1e-3 * (logits.float().logsumexp(-1).square() * (labels != -100)).sum()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_with_another_loss_it_trains_as_plain_pytorch_does(tmp_path: Path, base: Path, num_micro_batches: int) -> None:
+    steps, config = batches(3, num_micro_batches), tiny_config("llama")
+    plain_model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+
+    def loss_sum(batch: MicroBatch) -> torch.Tensor:
+        logits = plain_model(input_ids=batch.input_ids, use_cache=False).logits
+        return smoothed(logits.view(-1, logits.shape[-1]), batch.targets.reshape(-1))
+
+    recipe = Recipe(weight_decay=0.0, learning_rates=RATES[:3])
+    micro_batches = [list(map(for_reference, step)) for step in steps]
+    plain = train_module(plain_model, loss_sum, initial_weights(config), micro_batches, recipe, decayed=())
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        losses = []
+        for step, rate in zip(steps, RATES, strict=False):
+            losses.append(model.forward_backward(step, loss=smoothed))
+            model.step(learning_rate=rate)
+        assert model.evaluate(steps[0], loss=smoothed) != model.evaluate(steps[0])
+        model.save_pretrained(tmp_path / "out")
+    assert losses == list(plain.losses)
+    assert all(torch.equal(found, plain.weights[name]) for name, found in exported(tmp_path / "out").items())
+
+
+def test_a_loss_that_is_no_sum_is_refused(tmp_path: Path, base: Path) -> None:
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        for loss in (lambda logits, labels: logits, lambda logits, labels: 1.0, lambda logits, labels: labels.sum()):
+            with pytest.raises(ratel.RatelError, match="the loss must be one number"):
+                model.forward_backward(batches(1, 1)[0], loss=loss)
+        assert model.forward_backward(batches(1, 1)[0]) > 0
+
+
+def test_it_goes_on_where_it_was_left(tmp_path: Path, base: Path) -> None:
+    """After a close, and after gradients that no step followed."""
+    steps = batches(4, 1)
+    for first, last in ((0, 2), (2, 3), (3, 4)):
+        with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+            assert model.num_steps == first
+            for number in range(first, last):
+                model.forward_backward(steps[number])
+                model.step(learning_rate=RATES[number])
+            if last < 4:
+                model.forward_backward(steps[last])
+            else:
+                model.save_pretrained(tmp_path / "out")
+    plain = wanted("llama", steps, Recipe(weight_decay=0.0))
+    assert all(torch.equal(found, plain.weights[name]) for name, found in exported(tmp_path / "out").items())
+
+
+def test_batches_may_become_larger_and_smaller(tmp_path: Path, base: Path) -> None:
+    steps = [*batches(1, 1, num_tokens=8), *batches(1, 3, num_tokens=20), *batches(1, 2, num_tokens=6)]
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        losses = []
+        for step, rate in zip(steps, RATES, strict=False):
+            losses.append(model.forward_backward(step))
+            model.step(learning_rate=rate)
+    assert losses == list(wanted("llama", steps, Recipe(weight_decay=0.0)).losses)
+
+
+def test_an_evaluation_is_the_loss_of_the_model_as_it_is(tmp_path: Path, base: Path) -> None:
+    [first], [second] = batches(2, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        before = model.evaluate(second)
+        model.forward_backward(first)
+        model.step(learning_rate=RATES[0])
+        after = model.evaluate(second)
+        assert model.forward_backward(second) == after != before
+    assert before == wanted("llama", [[second]], Recipe()).losses[0]
+
+
+def test_a_scheduler_gives_the_rate_and_steps(tmp_path: Path, base: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=RATES[0])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: RATES[min(step, 4)] / RATES[0])
+    steps = batches(3, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        losses = []
+        for step in steps:
+            losses.append(model.forward_backward(step))
+            optimizer.step()
+            model.step(learning_rate=scheduler)
+    assert losses == list(wanted("llama", steps, Recipe(weight_decay=0.0)).losses)
+
+
+def test_a_loss_that_is_not_finite_ends_the_loop_and_changes_nothing(tmp_path: Path, base: Path) -> None:
+    [first], [second] = batches(2, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        model.forward_backward(first)
+        model.step(learning_rate=1e30)
+        with pytest.raises(ratel.RatelError, match=r"step 2: .* is .*; step 1 is saved"):
+            model.forward_backward(second)
+        assert model.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "'input_ids' is missing"),
+        ({"input_ids": torch.ones(2, 3)}, "must be a tensor of integers"),
+        ({"input_ids": torch.ones(3, dtype=torch.long)}, r"\[batch, tokens\]"),
+        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "at least one of each"),
+        (
+            {"input_ids": torch.ones(2, 3).long(), "token_type_ids": torch.ones(2, 3).long()},
+            "unknown: 'token_type_ids'",
+        ),
+        ({"input_ids": TOKENS, "labels": torch.ones(2, 4).long()}, r"'labels' is \[2, 4\], but"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[0, 1, 1]])}, "pad on the right"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[2, 1, 1]])}, "must be 1 for tokens"),
+        ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), -100)}, "a step needs a label"),
+        ({"input_ids": torch.ones(3, 1).long()}, "a step needs a label"),
+        ([], "a list of at least one"),
+    ],
+)
+def test_a_batch_that_cannot_be_used_is_refused(
+    tmp_path: Path, base: Path, batch: Batch | list[Batch], message: str
+) -> None:
+    with (
+        ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model,
+        pytest.raises(ratel.RatelError, match=message),
+    ):
+        model.forward_backward(batch)
+
+
+def test_calls_in_a_wrong_order_are_refused(tmp_path: Path, base: Path) -> None:
+    [first], [second] = batches(2, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        with pytest.raises(ratel.RatelError, match="step needs gradients"):
+            model.step(learning_rate=1e-3)
+        with pytest.raises(ratel.RatelError, match="grad_norm needs gradients"):
+            _ = model.grad_norm
+        model.forward_backward(first)
+        with pytest.raises(ratel.RatelError, match="twice without step"):
+            model.forward_backward(second)
+        for asked in (lambda: model.evaluate(second), lambda: model.save_pretrained(tmp_path / "out")):
+            with pytest.raises(ratel.RatelError, match="between forward_backward and step"):
+                asked()
+        for rate in (-1.0, float("nan")):
+            with pytest.raises(ratel.RatelError, match="from 0 on"):
+                model.step(learning_rate=rate)
+        model.step(learning_rate=1e-3)
+        with pytest.raises(ratel.RatelError, match="step needs gradients"):
+            model.step(learning_rate=1e-3)
+        with pytest.raises(ratel.RatelError, match="a loss needs a label"):
+            model.evaluate({"input_ids": torch.ones(1, 1).long()})
+    model.close()
+    with pytest.raises(ratel.RatelError, match="the model is closed"):
+        model.forward_backward(first)
+
+
+def test_other_settings_or_another_model_do_not_take_over_a_state(tmp_path: Path, base: Path) -> None:
+    storage = [tmp_path / "state"]
+    with ratel.open(base, storage=storage, dtype="float32", device="cpu"):
+        pass
+    before = {path: path.read_bytes() for path in storage[0].iterdir() if path.is_file()}
+    with pytest.raises(ratel.RatelError):
+        ratel.open(base, storage=storage, dtype="float32", device="cpu", weight_decay=0.5)
+    with pytest.raises(ratel.RatelError):
+        ratel.open(saved(tmp_path / "other", "gpt2"), storage=storage, dtype="float32", device="cpu")
+    assert before == {path: path.read_bytes() for path in storage[0].iterdir() if path.is_file()}
+
+
+def test_an_export_replaces_nothing_of_the_users(tmp_path: Path, base: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        with pytest.raises(ratel.RatelError, match="Ratel did not make it"):
+            model.save_pretrained(tmp_path / "out")
+        assert (tmp_path / "out" / "config.json").read_text() == "mine"
+        model.save_pretrained(tmp_path / "out", overwrite=True)
+    assert exported(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"storage": "state"}, "must be a list of directories"),
+        ({"storage": []}, "must be a list of directories"),
+        ({"dtype": "int8"}, "dtype: "),
+        ({"weight_decay": -1.0, "eps": 0.0}, r"adam_epsilon: .*; weight_decay: |weight_decay: .*; adam_epsilon: "),
+        ({"limits": ratel.Limits(host_memory="many")}, r"limits\.host_memory: "),
+        ({"model": "missing/"}, "missing"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(
+    tmp_path: Path, base: Path, changes: dict[str, object], message: str
+) -> None:
+    arguments = {"model": base, "storage": [tmp_path / "state"], "dtype": "float32", "device": "cpu", **changes}
+    with pytest.raises(ratel.RatelError, match=message):
+        ratel.open(**arguments)  # type: ignore[arg-type]
+    assert not (tmp_path / "state").exists()
+
+
+def test_what_does_not_fit_is_refused_by_the_byte(tmp_path: Path, base: Path) -> None:
+    limits = ratel.Limits(host_memory="300MiB")
+    with (
+        ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu", limits=limits) as model,
+        pytest.raises(ratel.RatelError, match=r"RAM: a step needs .* available"),
+    ):
+        model.forward_backward(batches(1, 1)[0])
+
+
+def test_the_public_names() -> None:
+    assert ratel.__all__ == ["Limits", "Model", "RatelError", "open"]
+    assert all(getattr(ratel, name) is not None for name in ratel.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'close'"):
+        _ = ratel.close  # type: ignore[attr-defined]
