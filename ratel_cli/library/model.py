@@ -70,6 +70,8 @@ class Model(Closing):
         """After the last step that was computed."""
         self._computed: StepOutcome | None = None
         """Of `forward_backward`, until `step`."""
+        self._grad_norm = math.nan
+        self._num_tokens = 0
         self._is_closed = False
 
     @property
@@ -79,8 +81,8 @@ class Model(Closing):
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients of the last `forward_backward`, before clipping. Raises BadInput before a step."""
-        return self._backward_of("grad_norm").grad_norm
+        """The norm of all gradients of the last `forward_backward`, before clipping; NaN before the first one."""
+        return self._grad_norm
 
     def forward_backward(self, batch: Tensors | Sequence[Tensors], *, loss: Loss | None = None) -> float:
         """Compute the gradients of one step. Returns its loss: the mean over all labels of the next tokens.
@@ -120,7 +122,7 @@ class Model(Closing):
             if math.isfinite(outcome.loss):
                 what = f"the gradient of {outcome.first_not_finite} is not finite"
             raise Diverged(f"step {before.step + 1}: {what}; step {before.step} is saved", "lower the learning rate")
-        self._computed = outcome
+        self._computed, self._grad_norm = outcome, outcome.grad_norm
         self._num_tokens = sum(each.num_tokens for each in batches)
         return outcome.loss
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.gpu import GpuDevice
-from ratel_cli.engine.optimizer.gradients import _norm_on_gpu
+from ratel_cli.engine.optimizer.leaving import _norm_on_gpu
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
