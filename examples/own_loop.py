@@ -2,7 +2,7 @@
 
     python examples/own_loop.py MODEL TEXT --storage DIR [DIR ...] --output DIR
 
-Stop it at any time and start it again: it goes on after the last step that was committed.
+Stop it at any time and start it again: it resumes after the last step that was committed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = tokens[: len(tokens) // options.tokens * options.tokens].view(-1, options.tokens)
 
     def batches(step: int) -> list[dict[str, torch.Tensor]]:
-        """Two rows for each micro-batch, drawn by the number of the step alone, so that a loop can go on."""
+        """Two rows for each micro-batch, drawn by the number of the step alone, so that a loop can resume."""
         shape = options.micro_batches, 2
         drawn = torch.randint(len(rows), shape, generator=torch.Generator().manual_seed(step))
         return [{"input_ids": rows[each]} for each in drawn]

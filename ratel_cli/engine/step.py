@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeAlias
 
@@ -37,7 +36,6 @@ from ratel_cli.engine.activations import ActivationOffloader, Unit
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.loss import ChunkSums, loss_and_gradients, loss_only
-from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
@@ -105,7 +103,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
 
     @property
     def is_unsettled(self) -> bool:
-        """True if a step was computed and applied, but is not settled and committed yet."""
+        """True if a step was decided to be applied, but is not settled and committed yet."""
         return self._updates.is_unsettled
 
     def run(
@@ -121,7 +119,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
     ) -> StepOutcome:
         """Run one step. If its outcome is applied, the step is unsettled afterwards.
 
-        `update` counts applied updates from 1. Without a learning rate, `apply` or `discard` must come next. If the
+        `update` counts applied updates from 1. Without a learning rate, `apply` or `discard` follows it. If the
         step before is unsettled, it is settled during this one's forward and head, and `commit_previous` is called. A
         `recording` notes what every operator of the layers costs. Raises RatelError; the step is then abandoned, and
         the store's current generation is unchanged.
@@ -141,14 +139,15 @@ class StepEngine(Closing, Generic[AnyBatch]):
             device=self._device.torch_device,
         )
         assert not self._updates.waits_for_rate
-        self._next_update = AdamWUpdate(number=update, learning_rate=0.0, gradient_scale=1.0 / loss_scale)
-        adamw = None if learning_rate is None else replace(self._next_update, learning_rate=learning_rate)
+        begin = partial(
+            self._updates.begin, number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale
+        )
         try:
             # On a thread of its own, backward would drop its last tensors whenever that thread is scheduled.
             with self._device.translate_errors(), torch.autograd.set_multithreading_enabled(False):
-                return self._run(state, adamw, commit_previous)
+                return self._run(state, begin, commit_previous)
         except BaseException:
-            self._updates.abandon()
+            self._give_up()
             raise
         finally:
             state.resources.close()
@@ -160,11 +159,11 @@ class StepEngine(Closing, Generic[AnyBatch]):
 
     def apply(self, learning_rate: float) -> None:
         """Let the step that ran without a learning rate be updated with this one."""
-        self._updates.apply(replace(self._next_update, learning_rate=learning_rate))
+        self._updates.apply(learning_rate)
 
     def discard(self) -> None:
-        """Forget the step that ran without a learning rate."""
-        self._updates.discard()
+        """Forget the step that ran without a learning rate, if it was not applied. Idempotent."""
+        self._give_up()
         self._trim()
 
     def settle(self) -> None:
@@ -192,7 +191,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._reader.reset()
 
     def _run(
-        self, state: StepState[AnyBatch], adamw: AdamWUpdate | None, commit_previous: Callable[[], None]
+        self, state: StepState[AnyBatch], begin: Callable[[], None], commit_previous: Callable[[], None]
     ) -> StepOutcome:
         """The phases of the module's docstring, in their order."""
         forward_start = self._device.mark()
@@ -207,7 +206,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
 
         def begin_updates() -> None:
             self._finish_previous(commit_previous)
-            self._updates.begin(adamw)
+            begin()
 
         loss, gradients, lookup_sum = self._head(state, hidden, begin_updates)
         for layer in reversed(layers):
@@ -225,6 +224,12 @@ class StepEngine(Closing, Generic[AnyBatch]):
             clipped=math.isfinite(norm) and self._updates.is_clipped,
             first_not_finite=not_finite,
         )
+
+    def _give_up(self) -> None:
+        """Abandon the step that arrives, or is decided without a learning rate."""
+        if self._updates.waits_for_rate:
+            self._updates.discard()
+        self._updates.abandon()
 
     def _finish_previous(self, commit: Callable[[], None], *, only_if_written: bool = False) -> None:
         """Settle and commit the step before, if it is unsettled. `only_if_written`: do nothing while its

@@ -1,6 +1,6 @@
 """Batches of tensors, as loops around transformers have them, as the micro-batches of a step.
 
-Invariant: what a batch asks for is done, or refused by name: nothing in it is ignored.
+Invariant: what a batch asks for is done, or rejected by name: nothing in it is ignored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import BadInput
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.sizes import IGNORED_TARGET
 
 Tensors = Mapping[str, torch.Tensor]
@@ -20,28 +21,35 @@ As with transformers, the label of a token is what the token before it must pred
 _KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-def micro_batches(batches: Tensors | Sequence[Tensors], *, takes_positions: bool) -> list[MicroBatch]:
-    """One micro-batch for each batch. `takes_positions`: whether the model takes `position_ids`. Raises BadInput."""
+def micro_batches(batches: Tensors | Sequence[Tensors], *, model: DecoderModel) -> list[MicroBatch]:
+    """One micro-batch for each batch of tensors that are for `model`. Raises BadInput."""
     found = [batches] if isinstance(batches, Mapping) else list(batches)
     if not found:
         raise BadInput("a step needs a batch, or a list of at least one")
-    return [_micro_batch(batch, takes_positions=takes_positions) for batch in found]
+    return [_micro_batch(batch, model) for batch in found]
 
 
-def _micro_batch(batch: Tensors, *, takes_positions: bool) -> MicroBatch:
+def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
     unknown = sorted(batch.keys() - set(_KEYS))
     if unknown or "input_ids" not in batch:
-        wrong = f"unknown: {', '.join(map(repr, unknown))}" if unknown else "'input_ids' is missing"
-        raise BadInput(f"a batch has tensors called {', '.join(map(repr, _KEYS))}; {wrong}")
+        found = f"unknown: {', '.join(map(repr, unknown))}" if unknown else "'input_ids' is missing"
+        raise BadInput(f"a batch has tensors called {', '.join(map(repr, _KEYS))}; {found}")
     tokens = _integers(batch, "input_ids", None)
+    if tokens.shape[1] % model.row_multiple:
+        chunks = f"but the model computes lines in chunks of {model.row_multiple} tokens"
+        raise BadInput(f"'input_ids' is {list(tokens.shape)}, {chunks}", "pad each line to a multiple of that")
     labels = _integers(batch, "labels", tokens) if "labels" in batch else tokens
+    for name, values, ignored in (("input_ids", tokens, 0), ("labels", labels, IGNORED_TARGET)):
+        wrong = values[((values < 0) | (values >= model.spec.vocab_size)) & (values != ignored)]
+        if wrong.numel():
+            raise BadInput(f"{name!r} has {int(wrong[0])}, but the model's tokens are 0 to {model.spec.vocab_size - 1}")
     mask = _integers(batch, "attention_mask", tokens) if "attention_mask" in batch else torch.ones_like(tokens)
     if not bool(((mask == 0) | (mask == 1)).all() and (mask.diff(dim=1) <= 0).all()):
         raise BadInput("'attention_mask' must be 1 for tokens and then 0 for padding, in each line; pad on the right")
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
     if "position_ids" in batch:
         given = _integers(batch, "position_ids", tokens)
-        if not takes_positions and not torch.equal(given, positions):
+        if not model.layer_runner.takes_positions and not torch.equal(given, positions):
             raise BadInput("the model takes no 'position_ids'; leave them out")
         positions = given
     targets = torch.full_like(tokens, IGNORED_TARGET)

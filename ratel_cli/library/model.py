@@ -13,30 +13,31 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ratel_cli.closing import Closing
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.errors import BadInput, Diverged
+from ratel_cli.errors import BadInput, Diverged, DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.library.batches import Tensors, micro_batches
+from ratel_cli.library.plans import is_within, measured_plan, workload_of
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_model
-from ratel_cli.planning.placement import Workload
+from ratel_cli.model.marker import read_marker
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.files.output import own_output
+from ratel_cli.run.files.output import own_output, reject_overlap
 from ratel_cli.run.inputs.base_model import Base
+from ratel_cli.run.inputs.inputs import check_positions
 from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
-from ratel_cli.run.train.planner import estimated_profile, make_planner
-from ratel_cli.run.train.trial import tried_profile
 from ratel_cli.store.store import Store
 from ratel_cli.training.schedule import LossScale
 
@@ -71,6 +72,7 @@ class Model(Closing):
         self._computed: StepOutcome | None = None
         """Of `forward_backward`, until `step`."""
         self._grad_norm = math.nan
+        self._timeline = Timeline()
         self._num_tokens = 0
         self._is_closed = False
 
@@ -102,21 +104,24 @@ class Model(Closing):
                 "forward_backward was called twice without step() in between",
                 "to accumulate gradients, give it a list of micro-batches",
             )
-        batches = micro_batches(batch, takes_positions=self._base.model.layer_runner.takes_positions)
+        batches = micro_batches(batch, model=self._base.model)
         if not any(each.num_targets for each in batches):
             raise BadInput("a step needs a label: all of this batch are -100, or the first in their line")
-        engine = self._engine_for(batches)
         before = self._pending
-        with _losing(self._base.model, loss):
-            outcome = engine.run(
-                batches,
-                step=before.step,
-                update=before.updates + 1,
-                learning_rate=None,
-                loss_scale=before.loss_scale if self._scales_loss else 1.0,
-                commit_previous=self._commit,
-            )
-        self._pending = self._store.progress  # the step before is committed now
+        with self._as_before(), _losing(self._base.model, loss):
+            engine = self._engine_for(batches)
+            try:
+                outcome = engine.run(
+                    batches,
+                    step=before.step,
+                    update=before.updates + 1,
+                    learning_rate=None,
+                    loss_scale=before.loss_scale if self._scales_loss else 1.0,
+                    commit_previous=self._commit,
+                )
+            except BaseException:
+                engine.discard()  # it may have been decided
+                raise
         if not outcome.applied and (not self._scales_loss or self._loss_scale.exhausted):
             what = f"the loss is {outcome.loss}"
             if math.isfinite(outcome.loss):
@@ -135,6 +140,8 @@ class Model(Closing):
         self._check_open()
         outcome = self._backward_of("step")
         assert self._engine is not None
+        if isinstance(learning_rate, ReduceLROnPlateau):
+            raise BadInput("ReduceLROnPlateau needs a metric: step it yourself, and give its get_last_lr()[0]")
         rate = learning_rate.get_last_lr()[0] if isinstance(learning_rate, LRScheduler) else learning_rate
         rate = float(rate)
         if not math.isfinite(rate) or rate < 0:
@@ -142,7 +149,7 @@ class Model(Closing):
         scale = self._loss_scale
         if self._scales_loss:
             scale = scale.after(applied=outcome.applied)
-        self._pending = replace(
+        after = replace(
             self._pending,
             step=self._pending.step + 1,
             updates=self._pending.updates + outcome.applied,
@@ -153,8 +160,8 @@ class Model(Closing):
         if outcome.applied:
             self._engine.apply(rate)
         else:
-            self._store.commit_progress(self._pending)
-        self._computed = None
+            self._store.commit_progress(after)
+        self._pending, self._computed = after, None
         if isinstance(learning_rate, LRScheduler):
             learning_rate.step()
 
@@ -162,36 +169,46 @@ class Model(Closing):
         """The mean loss over all labels of the next tokens, without dropout and without gradients. `loss` as above."""
         self._check_open()
         self._check_applied("evaluate")
-        batches = micro_batches(batch, takes_positions=self._base.model.layer_runner.takes_positions)
+        batches = micro_batches(batch, model=self._base.model)
         num_targets = sum(each.num_targets for each in batches)
         if not num_targets:
             raise BadInput("a loss needs a label: all of this batch are -100, or the first in their line")
-        engine = self._engine_for(batches)
-        self._settle()
-        with _losing(self._base.model, loss):
-            return engine.evaluate(batches) / num_targets
+        total = 0.0
+        with self._as_before(), _losing(self._base.model, loss):
+            for batch_of_step in batches:  # one at a time takes no more than a step does
+                engine = self._engine_for([batch_of_step])
+                self._settle()
+                total += engine.evaluate([batch_of_step])
+        return total / num_targets
 
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write the model as it is after the last step: a directory that transformers' from_pretrained loads.
 
-        A file that Ratel did not write is replaced only with `overwrite`. Raises BadInput, EnvironmentFailure.
+        A file that Ratel did not write, or the model of another loop or run, is replaced only with `overwrite`; the
+        model that was opened never is. Raises BadInput, EnvironmentFailure.
         """
         self._check_open()
         self._check_applied("save_pretrained")
+        config, output = self._context.config, Path(directory)
+        reject_overlap(output, self._base.directory, option="directory")
+        marker = read_marker(output)
+        if marker is not None and not overwrite and marker.run != own_output(config):
+            raise BadInput(f"{output} has the model of {marker.run}", "choose another directory, or set overwrite=True")
         self._settle()
-        config = self._context.config
-        export_model(
+        notices = export_model(
             self._base.model.spec,
             self._store.current(),
             self._context.pool,
             base_dir=self._base.directory,
-            output_dir=Path(directory),
+            output_dir=output,
             run=own_output(config),
             overwrite=overwrite,
             option="directory",
             dtype=config.dtype,
             layout=self._layout,
         )
+        for text in notices:
+            self._context.log.notice(text)
 
     def close(self) -> None:
         """Commit the last step and give everything back. Gradients that no `step` followed are dropped. Idempotent."""
@@ -199,7 +216,7 @@ class Model(Closing):
             return
         self._is_closed = True
         with self._resources:
-            if self._computed is not None and self._computed.applied and self._engine is not None:
+            if self._engine is not None:
                 self._engine.discard()
             self._settle()
 
@@ -228,19 +245,32 @@ class Model(Closing):
         """Commit the last step, if it is not yet."""
         if self._engine is not None and self._engine.is_unsettled:
             self._engine.settle()
+        if self._pending != self._store.progress:
             self._commit()
 
     def _commit(self) -> None:
         self._store.commit(self._pending)
 
     def _engine_for(self, batches: Sequence[MicroBatch]) -> StepEngine[MicroBatch]:
-        """The engine of a plan that these batches fit; a new one if they are larger than all before."""
-        wanted = self._workload_for(batches)
-        if self._engine is not None and self._plan is not None and _is_within(wanted, self._plan.workload):
+        """The engine of a plan that these batches follow: the last one, or a new one for these and those before.
+
+        Where both together do not fit, that of these batches alone.
+        """
+        known = None if self._plan is None else self._plan.workload
+        wanted = workload_of(batches, None)
+        if self._engine is not None and known is not None and is_within(wanted, known):
             return self._engine
+        check_positions(wanted.sequence_len, self._base.model, self._base.config, self._context.log)
         self._settle()
+        self._engine = self._plan = None
         self._engines.close()
-        plan = self._planned(wanted, batches[0])
+        planned = partial(measured_plan, self._context, self._base.model, self._hardware, batch=batches[0])
+        try:
+            plan = planned(workload=workload_of(batches, known))
+        except DoesNotFit:
+            if known is None:
+                raise
+            plan = planned(workload=wanted)
         pin_ahead(self._context, self._base.model.spec, plan)
         engine_for: Callable[[Plan], StepEngine[MicroBatch]] = self._engines.enter_context(
             open_planned_engines(
@@ -248,38 +278,23 @@ class Model(Closing):
                 self._base.model,
                 self._store,
                 plan,
-                timeline=Timeline(),
+                timeline=self._timeline,
                 drive_weights=self._hardware.nvme.weights,
             )
         )
         self._engine, self._plan = engine_for(plan), plan
         return self._engine
 
-    def _workload_for(self, batches: Sequence[MicroBatch]) -> Workload:
-        """The shape of a step that has room for these batches, and for all before."""
-        known = None if self._plan is None else self._plan.workload
-        shapes = [each.input_ids.shape for each in batches]
-        return Workload(
-            micro_batch_size=max([rows for rows, _ in shapes] + ([known.micro_batch_size] if known else [])),
-            num_micro_batches=max(len(batches), known.num_micro_batches if known else 1),
-            sequence_len=max([tokens for _, tokens in shapes] + ([known.sequence_len] if known else [])),
-        )
-
-    def _planned(self, workload: Workload, batch: MicroBatch) -> Plan:
-        context, model = self._context, self._base.model
-        split = {
-            "micro_batch_size": workload.micro_batch_size,
-            "gradient_accumulation_steps": workload.num_micro_batches,
-            "sequence_len": workload.sequence_len,
-        }
-        context = replace(context, config=context.config.model_copy(update=split))
-        planner = make_planner(context, model.spec, self._hardware)
-        # The learning rate comes when all gradients are there.
-        planner = replace(planner, decisions=replace(planner.decisions, holds_gradients=True))
-        estimate = estimated_profile(planner, model)
-        plan = planner.plan(estimate)
-        measured = tried_profile(context, model, batch, planner, plan, estimate, is_packed=False)
-        return plan if measured is None else planner.plan(measured)
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """A context after which torch's random generators are as before, and nothing is noted of what has run."""
+        device = self._context.device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+            try:
+                yield
+            finally:
+                self._timeline.take()
 
 
 @contextmanager
@@ -300,11 +315,3 @@ def _losing(model: DecoderModel, loss: Loss | None) -> Iterator[None]:
         yield
     finally:
         model.loss = before
-
-
-def _is_within(wanted: Workload, planned: Workload) -> bool:
-    return (
-        wanted.micro_batch_size <= planned.micro_batch_size
-        and wanted.num_micro_batches <= planned.num_micro_batches
-        and wanted.sequence_len <= planned.sequence_len
-    )

@@ -10,6 +10,7 @@ replaced.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import StringIO
@@ -28,10 +29,12 @@ from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.model import Model
+from ratel_cli.library.plans import LEAST, planner_for
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.user_cache import ratel_version
 from ratel_cli.run.inputs.base_model import Base, model_hash, open_weights, read_base
 from ratel_cli.run.inputs.settings import new_geometry, settings_hash
+from ratel_cli.run.train.planner import estimated_profile
 from ratel_cli.run.train.profile_machine import measure_for_run
 from ratel_cli.run.train.store import import_base
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName
@@ -60,14 +63,16 @@ def open_model(
     """Open a causal language model for training steps of one's own. Use it as a context manager.
 
     `model`: a directory with config.json and safetensors files, or a Hugging Face hub id. `storage`: directories for
-    the training state, one on each drive: 12 bytes per parameter, twice in bf16. If they have the state that an earlier
-    loop left there, with the same model and settings, training goes on from its last step. `betas`, `eps` and
-    `weight_decay` are AdamW's, as in torch; norms and biases do not decay. `max_grad_norm` clips the norm of all
-    gradients; None does not. `random_init`: draw the weights, as transformers does, and read no weight files.
-    `verbose`: print what is noticed and how far it is, on stderr.
+    the training state, one on each drive: two generations of 12 bytes per parameter (14 in fp16). If they have the
+    state that an earlier loop left there, with the same model and settings, training resumes after its last step.
+    `betas`, `eps` and `weight_decay` are AdamW's, as in torch; norms and biases do not decay. `max_grad_norm` clips the
+    norm of all gradients; None does not. `random_init`: draw the weights, as transformers does, and read no weight
+    files. `verbose`: print notices and progress on stderr; otherwise notices are Python's warnings.
 
     While it is open, torch's deterministic algorithms are on, unless `deterministic` is false. Raises RatelError.
     """
+    if len(betas) != 2:
+        raise BadInput(f"betas must be two numbers, not {betas}")
     config = _config(
         {
             "base_model": str(model),
@@ -87,10 +92,11 @@ def open_model(
         limits or Limits(),
     )
     return_large_buffers()
-    log = RunLog(None if verbose else StringIO())
+    log = RunLog() if verbose else _WarningLog()
     with ExitStack() as opening:
         base = read_base(config, log)
         source, layout = open_weights(config, base, opening)
+        _ = base.model.row_multiple  # found by a trial on the CPU, before anything is on another device
         torch_device = compute_device(config.device)
         opening.enter_context(determinism(config.deterministic, torch_device, notice=log.notice))
         context = opening.enter_context(open_context(config, log, device=torch_device))
@@ -100,6 +106,8 @@ def open_model(
         if exists:
             store = _opened(context, identity)
         else:
+            planner = planner_for(context, base.model, hardware, LEAST)
+            planner.plan(estimated_profile(planner, base.model))  # raises if not even the smallest step fits
             geometry = new_geometry(config, base.model.spec.stored_blocks, shares=hardware.nvme.weights)
             store = context.resources.enter_context(
                 Store.create(config.storage.paths, geometry, identity=identity, queue=context.queue, notice=log.notice)
@@ -109,10 +117,28 @@ def open_model(
         return Model(context, base, layout, store, hardware, opening.pop_all())
 
 
+class _WarningLog(RunLog):
+    """Prints nothing. What is worth knowing is a warning of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__(StringIO())
+
+    def notice(self, text: str) -> None:
+        """See RunLog."""
+        warnings.warn(f"ratel: {text}", stacklevel=2)
+
+    def warn(self, text: str) -> None:
+        """See RunLog."""
+        warnings.warn(f"ratel: {text}", stacklevel=2)
+
+
 def _config(settings: dict[str, object], storage: Sequence[str | Path], limits: Limits) -> RunConfig:
     if isinstance(storage, str | Path) or not storage:
         raise BadInput("storage must be a list of directories, such as ['/mnt/a', '/mnt/b']")
     paths = [Path(each) for each in storage]
+    for path in paths:
+        if path.exists() and not path.is_dir():
+            raise BadInput(f"storage: {path} is no directory")
     sizes = {"host_memory": limits.host_memory, "gpu_memory": limits.gpu_memory}
     return config_of_caller(
         {

@@ -5,7 +5,8 @@ embedding; then come the updates that are left. While a use is open, a step take
 computes, activations and sums of gradients are in its memory (planning/gpu_memory.py); here only what is uploaded or
 downloaded counts.
 
-Invariant: the engine's leases take no more for any purpose while a use is open, however late updates are written.
+Invariant: while a use is open, the engine's leases for weights, for gradients and their sums, for partial sums and for
+groups take no more than that, however late updates are written.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ are written."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("late_writes")
 @pytest.mark.parametrize(
-    ("family", "clipping", "ahead", "pending", "in_flight", "resident", "overlap"),
+    ("family", "clipping", "ahead", "pending", "in_flight", "resident", "defers", "overlap"),
     pairwise(
         ["llama", "gpt2", SHARING],
         ["never", "unclipped", "clipped"],
@@ -71,6 +72,7 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         [0, 1, 3],
         [1, 2],
         [frozenset[int](), frozenset({0, 2})],
+        [False, True],
         ["optimized", "separate"],
     ),
 )
@@ -83,12 +85,17 @@ def test_leases_take_no_more_than_the_plan_has(
     pending: int,
     in_flight: int,
     resident: frozenset[int],
+    defers: bool,
     overlap: Overlap,
 ) -> None:
     pending = 0 if overlap == "separate" else pending
     config: PretrainedConfig = mixed_config(family) if family == SHARING else tiny_config(family)
     groups = GroupShape(elements=4096, in_flight=in_flight)
     placement = Placement(prefetch_blocks=ahead, pending_updates=pending, resident_weights=resident, groups=groups)
+    if defers and clipping == "never" and overlap != "separate":  # the head and the last two layers
+        placement = replace(
+            placement, deferred=frozenset(range(config.num_hidden_layers - 1, config.num_hidden_layers + 2))
+        )
     recipe = mixed_recipe(family, "bfloat16", max_grad_norm=CLIPPING[clipping])
     steps = random_steps(NUM_STEPS, NUM_MICRO_BATCHES, packed=False)
     with machine(

@@ -20,11 +20,11 @@ from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning import capacity
 from ratel_cli.planning.activations import input_bytes, offload
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory
+from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
@@ -241,7 +241,7 @@ def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: boo
             offload([unit_bytes] * 2, num_micro_batches=2, spilled_units=0),
             limit_bytes=1 << 50,
         )
-        ratel.pool.limit_bytes = planned.total - capacity.RUNTIME_BYTES
+        ratel.pool.limit_bytes = planned.total - RUNTIME_BYTES
         batches = distinct_tokens(batches_of(2, rows=2, tokens=64))
         outcomes = ratel.train([batches, batches, batches], recipe)
     assert all(outcome.applied for outcome in outcomes)

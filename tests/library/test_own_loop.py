@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,12 @@ from transformers import AutoModelForCausalLM
 
 import ratel_cli as ratel
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.step import StepEngine
+from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.library import opening
 from ratel_cli.sizes import DtypeName
+from ratel_cli.store.store import Store
+from ratel_cli.units import GIB
 from tests.e2e.runs import measured_briefly
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.engine.machine import attention_of, initial_weights
@@ -152,7 +157,7 @@ def test_with_another_loss_it_trains_as_plain_pytorch_does(tmp_path: Path, base:
     assert all(torch.equal(found, plain.weights[name]) for name, found in exported(tmp_path / "out").items())
 
 
-def test_a_loss_that_is_no_sum_is_refused_and_changes_nothing(tmp_path: Path, base: Path) -> None:
+def test_a_loss_that_is_no_sum_is_rejected_and_changes_nothing(tmp_path: Path, base: Path) -> None:
     """Whatever it raises in the middle of a step, the step before counts, and the next one can be computed."""
     steps, losses = batches(3, 1), []
 
@@ -266,10 +271,13 @@ def test_a_loss_that_is_not_finite_ends_the_loop_and_changes_nothing(tmp_path: P
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[2, 1, 1]])}, "must be 1 for tokens"),
         ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), -100)}, "a step needs a label"),
         ({"input_ids": torch.ones(3, 1).long()}, "a step needs a label"),
+        ({"input_ids": TOKENS * VOCAB_SIZE}, f"'input_ids' has {VOCAB_SIZE}, but the model's tokens are 0 to"),
+        ({"input_ids": -TOKENS}, "'input_ids' has -1, but"),
+        ({"input_ids": TOKENS, "labels": -TOKENS}, "'labels' has -1, but"),
         ([], "a list of at least one"),
     ],
 )
-def test_a_batch_that_cannot_be_used_is_refused(
+def test_a_batch_that_cannot_be_used_is_rejected(
     tmp_path: Path, base: Path, batch: Batch | list[Batch], message: str
 ) -> None:
     with (
@@ -279,7 +287,7 @@ def test_a_batch_that_cannot_be_used_is_refused(
         model.forward_backward(batch)
 
 
-def test_calls_in_a_wrong_order_are_refused(tmp_path: Path, base: Path) -> None:
+def test_calls_in_a_wrong_order_are_rejected(tmp_path: Path, base: Path) -> None:
     [first], [second] = batches(2, 1)
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
         with pytest.raises(ratel.RatelError, match="step needs gradients"):
@@ -291,6 +299,9 @@ def test_calls_in_a_wrong_order_are_refused(tmp_path: Path, base: Path) -> None:
         for asked in (lambda: model.evaluate(second), lambda: model.save_pretrained(tmp_path / "out")):
             with pytest.raises(ratel.RatelError, match="between forward_backward and step"):
                 asked()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+        with pytest.raises(ratel.RatelError, match="needs a metric"):
+            model.step(learning_rate=plateau)  # type: ignore[arg-type]
         for rate in (-1.0, float("nan")):
             with pytest.raises(ratel.RatelError, match="from 0 on"):
                 model.step(learning_rate=rate)
@@ -309,9 +320,9 @@ def test_other_settings_or_another_model_do_not_take_over_a_state(tmp_path: Path
     with ratel.open(base, storage=storage, dtype="float32", device="cpu"):
         pass
     before = {path: path.read_bytes() for path in storage[0].iterdir() if path.is_file()}
-    with pytest.raises(ratel.RatelError):
+    with pytest.raises(ratel.RatelError, match="settings"):
         ratel.open(base, storage=storage, dtype="float32", device="cpu", weight_decay=0.5)
-    with pytest.raises(ratel.RatelError):
+    with pytest.raises(ratel.RatelError, match="model"):
         ratel.open(saved(tmp_path / "other", "gpt2"), storage=storage, dtype="float32", device="cpu")
     assert before == {path: path.read_bytes() for path in storage[0].iterdir() if path.is_file()}
 
@@ -324,7 +335,15 @@ def test_an_export_replaces_nothing_of_the_users(tmp_path: Path, base: Path) -> 
             model.save_pretrained(tmp_path / "out")
         assert (tmp_path / "out" / "config.json").read_text() == "mine"
         model.save_pretrained(tmp_path / "out", overwrite=True)
+        model.save_pretrained(tmp_path / "out")
+        for directory in (base, base / "inside", base.parent):
+            with pytest.raises(ratel.RatelError, match="base model"):
+                model.save_pretrained(directory, overwrite=True)
     assert exported(tmp_path / "out")
+    with ratel.open(base, storage=[tmp_path / "other"], dtype="float32", device="cpu") as model:
+        with pytest.raises(ratel.RatelError, match="has the model of"):
+            model.save_pretrained(tmp_path / "out")
+        model.save_pretrained(tmp_path / "out", overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -332,13 +351,14 @@ def test_an_export_replaces_nothing_of_the_users(tmp_path: Path, base: Path) -> 
     [
         ({"storage": "state"}, "must be a list of directories"),
         ({"storage": []}, "must be a list of directories"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
         ({"dtype": "int8"}, "dtype: "),
         ({"weight_decay": -1.0, "eps": 0.0}, r"adam_epsilon: .*; weight_decay: |weight_decay: .*; adam_epsilon: "),
         ({"limits": ratel.Limits(host_memory="many")}, r"limits\.host_memory: "),
         ({"model": "missing/"}, "missing"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(
+def test_arguments_that_cannot_be_used_are_rejected(
     tmp_path: Path, base: Path, changes: dict[str, object], message: str
 ) -> None:
     arguments = {"model": base, "storage": [tmp_path / "state"], "dtype": "float32", "device": "cpu", **changes}
@@ -347,13 +367,86 @@ def test_arguments_that_cannot_be_used_are_refused(
     assert not (tmp_path / "state").exists()
 
 
-def test_what_does_not_fit_is_refused_by_the_byte(tmp_path: Path, base: Path) -> None:
-    limits = ratel.Limits(host_memory="300MiB")
-    with (
-        ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu", limits=limits) as model,
-        pytest.raises(ratel.RatelError, match=r"RAM: a step needs .* available"),
-    ):
+def test_what_never_fits_is_rejected_before_anything_is_written(tmp_path: Path, base: Path) -> None:
+    limits = ratel.Limits(host_memory="200MiB")
+    with pytest.raises(ratel.RatelError, match=r"RAM: a step needs .* available"):
+        ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu", limits=limits)
+    assert not (tmp_path / "state").exists()
+
+
+def test_after_a_batch_that_does_not_fit_smaller_ones_train_on(tmp_path: Path, base: Path) -> None:
+    steps, losses = batches(3, 1), []
+    limits = ratel.Limits(host_memory=kept_bytes() + GIB)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu", limits=limits) as model:
+        for step, rate in zip(steps, RATES, strict=False):
+            losses.append(model.forward_backward(step))
+            model.step(learning_rate=rate)
+            with pytest.raises(ratel.RatelError, match=r"RAM: a step needs .* available"):
+                model.forward_backward({"input_ids": torch.zeros(20000, 128, dtype=torch.long)})
+    assert losses == list(wanted("llama", steps, Recipe(weight_decay=0.0)).losses)
+
+
+def test_in_fp16_a_step_that_overflows_is_skipped(tmp_path: Path, base: Path) -> None:
+    """The first scale is 65536: with gradients that are 10,000 times as large, some steps overflow."""
+    steps, losses = batches(20, 1), []
+
+    def large(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return 1e4 * cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100)
+
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float16", device="cpu") as model:
+        for step in steps:
+            losses.append(model.forward_backward(step, loss=large))
+            model.step(learning_rate=1e-3)
+        assert model.num_steps == 20
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float16", device="cpu") as model:
+        assert model.num_steps == 20
+        assert model._pending.loss_scale < 65536 and 0 < model._pending.updates < 20
+
+
+def test_an_interruption_after_the_decision_drops_the_step_alone(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, losses = batches(3, 1), []
+    decide = StepEngine._decide
+
+    def interrupted(engine: StepEngine[MicroBatch], loss_total: float) -> object:
+        decide(engine, loss_total)
+        raise KeyboardInterrupt
+
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        for step, rate in zip(steps, RATES, strict=False):
+            with monkeypatch.context() as patch:
+                patch.setattr(StepEngine, "_decide", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    model.forward_backward(step)
+            losses.append(model.forward_backward(step))
+            model.step(learning_rate=rate)
+        with monkeypatch.context() as patch:
+            patch.setattr(StepEngine, "_decide", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.forward_backward(steps[0])
+    assert losses == list(wanted("llama", steps, Recipe(weight_decay=0.0)).losses)
+
+
+def test_random_numbers_of_the_caller_are_not_touched(tmp_path: Path, base: Path) -> None:
+    torch.manual_seed(7)
+    drawn = torch.rand(4)
+    torch.manual_seed(7)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
         model.forward_backward(batches(1, 1)[0])
+        first = torch.rand(2)
+        model.step(learning_rate=1e-3)
+        model.evaluate(batches(1, 1)[0])
+        assert torch.equal(torch.cat([first, torch.rand(2)]), drawn)
+
+
+def test_a_state_that_is_open_is_not_opened_again(tmp_path: Path, base: Path) -> None:
+    with (
+        ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu"),
+        mock.patch.dict(Store.open.__func__.__kwdefaults__, lock_wait_seconds=0.0),  # type: ignore[attr-defined]
+        pytest.raises(ratel.RatelError, match=r"in use|another"),
+    ):
+        ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu")
 
 
 def test_the_public_names() -> None:

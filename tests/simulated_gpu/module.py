@@ -89,6 +89,14 @@ def manual_seed_all(seed: int) -> None:
     default_generators[INDEX].manual_seed(seed)
 
 
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    return default_generators[INDEX].get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    default_generators[INDEX].set_state(state)
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
 

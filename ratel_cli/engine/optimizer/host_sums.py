@@ -221,9 +221,16 @@ class StayingSums(HostSums):
         """Wait for its downloads."""
         self._device.free_downloads()
 
+    def expect_last(self) -> None:
+        """It is added here, too."""
+
     def take(self, index: int) -> torch.Tensor | None:
         """It is in host memory."""
-        return self.values(index) if index in self._additions else None
+        if index not in self:
+            return None
+        values = self.values(index)
+        del self._additions[index]
+        return values
 
     def reuse(self) -> None:
         """The next ones are where they will be rounded."""

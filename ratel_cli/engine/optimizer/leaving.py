@@ -61,8 +61,11 @@ class Leaving(Closing):
 
     def finish(self) -> BlockGradient:
         """The gradient of all that has left."""
-        lease, self._lease = self._lease or self._new_lease(), None
-        return self._result(lease)
+        if self._lease is None:
+            self._lease = self._new_lease()
+        gradient = self._result(self._lease)
+        self._lease = None
+        return gradient
 
     def close(self) -> None:
         """Give the memory back, unless `finish` has handed it on. Idempotent."""

@@ -296,7 +296,7 @@ class UpdatePipeline(Closing):
         self._changed.notify_all()
 
     def _note_written(self, update: BlockUpdate) -> None:
-        update.is_written = True
         del self._updates[update.gradient.block.index]
         update.release()
+        update.is_written = True  # last: the reader, which does not ask for the lock, leases memory then
         self._changed.notify_all()

@@ -5,8 +5,9 @@ global norm finite, and must the gradients be clipped? There are three modes, wh
 
     eager        without clipping: each gradient updates its block as it arrives, overlapped with the backward of the
                  blocks below (active gradient offloading, Ratel section IV-C)
-    deferred     with clipping: all gradients are held. When the norm is known, each block's update waits until the
-                 next step's forward comes near the block, and is overlapped with that forward
+    deferred     with clipping, or without a learning rate: all gradients are held. When norm and rate are known, each
+                 block's update waits until the next step's forward comes near the block, and is overlapped with that
+                 forward
     speculative  with clipping, while that pays (engine/optimizer/speculation.py): as eager, but the gradients are held
                  too. As soon as clipping is certain, the shadow is discarded, the gradients that follow are only held,
                  and all blocks are updated deferred
@@ -31,7 +32,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -114,6 +115,9 @@ class Updates:
         """By block: gradients of the decided step whose updates start when the block's weights are used again."""
         self._held: list[BlockGradient] = []
         """Gradients of the arriving step that wait for its decision."""
+        self._number, self._gradient_scale = 0, 1.0
+        self._learning_rate: float | None = None
+        """Of the arriving or the decided step; None: it is not known yet."""
         self._is_writing = False
         """True from the store's `begin_step` until the step is settled or discarded."""
         self._is_decided = False
@@ -182,13 +186,14 @@ class Updates:
 
     # For the step, in this order.
 
-    def begin(self, adamw: AdamWUpdate | None) -> None:
+    def begin(self, *, number: int, learning_rate: float | None, gradient_scale: float) -> None:
         """Begin a step whose gradients will come. The step before must be settled and committed.
 
-        `adamw` None: all gradients are held, and `apply` follows the decision.
+        Without a learning rate, all gradients are held, and `apply` or `discard` follows the decision. Others as in
+        `AdamWUpdate`.
         """
         assert not self._is_decided
-        self._adamw = adamw
+        self._number, self._gradient_scale, self._learning_rate = number, gradient_scale, learning_rate
         self._norms: Norms = {}
         self._held_bytes = self._spilled_bytes = 0
         self._unknown_norms.clear()
@@ -252,19 +257,19 @@ class Updates:
         self._deferred = {gradient.block.index: gradient for gradient in self._held}
         self._held = []
         self._is_decided = True
-        if self._settings.overlap == "separate" and self._adamw is not None:
+        if self._settings.overlap == "separate" and self._learning_rate is not None:
             self._write_separately()
         return norm
 
     @property
     def waits_for_rate(self) -> bool:
         """Whether a step is decided that has still to be applied or discarded."""
-        return self._is_decided and self._adamw is None
+        return self._is_decided and self._learning_rate is None
 
-    def apply(self, adamw: AdamWUpdate) -> None:
-        """Let the decided step, which began without it, be updated so."""
+    def apply(self, learning_rate: float) -> None:
+        """Let the decided step, which began without a learning rate, be updated with this one."""
         assert self.waits_for_rate
-        self._adamw = adamw
+        self._learning_rate = learning_rate
         if self._settings.overlap == "separate":
             self._write_separately()
 
@@ -308,7 +313,7 @@ class Updates:
 
     def _choose_mode(self) -> Literal["eager", "deferred", "speculative"]:
         settings = self._settings
-        if self._adamw is None or settings.hold or settings.overlap == "separate" or self._store.in_place:
+        if self._learning_rate is None or settings.hold or settings.overlap == "separate" or self._store.in_place:
             return "deferred"
         if settings.max_grad_norm is None:
             return "eager"
@@ -357,11 +362,15 @@ class Updates:
         self._store.discard()
 
     def _start(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
-        assert self._adamw is not None, "the step was not applied"
+        assert self._learning_rate is not None, "the step was not applied"
         update = BlockUpdate(
             gradient=gradient,
             weights=weights,
-            adamw=replace(self._adamw, gradient_scale=self._adamw.gradient_scale * self._clip),
+            adamw=AdamWUpdate(
+                number=self._number,
+                learning_rate=self._learning_rate,
+                gradient_scale=self._gradient_scale * self._clip,
+            ),
             holds_gradient=self._mode == "speculative" and not self._is_decided,
         )
         self._started[gradient.block.index] = update
