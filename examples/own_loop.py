@@ -51,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             loss = model.forward_backward(batches(step))
             print(f"step {step + 1}: loss {loss:.4f}, norm {model.grad_norm:.3f}")
             model.step(learning_rate=scheduler)
-        model.save_pretrained(options.output)
-    tokenizer.save_pretrained(options.output)
+        model.save_pretrained(options.output)  # with the tokenizer
 
 
 if __name__ == "__main__":

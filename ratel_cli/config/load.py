@@ -96,14 +96,15 @@ def config_from(content: Mapping[str, Plain], overrides: Sequence[str], *, path:
     return _accepted(examine_text(dump(content), path, overrides))
 
 
-def config_of_caller(content: Mapping[str, object]) -> RunConfig:
+def config_of_caller(content: Mapping[str, object], names: Mapping[str, str]) -> RunConfig:
     """The config with these values of Python, for a caller that brings the data itself. Raises BadInput with everything
-    that is wrong."""
+    that is wrong. `names`: what the caller calls a key, if it has another name."""
     try:
         return RunConfig.model_validate(content, context=OWN_DATA)
     except ValidationError as error:
         findings = error.errors(include_url=False)
-    raise BadInput("; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in findings))
+    located = ((".".join(map(str, each["loc"])), each["msg"]) for each in findings)
+    raise BadInput("; ".join(f"{names.get(key, key)}: {message}" for key, message in located))
 
 
 def _accepted(reading: Reading) -> LoadedConfig:

@@ -38,6 +38,7 @@ from ratel_cli.run.train.planner import estimated_profile
 from ratel_cli.run.train.profile_machine import measure_for_run
 from ratel_cli.run.train.store import import_base
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName
+from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Store, StoreIdentity
 
 _DATA_HASH = "a loop of its own"
@@ -117,6 +118,16 @@ def open_model(
         return Model(context, base, layout, store, hardware, opening.pop_all())
 
 
+_NAMES = {"base_model": "model", "adam_epsilon": "eps", "adam_beta1": "betas", "adam_beta2": "betas"}
+"""Arguments, by the keys of a config."""
+_IDENTITY = {
+    "model_hash": "another model or dtype",
+    "config_hash": "other settings",
+    "seed": "another seed",
+    "data_hash": "data of its own, by a run",
+}
+
+
 class _WarningLog(RunLog):
     """Prints nothing. What is worth knowing is a warning of Python's."""
 
@@ -146,7 +157,8 @@ def _config(settings: dict[str, object], storage: Sequence[str | Path], limits: 
             "storage": {"paths": paths},
             "limits": {name: size for name, size in sizes.items() if size is not None},
             "output_dir": paths[0],
-        }
+        },
+        _NAMES,
     )
 
 
@@ -163,7 +175,15 @@ def _identity(config: RunConfig, base: Base) -> StoreIdentity:
 
 def _opened(context: RunContext, identity: StoreIdentity) -> Store:
     """The store that is there, whose newest whole generation is the current one."""
-    store = context.open_store(context.config.storage.paths, identity=identity)
+    paths = context.config.storage.paths
+    try:
+        store = context.open_store(paths, identity=identity)
+    except StoreMismatch as error:
+        differs = " and ".join(_IDENTITY[field] for field in error.fields if field in _IDENTITY)
+        raise BadInput(
+            f"{', '.join(map(str, paths))} has a training state that was made with {differs}",
+            "open it as it was made; or give another directory, or delete the state, to begin anew",
+        ) from error
     with context.bar("verifying the store", store.generation_bytes) as advance:
         store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
     context.pool.trim()

@@ -320,9 +320,9 @@ def test_other_settings_or_another_model_do_not_take_over_a_state(tmp_path: Path
     with ratel.open(base, storage=storage, dtype="float32", device="cpu"):
         pass
     before = {path: path.read_bytes() for path in storage[0].iterdir() if path.is_file()}
-    with pytest.raises(ratel.RatelError, match="settings"):
+    with pytest.raises(ratel.RatelError, match="was made with other settings"):
         ratel.open(base, storage=storage, dtype="float32", device="cpu", weight_decay=0.5)
-    with pytest.raises(ratel.RatelError, match="model"):
+    with pytest.raises(ratel.RatelError, match="was made with another model"):
         ratel.open(saved(tmp_path / "other", "gpt2"), storage=storage, dtype="float32", device="cpu")
     assert before == {path: path.read_bytes() for path in storage[0].iterdir() if path.is_file()}
 
@@ -353,7 +353,7 @@ def test_an_export_replaces_nothing_of_the_users(tmp_path: Path, base: Path) -> 
         ({"storage": []}, "must be a list of directories"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
         ({"dtype": "int8"}, "dtype: "),
-        ({"weight_decay": -1.0, "eps": 0.0}, r"adam_epsilon: .*; weight_decay: |weight_decay: .*; adam_epsilon: "),
+        ({"weight_decay": -1.0, "eps": 0.0}, r"eps: .*; weight_decay: |weight_decay: .*; eps: "),
         ({"limits": ratel.Limits(host_memory="many")}, r"limits\.host_memory: "),
         ({"model": "missing/"}, "missing"),
     ],
