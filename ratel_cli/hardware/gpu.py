@@ -104,8 +104,9 @@ class GpuLimit:
 def gpu_limit(device: torch.device, wanted_bytes: int | None) -> GpuLimit:
     """At most `wanted_bytes` of what is available or, if None, all of it; the plan leaves 4 % or a margin free."""
     free_bytes, total_bytes = map(int, torch.get_device_module(device).mem_get_info(device))
-    # The memory that this process holds already is available too: what torch has reserved, and the context.
-    own_bytes = torch.accelerator.memory_reserved(device) + GPU_CONTEXT_BYTES
+    # What this process holds already is available too: the context, and what torch has reserved but no tensor takes.
+    accelerator = torch.accelerator
+    own_bytes = accelerator.memory_reserved(device) - accelerator.memory_allocated(device) + GPU_CONTEXT_BYTES
     available_bytes = min(total_bytes, free_bytes + own_bytes)
     if wanted_bytes is None:
         plannable_bytes = max(0, available_bytes - margin_bytes(total_bytes))

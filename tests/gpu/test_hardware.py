@@ -11,6 +11,7 @@ import torch
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, gpu_limit, peak_gpu_bytes
 from ratel_cli.hardware.measure import measure
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.units import GIB, MIB
@@ -75,3 +76,11 @@ def test_a_gpu_and_the_link_to_it(tmp_path: Path) -> None:
         < link.both_bytes_per_second
         < 2.2 * max(link.to_gpu_bytes_per_second, link.from_gpu_bytes_per_second)
     )
+
+
+def test_tensors_of_the_caller_are_not_available() -> None:
+    before = gpu_limit(GPU, None).plannable_bytes
+    taken = torch.empty(GPU_CONTEXT_BYTES + 64 * MIB, dtype=torch.uint8, device=GPU)
+    assert before - gpu_limit(GPU, None).plannable_bytes >= 64 * MIB  # the context's bytes are counted as free
+    del taken
+    assert gpu_limit(GPU, None).plannable_bytes >= before - MIB

@@ -121,7 +121,8 @@ def get_device_properties(device: torch.device | None = None) -> SimpleNamespace
 
 
 def mem_get_info(device: torch.device | None = None) -> tuple[int, int]:
-    return torch.accelerator.get_memory_info(device)
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)  # it knows nothing of torch's allocator
+    return free_bytes - torch.accelerator.memory_reserved(device), total_bytes
 
 
 def set_per_process_memory_fraction(share: float, device: torch.device | None = None) -> None:
