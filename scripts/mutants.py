@@ -331,7 +331,7 @@ MUTANTS = (
     Mutant("warm-up begins at one", "training/schedule.py", "return step / self.num_warmup_steps", "return (step + 1) / self.num_warmup_steps", "learning rates are those of transformers", "training/test_schedule.py"),
     Mutant("a schedule falls to zero", "training/schedule.py", "return factor * (1 - least) + least", "return factor", "a schedule ends at its least rate, as in transformers", "training/test_schedule.py"),
     Mutant("an overflow keeps the scale", "training/schedule.py", "self.scale / 2", "self.scale", "an overflow halves the loss scale", "training/test_schedule.py"),
-    Mutant("skipped steps count as updates", "training/loop.py", "updates=before.updates + outcome.applied", "updates=before.updates + 1", "bias correction leaves out skipped steps", "training/test_loop.py"),
+    Mutant("skipped steps count as updates", "training/loop.py", "updates=before.updates + applied", "updates=before.updates + 1", "bias correction leaves out skipped steps", "training/test_loop.py"),
     Mutant("a stop loses a step", "training/loop.py", "            except Interrupted:\n                self._commit_pending()", "            except Interrupted:\n                pass", "a stop loses no step", "training/test_loop.py"),
     Mutant("wear is counted a step late", "training/wear_limit.py", "// self.slot_bytes - 1", "// self.slot_bytes", "a run never writes more than it may", "training/test_loop.py"),
     Mutant("every bad step is divergence", "training/divergence.py", "if not is_repeated:", "if False:", "a fault of the machine is no divergence", "training/test_divergence.py"),

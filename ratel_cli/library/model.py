@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from ratel_cli.run.inputs.base_model import Base
 from ratel_cli.run.inputs.inputs import check_positions
 from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
 from ratel_cli.store.store import Store
-from ratel_cli.training.schedule import LossScale
+from ratel_cli.training.loop import may_skip, progress_after
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -122,7 +121,7 @@ class Model(Closing):
             except BaseException:
                 engine.discard()  # it may have been decided
                 raise
-        if not outcome.applied and (not self._scales_loss or self._loss_scale.exhausted):
+        if not outcome.applied and not may_skip(before, scale_loss=self._scales_loss):
             what = f"the loss is {outcome.loss}"
             if math.isfinite(outcome.loss):
                 what = f"the gradient of {outcome.first_not_finite} is not finite"
@@ -146,16 +145,8 @@ class Model(Closing):
         rate = float(rate)
         if not math.isfinite(rate) or rate < 0:
             raise BadInput(f"learning_rate must be a number from 0 on, not {rate}")
-        scale = self._loss_scale
-        if self._scales_loss:
-            scale = scale.after(applied=outcome.applied)
-        after = replace(
-            self._pending,
-            step=self._pending.step + 1,
-            updates=self._pending.updates + outcome.applied,
-            loss_scale=scale.scale,
-            good_steps=scale.good_steps,
-            tokens=self._pending.tokens + self._num_tokens,
+        after = progress_after(
+            self._pending, applied=outcome.applied, num_tokens=self._num_tokens, scale_loss=self._scales_loss
         )
         if outcome.applied:
             self._engine.apply(rate)
@@ -223,10 +214,6 @@ class Model(Closing):
     @property
     def _scales_loss(self) -> bool:
         return self._context.config.dtype == "float16"
-
-    @property
-    def _loss_scale(self) -> LossScale:
-        return LossScale(scale=self._pending.loss_scale, good_steps=self._pending.good_steps)
 
     def _backward_of(self, asked: str) -> StepOutcome:
         if self._computed is None:

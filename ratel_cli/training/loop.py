@@ -89,6 +89,30 @@ class LoopCallbacks:
     """Called with a step that is committed and will be evaluated."""
 
 
+def may_skip(before: Progress, *, scale_loss: bool) -> bool:
+    """Whether the step that follows `before` may overflow and not be applied, as a smaller scale can prevent that."""
+    return scale_loss and not _loss_scale(before).exhausted
+
+
+def progress_after(before: Progress, *, applied: bool, num_tokens: int, scale_loss: bool) -> Progress:
+    """The progress that a step of `num_tokens` tokens leads to."""
+    scale = _loss_scale(before)
+    if scale_loss:
+        scale = scale.after(applied=applied)
+    return replace(
+        before,
+        step=before.step + 1,
+        updates=before.updates + applied,
+        loss_scale=scale.scale,
+        good_steps=scale.good_steps,
+        tokens=before.tokens + num_tokens,
+    )
+
+
+def _loss_scale(progress: Progress) -> LossScale:
+    return LossScale(scale=progress.loss_scale, good_steps=progress.good_steps)
+
+
 class TrainingLoop:
     """Runs the steps that the store has not committed yet."""
 
@@ -249,8 +273,7 @@ class TrainingLoop:
         stays committed.
         """
         scale_loss = self._settings.scale_loss
-        scale = LossScale(scale=before.loss_scale, good_steps=before.good_steps)
-        if not outcome.applied and (not scale_loss or scale.exhausted):
+        if not outcome.applied and not may_skip(before, scale_loss=scale_loss):
             raise diagnose_nonfinite_step(
                 before.step + 1,
                 outcome,
@@ -259,16 +282,8 @@ class TrainingLoop:
                 scale_loss=scale_loss,
                 deterministic=self._settings.deterministic,
             )
-        if scale_loss:
-            scale = scale.after(applied=outcome.applied)
-        return replace(
-            before,
-            step=before.step + 1,
-            updates=before.updates + outcome.applied,
-            loss_scale=scale.scale,
-            good_steps=scale.good_steps,
-            tokens=before.tokens + sum(batch.num_tokens for batch in batches),
-        )
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        return progress_after(before, applied=outcome.applied, num_tokens=num_tokens, scale_loss=scale_loss)
 
     def _metrics(
         self,
