@@ -165,7 +165,7 @@ class StepMemory:
             for segment in self._spec.segments
         ]
         step = PlacedStep(self._segments, placement, updates)
-        moments = [moment for part in step.parts() for moment in _moments(part)]
+        moments = [moment for part in step.parts() for moment in _moments_of(part)]
         most_by_held: dict[int, int] = {}
         for moment in moments:
             most_by_held[moment.num_held] = max(most_by_held.get(moment.num_held, 0), moment.taken)
@@ -223,7 +223,7 @@ class _Moments(NamedTuple):
     """Bytes of held gradients by the number of blocks that have them, in the order of backward."""
 
 
-def _moments(part: StepPart) -> list[_Moment]:
+def _moments_of(part: StepPart) -> list[_Moment]:
     working_set = part.bytes_for(*_OF_WORKING_SET)
     block = part.bytes_for(*(purpose for purpose in get_args(Purpose) if purpose not in (*_OF_WORKING_SET, "held")))
     return list(map(_Moment, part.number_for("held"), block, working_set))

@@ -77,8 +77,8 @@ def overlap(taken: Iterable[tuple[int, int, int]], number: int) -> list[int]:
 def _lifetimes(
     needed: Sequence[Iterable[_Thing]], *, ahead: int, stays: Callable[[_Thing, int], bool]
 ) -> list[Lifetime[_Thing]]:
-    """`needed`: what each use needs. `stays` is asked if something is to stay for another use, so many positions behind
-    the one before."""
+    """`needed`: what each use needs. `stays` says if something is to stay for another use; it gets the thing, and the
+    number of positions from its last use to that one."""
     first: dict[int, int] = {}
     """By what has been needed: a place in `found`, that of its newest lifetime."""
     found: list[Lifetime[_Thing]] = []

@@ -36,6 +36,7 @@ class GradientSums:
         self._holds_lookup = device.is_host or placement.gpu_holds_lookup
         self._holds_head = device.is_host or placement.gpu_holds_head
         self._most_rows = placement.gpu_embedding_rows
+        self._open = partial(gradient_sum, pool=pool, device=device)
 
     def of_layer(self, layer: Segment, *, single: bool, scale: float) -> SegmentSum:
         """`single`: each parameter gets one contribution."""
@@ -99,19 +100,6 @@ class GradientSums:
             return self._open(block, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=own)
 
         return SegmentSum.of(map(opened, segment.trained))
-
-    def _open(
-        self,
-        block: BlockSpec,
-        *,
-        single: bool,
-        scale: float,
-        leaving_bytes: int = 0,
-        rows: EmbeddingRows | None = None,
-    ) -> GradientSum:
-        return gradient_sum(
-            block, self._pool, self._device, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=rows
-        )
 
     def _on_host(self, block: BlockSpec, sums: StayingSums, *, scale: float) -> GradientSum:
         """A sum that host memory has from the first contribution to its rounding."""

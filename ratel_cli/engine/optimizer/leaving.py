@@ -190,7 +190,7 @@ class DeviceLeaving(Leaving):
         values = self._scaled(rounded, values)
         if rows is not None:
             values = rows.whole(values)
-        self._norms[name] = _norm(values) if values.device.type == "cpu" else _norm_on_gpu(values)
+        self._norms[name] = _norm_anywhere(values)
         return rounded
 
     def _result(self, lease: Lease) -> BlockGradient:
@@ -234,11 +234,9 @@ class RoundedOnHost(DeviceLeaving):
         rounded = view(memory, self._dtype).copy_(values)
         upload = self.device.upload(memory, self.device.reserve(len(memory)), self.label)
         on_device = upload.open().view(self._dtype)
-        if self._scale == 1.0:
-            self._norms[parameter.name] = _norm_on_gpu(on_device)
-        else:
-            scaled = self._scaled(on_device, on_device)
-            self._norms[parameter.name] = _norm(scaled) if scaled.device.type == "cpu" else _norm_on_gpu(scaled)
+        is_scaled = self._scale != 1.0
+        norm = _norm_anywhere(self._scaled(on_device, on_device)) if is_scaled else _norm_on_gpu(on_device)
+        self._norms[parameter.name] = norm
         del on_device
         upload.wait()
         return rounded
@@ -251,6 +249,11 @@ def _norm(values: torch.Tensor) -> float:
     memory would grow with the number of layers.
     """
     return float(torch.linalg.vector_norm(values, 2.0))
+
+
+def _norm_anywhere(values: torch.Tensor) -> float | torch.Tensor:
+    """The 2-norm of fp32 values, by the kernel of the device that has them."""
+    return _norm(values) if values.device.type == "cpu" else _norm_on_gpu(values)
 
 
 def _norm_on_gpu(values: torch.Tensor) -> torch.Tensor:

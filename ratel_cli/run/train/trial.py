@@ -164,7 +164,7 @@ def _try(
 
 
 def _of_full_size(batch: MicroBatch, model: DecoderModel, workload: Workload) -> MicroBatch:
-    """The micro-batch; another one if it is smaller than the plan's, where the data has too few samples."""
+    """The micro-batch; random tokens if it is smaller than the plan's, as in data of few samples."""
     shape = workload.micro_batch_size, workload.sequence_len
     return batch if batch.input_ids.shape == shape else any_batch(*shape, model.spec.vocab_size)
 
