@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING
 from ratel_cli.errors import RatelError
 
 if TYPE_CHECKING:
+    from ratel_cli.library.hooking import Hooked, hook
+    from ratel_cli.library.initialising import init
     from ratel_cli.library.limits import Limits
     from ratel_cli.library.model import Model
     from ratel_cli.library.opening import open_model as open  # noqa: A004 (as in `ratel.open`)
+    from ratel_cli.library.optimizer import AdamW, Optimizer
 
-__all__ = ["Limits", "Model", "RatelError", "open"]
+__all__ = ["AdamW", "Hooked", "Limits", "Model", "Optimizer", "RatelError", "hook", "init", "open"]
 
 _HOMES = {
+    "AdamW": ("ratel_cli.library.optimizer", "AdamW"),
+    "Hooked": ("ratel_cli.library.hooking", "Hooked"),
     "Limits": ("ratel_cli.library.limits", "Limits"),
     "Model": ("ratel_cli.library.model", "Model"),
+    "Optimizer": ("ratel_cli.library.optimizer", "Optimizer"),
+    "init": ("ratel_cli.library.initialising", "init"),
+    "hook": ("ratel_cli.library.hooking", "hook"),
     "open": ("ratel_cli.library.opening", "open_model"),
 }
 

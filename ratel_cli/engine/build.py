@@ -25,7 +25,7 @@ from ratel_cli.engine.optimizer.groups import GroupWork
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
-from ratel_cli.engine.program import AnyBatch, Program
+from ratel_cli.engine.program import AnyBatch, BoundModel, Program
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.weights import WeightReader
@@ -56,6 +56,16 @@ class EngineSettings:
     """Host memory that the plan leaves: where the CPU computes, idle buffers may stay in it until the next step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """What follows one placement."""
+
+    updates: Updates
+    reader: WeightReader
+    gradient_sums: GradientSums
+    resident: ResidentWeights
+
+
 @contextmanager
 def open_device(device: torch.device, timeline: Timeline, *, limit_bytes: int | None = None) -> Iterator[Device]:
     """Open the device for an engine. `limit_bytes`: the most that torch may allocate on a GPU; None sets no limit."""
@@ -66,8 +76,9 @@ def open_device(device: torch.device, timeline: Timeline, *, limit_bytes: int | 
         yield opened
 
 
-class EngineParts(Closing, Generic[AnyBatch]):
-    """What an engine is made of, whatever plan it follows. Use as a context manager.
+class UpdatingParts(Closing):
+    """What any engine is made of, whatever plan it follows: weights that are read ahead, and updates. Use as a context
+    manager.
 
     One engine may follow another on the same parts: it takes over what is resident, and what is left to do of the step
     that is decided.
@@ -75,7 +86,7 @@ class EngineParts(Closing, Generic[AnyBatch]):
 
     def __init__(
         self,
-        program: Program[AnyBatch],
+        model: BoundModel,
         store: Store,
         *,
         queue: IoQueue,
@@ -84,14 +95,9 @@ class EngineParts(Closing, Generic[AnyBatch]):
         timeline: Timeline,
         paths: Sequence[Path],
         drive_weights: Sequence[int] | None = None,
-        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Parts on an open store and an open device; scratch files will lie in `paths`.
-
-        `drive_weights`: the paths' shares of these files; None: equal shares. `check_stop` is called between blocks;
-        what it raises abandons the step.
-        """
-        self._program = program
+        """Parts on an open store and an open device; scratch files will lie in `paths`. `drive_weights`: the paths'
+        shares of these files; None: equal shares."""
         self._store = store
         self._queue = queue
         self._pool = pool
@@ -99,32 +105,28 @@ class EngineParts(Closing, Generic[AnyBatch]):
         self._timeline = timeline
         self._paths = paths
         self._drive_weights = drive_weights
-        self._check_stop = check_stop
+        self._model = model
         self._resident = ResidentWeights(frozenset())
         self._resources = ExitStack()
         self._sums = self._resources.enter_context(SumThread(timeline))
         self._updates: Updates | None = None
         self._gradients: Scratch | None = None
-        self._activations: Scratch | None = None
-        program.place(device.torch_device)
+        model.place(device.torch_device)
 
-    def engine(self, settings: EngineSettings) -> StepEngine[AnyBatch]:
-        """The engine that follows these settings. Engines that were made before it must not be used any more.
+    def follow(self, settings: EngineSettings) -> Following:
+        """What follows these settings. What followed others must not be used any more.
 
-        AdamW's settings and threads are those of the first one. Raises EnvironmentFailure if there is no space for
+        AdamW's settings and threads are those of the first call. Raises EnvironmentFailure if there is no space for
         scratch files.
         """
-        program, placement = self._program, settings.placement
-        if self._activations is not None:
-            self._activations.close()
-        self._activations = self._scratch(settings.activation_scratch_bytes)
+        placement = settings.placement
         if self._gradients is None or self._gradients.num_bytes < settings.gradient_scratch_bytes:
             self._gradients = self._scratch(settings.gradient_scratch_bytes)  # the old one may have deferred gradients
         if self._updates is None:
             self._updates = self._open_updates(settings)
         self._updates.follow(settings.updates, placement, self._gradients)
         reader = WeightReader(
-            program,
+            self._model,
             self._store,
             self._pool,
             self._updates,
@@ -135,32 +137,8 @@ class EngineParts(Closing, Generic[AnyBatch]):
             device=self._device,
             timeline=self._timeline,
         )
-        device, timeline = self._device, self._timeline
-        tokens = settings.micro_batch_tokens
-        elements = None if tokens is None else tokens * program.spec.hidden_size
-        return StepEngine(
-            program,
-            self._pool,
-            reader,
-            self._updates,
-            ActivationOffloader(
-                self._pool,
-                self._activations,
-                placement,
-                device=device,
-                timeline=timeline,
-                micro_batch_elements=elements,
-            ),
-            GradientSums(self._pool, device, self._sums, placement),
-            self._sums,
-            swapped=placement.swapped,
-            most_rows=None if device.is_host else placement.gpu_embedding_rows,
-            seed=settings.seed,
-            device=device,
-            chunk_tokens=settings.chunk_tokens,
-            spare_bytes=settings.spare_bytes,
-            check_stop=self._check_stop,
-        )
+        sums = GradientSums(self._pool, self._device, self._sums, placement)
+        return Following(updates=self._updates, reader=reader, gradient_sums=sums, resident=self._resident)
 
     def close(self) -> None:
         """End all threads and give all memory back; a step that is not settled is lost. Idempotent."""
@@ -177,7 +155,7 @@ class EngineParts(Closing, Generic[AnyBatch]):
         return Updates(
             updates,
             placement,
-            self._program.spec.segments,
+            self._model.spec.segments,
             store,
             pipeline,
             self._resident,
@@ -189,3 +167,71 @@ class EngineParts(Closing, Generic[AnyBatch]):
         if not num_bytes:
             return None
         return self._resources.enter_context(Scratch(self._paths, num_bytes, self._queue, weights=self._drive_weights))
+
+
+class EngineParts(UpdatingParts, Generic[AnyBatch]):
+    """What makes step engines: the parts of any engine, and where activations are offloaded."""
+
+    def __init__(
+        self,
+        program: Program[AnyBatch],
+        store: Store,
+        *,
+        queue: IoQueue,
+        pool: BufferPool,
+        device: Device,
+        timeline: Timeline,
+        paths: Sequence[Path],
+        drive_weights: Sequence[int] | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As the parts of any engine. `check_stop` is called between blocks; what it raises abandons the step."""
+        super().__init__(
+            program,
+            store,
+            queue=queue,
+            pool=pool,
+            device=device,
+            timeline=timeline,
+            paths=paths,
+            drive_weights=drive_weights,
+        )
+        self._program = program
+        self._check_stop = check_stop
+        self._activations: Scratch | None = None
+
+    def engine(self, settings: EngineSettings) -> StepEngine[AnyBatch]:
+        """The engine that follows these settings. Engines that were made before it must not be used any more.
+
+        Raises as `follow`.
+        """
+        program, placement = self._program, settings.placement
+        if self._activations is not None:
+            self._activations.close()
+        self._activations = self._scratch(settings.activation_scratch_bytes)
+        following = self.follow(settings)
+        device, tokens = self._device, settings.micro_batch_tokens
+        elements = None if tokens is None else tokens * program.spec.hidden_size
+        return StepEngine(
+            program,
+            self._pool,
+            following.reader,
+            following.updates,
+            ActivationOffloader(
+                self._pool,
+                self._activations,
+                placement,
+                device=device,
+                timeline=self._timeline,
+                micro_batch_elements=elements,
+            ),
+            following.gradient_sums,
+            self._sums,
+            swapped=placement.swapped,
+            most_rows=None if device.is_host else placement.gpu_embedding_rows,
+            seed=settings.seed,
+            device=device,
+            chunk_tokens=settings.chunk_tokens,
+            spare_bytes=settings.spare_bytes,
+            check_stop=self._check_stop,
+        )

@@ -57,19 +57,12 @@ class Finished(Protocol):
         token `first` of all rows one after another."""
 
 
-class Program(Protocol[AnyBatch]):
-    """A model whose segments run one at a time."""
+class BoundModel(Protocol):
+    """A model whose weights are bound one segment at a time, whatever runs it."""
 
     spec: ModelSpec
     parameter_names: tuple[str, ...]
     """All parameters, in the order in which the norms of their gradients are added up."""
-
-    traits: LayerTraits
-    """What the shapes of its parameters do not show."""
-
-    def sample(self, num_tokens: int) -> AnyBatch:
-        """A micro-batch of one row with this many tokens, of all of them a loss, and of two samples if rows may have
-        several."""
 
     def place(self, device: torch.device) -> None:
         """Move what no block has to the device that computes."""
@@ -83,6 +76,17 @@ class Program(Protocol[AnyBatch]):
 
     def release(self, segment: Segment) -> None:
         """Give up the weights of all blocks that the segment binds."""
+
+
+class Program(BoundModel, Protocol[AnyBatch]):
+    """A model whose segments run one at a time."""
+
+    traits: LayerTraits
+    """What the shapes of its parameters do not show."""
+
+    def sample(self, num_tokens: int) -> AnyBatch:
+        """A micro-batch of one row with this many tokens, of all of them a loss, and of two samples if rows may have
+        several."""
 
     def train(self, mode: bool) -> bool:
         """Switch dropout on or off. Returns whether it was on before."""

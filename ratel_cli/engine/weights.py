@@ -39,7 +39,7 @@ from ratel_cli.engine.device.device import Device, DeviceBuffer, Upload
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.update import Updates
-from ratel_cli.engine.program import AnyProgram
+from ratel_cli.engine.program import BoundModel
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
@@ -87,7 +87,7 @@ class WeightReader:
 
     def __init__(
         self,
-        program: AnyProgram,
+        program: BoundModel,
         store: Store,
         pool: BufferPool,
         updates: Updates,
@@ -296,7 +296,7 @@ class WeightReader:
 class SegmentWeights(Closing):
     """One segment's weights, bound to its modules until `unbind`."""
 
-    def __init__(self, program: AnyProgram, use: _Use, *, close: Callable[[], None]) -> None:
+    def __init__(self, program: BoundModel, use: _Use, *, close: Callable[[], None]) -> None:
         """`close` ends the use of the memory."""
         self.segment = use.segment
         self.hosts = tuple(weights for weights in use.weights if weights.block in use.segment.trained)

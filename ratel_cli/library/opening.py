@@ -10,18 +10,11 @@ replaced.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from io import StringIO
 from pathlib import Path
 from typing import Literal
 
-import torch
-import transformers
-
-from ratel_cli import _native
-from ratel_cli.config.load import config_of_caller
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
@@ -30,8 +23,8 @@ from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.model import Model
 from ratel_cli.library.plans import LEAST, planner_for
+from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.files.user_cache import ratel_version
 from ratel_cli.run.inputs.base_model import Base, model_hash, open_weights, read_base
 from ratel_cli.run.inputs.settings import new_geometry, settings_hash
 from ratel_cli.run.train.planner import estimated_profile
@@ -40,9 +33,6 @@ from ratel_cli.run.train.store import import_base
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName
 from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Store, StoreIdentity
-
-_DATA_HASH = "a loop of its own"
-"""In a store's identity, where a run has what its data hashes to: no run resumes from it."""
 
 
 def open_model(
@@ -74,7 +64,7 @@ def open_model(
     """
     if len(betas) != 2:
         raise BadInput(f"betas must be two numbers, not {betas}")
-    config = _config(
+    config = caller_config(
         {
             "base_model": str(model),
             "dtype": dtype,
@@ -91,9 +81,10 @@ def open_model(
         },
         storage,
         limits or Limits(),
+        _NAMES,
     )
     return_large_buffers()
-    log = RunLog() if verbose else _WarningLog()
+    log = RunLog() if verbose else WarningLog()
     with ExitStack() as opening:
         base = read_base(config, log)
         source, layout = open_weights(config, base, opening)
@@ -128,48 +119,13 @@ _IDENTITY = {
 }
 
 
-class _WarningLog(RunLog):
-    """Prints nothing. What is worth knowing is a warning of Python's."""
-
-    def __init__(self) -> None:
-        super().__init__(StringIO())
-
-    def notice(self, text: str) -> None:
-        """See RunLog."""
-        warnings.warn(f"ratel: {text}", stacklevel=2)
-
-    def warn(self, text: str) -> None:
-        """See RunLog."""
-        warnings.warn(f"ratel: {text}", stacklevel=2)
-
-
-def _config(settings: dict[str, object], storage: Sequence[str | Path], limits: Limits) -> RunConfig:
-    if isinstance(storage, str | Path) or not storage:
-        raise BadInput("storage must be a list of directories, such as ['/mnt/a', '/mnt/b']")
-    paths = [Path(each) for each in storage]
-    for path in paths:
-        if path.exists() and not path.is_dir():
-            raise BadInput(f"storage: {path} is no directory")
-    sizes = {"host_memory": limits.host_memory, "gpu_memory": limits.gpu_memory}
-    return config_of_caller(
-        {
-            **settings,
-            "storage": {"paths": paths},
-            "limits": {name: size for name, size in sizes.items() if size is not None},
-            "output_dir": paths[0],
-        },
-        _NAMES,
-    )
-
-
 def _identity(config: RunConfig, base: Base) -> StoreIdentity:
     return StoreIdentity(
         model_hash=model_hash(config, base.model.spec),
         config_hash=settings_hash(config),
-        data_hash=_DATA_HASH,
+        data_hash=OWN_LOOP,
         seed=config.seed,
-        software=f"ratel {ratel_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{_native.active_isa()}",
+        software=software(),
     )
 
 

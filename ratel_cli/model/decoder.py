@@ -11,72 +11,24 @@ whose result is not needed.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.model.binding import PlacedParameter, bound_views
 from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
 from ratel_cli.model.layer_runner import LayerRunner, TokenLoss, last_hidden_state, loss_sum
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
-from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.trials import Trial
-from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.sizes import DtypeName
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleAttribute:
-    """An attribute of a module that holds a parameter: one place in the module tree."""
-
-    module: nn.Module
-    attribute: str
-
-    def put(self, parameter: nn.Parameter) -> None:
-        # Assigning through _parameters costs 1 us; setattr on a module costs 20.
-        self.module._parameters[self.attribute] = parameter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedParameter:
-    """One parameter and its places in the module tree."""
-
-    name: str
-    places: tuple[ModuleAttribute, ...]
-    unbound: nn.Parameter
-    """What stands in its places while no weights are bound."""
-    decay: bool
-    """Whether weight decay applies."""
-    is_trained: bool
-    """False if the model's own code has frozen it."""
-
-    @property
-    def dtype(self) -> DtypeName:
-        """What it computes in."""
-        return NAMES_OF_DTYPES[self.unbound.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.unbound.shape)
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Put a parameter into its places."""
-        for place in self.places:
-            place.put(parameter)
-
-    def unbind(self) -> None:
-        """Put the unbound parameter into every place."""
-        self.put(self.unbound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,25 +186,10 @@ class DecoderModel:
         others begin with the second parameter.
         Returns the views, each in its parameter's shape, in the order of `block.parameters`.
         """
-        starts = list(accumulate(map(len, parts), initial=0))
         if tokens is not None:
-            ends = [*(parameter.start for parameter in block.parameters[1:2]), block.num_elements]
-            starts = [0, *accumulate(map(len, parts[1:]), initial=ends[0])]
-        assert starts[-1] == block.num_elements
-
-        def view(parameter: ParameterSpec, shape: tuple[int, ...]) -> torch.Tensor:
-            number = min(bisect_right(starts, parameter.start), len(parts)) - 1
-            start = parameter.start - starts[number]
-            return parts[number][start : start + math.prod(shape)].view(shape)
-
-        shapes = [parameter.shape for parameter in block.parameters]
-        if tokens is not None:
-            shapes[0] = (len(tokens), *shapes[0][1:])
             self._lookup.bind(tokens)
-        parameters = tuple(
-            nn.Parameter(view(parameter, shape), requires_grad=block.is_trained)
-            for parameter, shape in zip(block.parameters, shapes, strict=True)
-        )
+        views = bound_views(block, parts, num_rows=None if tokens is None else len(tokens))
+        parameters = tuple(nn.Parameter(values, requires_grad=block.is_trained) for values in views)
         for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
             placed.put(parameter)
         return parameters

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
@@ -226,6 +227,21 @@ def layout_of_model(
             for name, each in held.items()
         ),
     ]
+    return ExportLayout(shards=split_into_shards(placed, max_shard_bytes), architecture=spec.architecture)
+
+
+def layout_of_module(module: nn.Module, spec: ModelSpec, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> ExportLayout:
+    """The layout of a module of any kind: its parameters and persistent buffers under their own names, each once."""
+    dtypes = spec.exported_dtypes(spec.dtype)
+    shapes = {each.name: each.shape for block in spec.blocks for each in block.parameters}
+    placed = [_trained(name, shape, whole_parameter(name, shape), dtypes) for name, shape in shapes.items()]
+    for module_name, each in module.named_modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                held = buffer.detach().cpu().contiguous()
+                full_name = f"{module_name}.{name}".lstrip(".")
+                content = BufferContent(values=held)
+                placed.append(LaidOutTensor(name=full_name, dtype=held.dtype, shape=tuple(held.shape), content=content))
     return ExportLayout(shards=split_into_shards(placed, max_shard_bytes), architecture=spec.architecture)
 
 

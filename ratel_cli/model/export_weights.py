@@ -65,12 +65,9 @@ def export_model(
     require_space(output_dir, export_bytes(layout, base_dir), option=option)
     with Staging(output_dir, run=run, overwrite=overwrite, option=option) as staging:
         staging.reject_files_of_others(export_names(layout, base_dir))
-        weights = StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
-        with weights:
-            for shard in layout.shards:
-                _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
-        if layout.index is not None:
-            staging.write_text(INDEX_NAME, layout.index)
+        write_weights(
+            staging, layout, spec, generation, pool, dtype=dtype, group_elements=group_elements, progress=progress
+        )
         add_sidecars(
             staging,
             base_dir=base_dir,
@@ -83,6 +80,26 @@ def export_model(
         )
         renamed = [*staging.renamed, *staging.publish(step=generation.progress.step)]
     return [renamed_notice(path, spare) for path, spare in renamed]
+
+
+def write_weights(
+    staging: Staging,
+    layout: ExportLayout,
+    spec: ModelSpec,
+    generation: Generation,
+    pool: BufferPool,
+    *,
+    dtype: DtypeName,
+    group_elements: int = WEIGHT_GROUP_ELEMENTS,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the files of weights of `layout`, and their index. Others as in `export_model`."""
+    weights = StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
+    with weights:
+        for shard in layout.shards:
+            _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
+    if layout.index is not None:
+        staging.write_text(INDEX_NAME, layout.index)
 
 
 def export_bytes(layout: ExportLayout, base_dir: Path) -> int:

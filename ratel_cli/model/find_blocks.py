@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -19,15 +19,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.around_layers import reject_other_text, reject_what_passes_all_layers
-from ratel_cli.model.decoder import DecoderModel, ModuleAttribute, PlacedParameter, placeholder
+from ratel_cli.model.binding import ModuleAttribute, PlacedParameter, cut_into_blocks, laid_out
+from ratel_cli.model.decoder import DecoderModel, placeholder
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.model.trials import carried_bytes, counts_positions_from_zero
-from ratel_cli.schedule.blocks import lay_out_block
-from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
 
 
@@ -62,24 +61,11 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         ("head", [*after, *(before[:1] if tied else [])]),
     ]
     dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
-    cut = _cut_into_blocks(found, dtype)
+    cut = cut_into_blocks(found, dtype)
     spec = ModelSpec(
         name=name,
         architecture=type(skeleton).__name__,
-        blocks=tuple(
-            lay_out_block(
-                index=index,
-                segment=each.segment,
-                name=each.name,
-                parameters=[(placed.name, placed.shape, placed.decay) for placed in each.parameters],
-                dtype=each.dtype,
-                gradient_dtype=gradient_dtype if each.dtype == dtype else None,
-                rule=each.rule,
-                borrowers=each.borrowers,
-                is_looked_up=first in each.parameters,
-            )
-            for index, each in enumerate(cut)
-        ),
+        blocks=laid_out(cut, dtype=dtype, gradient_dtype=gradient_dtype, looked_up=first),
         segment_names=tuple(name for name, _ in found),
         dtype=dtype,
         hidden_size=embedded.hidden.numel() // SAMPLE_TOKENS,
@@ -108,42 +94,6 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         has_other_parts=bool(unused),
         lookup=lookup,
     )
-
-
-class _CutBlock(NamedTuple):
-    segment: int
-    name: str
-    dtype: DtypeName
-    rule: Rule
-    borrowers: tuple[int, ...]
-    parameters: tuple[PlacedParameter, ...]
-
-
-def _cut_into_blocks(segments: Sequence[tuple[str, Sequence[PlacedParameter]]], dtype: DtypeName) -> list[_CutBlock]:
-    """The blocks of segments, given as (name, parameters): of each segment first what is trained in the model's
-    dtype; behind all of these what is in another one, or frozen, or borrowed by other segments.
-
-    A parameter that several segments have is given for each of them, and belongs to the first. Blocks that are alike
-    lie one after another then, and the store's manifest describes them together.
-    """
-    users = defaultdict[str, list[int]](list)
-    for index, (_, parameters) in enumerate(segments):
-        for each in parameters:
-            users[each.name].append(index)
-    firsts, others = list[_CutBlock](), list[_CutBlock]()
-    for index, (name, parameters) in enumerate(segments):
-        of_segment = [each for each in parameters if users[each.name][0] == index]
-        kinds = [(each.dtype, ADAMW if each.is_trained else FROZEN, tuple(users[each.name][1:])) for each in of_segment]
-        own = (dtype, ADAMW, ()) if index else kinds[0]  # an embedding's begins with the matrix
-        for of_block in dict.fromkeys(kinds):
-            chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
-            if of_block == own:
-                firsts.append(_CutBlock(index, name, *own, chosen))
-            else:
-                what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
-                shared = ", shared" if of_block[2] else ", not shared" if own[2] else ""
-                others.append(_CutBlock(index, what + shared, *of_block, chosen))
-    return [*firsts, *others]
 
 
 def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

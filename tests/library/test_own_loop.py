@@ -450,7 +450,9 @@ def test_a_state_that_is_open_is_not_opened_again(tmp_path: Path, base: Path) ->
 
 
 def test_the_public_names() -> None:
-    assert ratel.__all__ == ["Limits", "Model", "RatelError", "open"]
+    assert ratel.__all__ == [
+        "AdamW", "Hooked", "Limits", "Model", "Optimizer", "RatelError", "hook", "init", "open",
+    ]  # fmt: skip
     assert all(getattr(ratel, name) is not None for name in ratel.__all__)
     with pytest.raises(AttributeError, match="no attribute 'close'"):
         _ = ratel.close  # type: ignore[attr-defined]

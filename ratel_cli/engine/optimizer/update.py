@@ -186,8 +186,12 @@ class Updates:
 
     # For the step, in this order.
 
-    def begin(self, *, number: int, learning_rate: float | None, gradient_scale: float) -> None:
+    def begin(
+        self, *, number: int, learning_rate: float | None, gradient_scale: float, come_in_order: bool = True
+    ) -> None:
         """Begin a step whose gradients will come. The step before must be settled and committed.
+
+        `come_in_order`: one segment after another, the last one first; then states are read before they come.
 
         Without a learning rate, all gradients are held, and `apply` or `discard` follows the decision. Others as in
         `AdamWUpdate`.
@@ -205,10 +209,11 @@ class Updates:
         else:
             self._begin_writing()
             arriving = (block for segment in reversed(self._segments) for block in segment.trained)
-            self._pipeline.expect([block for block in arriving if not self._is_deferred(block)])
+            if come_in_order:
+                self._pipeline.expect([block for block in arriving if not self._is_deferred(block)])
 
-    def hand_over(self, total: GradientSum, weights: HostWeights) -> None:
-        """Take over a block's summed gradient: start its update on `weights`, or hold it.
+    def hand_over(self, total: GradientSum, weights: HostWeights | None) -> None:
+        """Take over a block's summed gradient: start its update on `weights`, or hold it. None: those in the store.
 
         Raises BadInput if other parameters of the block have a gradient than in the first step.
         """
@@ -225,7 +230,7 @@ class Updates:
             raise
         if self._mode == "speculative":
             self._held.append(gradient)
-        self._start(gradient, weights.share())
+        self._start(gradient, None if weights is None else weights.share())
 
     def wait_pending(self) -> None:
         """Return when updates of no more segments are unfinished than the placement allows."""
@@ -279,6 +284,11 @@ class Updates:
         self._is_decided = False
         self._held, self._deferred = list(self._deferred.values()), {}
         self.abandon()
+
+    @property
+    def norms(self) -> Norms:
+        """Those of the gradients that have come in the last step, by parameter."""
+        return self._norms
 
     def first_not_finite(self, order: Sequence[str]) -> str | None:
         """Name of the first parameter in `order` whose gradient in the last step is not finite; None if all are."""

@@ -1,0 +1,386 @@
+"""Hooks a module of any kind: its parameters go to drives, and its blocks fetch their weights whenever they are called.
+
+The module stays the caller's: any loop, any loss, several modules at once. Only the training state is Ratel's.
+
+    1. find    the blocks, or take those that are named; what is outside of them stays in memory
+    2. store   write all parameters to the drives, or open the state that an earlier loop left there
+    3. hook    let each block's `forward` fetch the weights, compute, and give them up
+    4. follow  an optimizer (library/optimizer.py), whose steps end in backward
+
+Invariant: a store is opened only by a module with the same parameters as the one that made it; no other is replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ratel_cli.closing import Closing
+from ratel_cli.engine.build import EngineSettings, UpdatingParts, open_device
+from ratel_cli.engine.horizontal import EndedStep, HorizontalEngine
+from ratel_cli.engine.optimizer.adamw import AdamWSettings
+from ratel_cli.engine.optimizer.update import UpdateSettings
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.errors import BadInput, Diverged
+from ratel_cli.hardware.gpu import compute_device
+from ratel_cli.hardware.host import num_cores, return_large_buffers
+from ratel_cli.library.block_call import Forward, HookedBlock, PassedOn
+from ratel_cli.library.initialising import INIT
+from ratel_cli.library.limits import Limits
+from ratel_cli.library.optimizer import HOOKED, AdamW
+from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
+from ratel_cli.model.away import AwayGradient, AwayParameter
+from ratel_cli.model.export_layout import layout_of_module
+from ratel_cli.model.export_weights import write_weights
+from ratel_cli.model.hooked import HookedModule, find_module_blocks
+from ratel_cli.model.staging import Staging
+from ratel_cli.planning.placement import Placement
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.files.output import own_output
+from ratel_cli.run.inputs.settings import new_geometry
+from ratel_cli.run.train.store import import_base
+from ratel_cli.store.open import StoreMismatch
+from ratel_cli.store.store import Store, StoreIdentity
+from ratel_cli.training.loop import progress_after
+
+_THREADS = 4
+"""Threads of AdamW, at most one for each core: enough for the fastest drives."""
+
+
+def hook(
+    module: nn.Module,
+    *,
+    storage: Sequence[str | Path] | None = None,
+    blocks: str | Sequence[str] | None = None,
+    outside: Sequence[str] = (),
+    limits: Limits | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> Hooked:
+    """Send a module's parameters to drives. Its blocks fetch them whenever they are called, in any loop.
+
+    `storage`: directories for the training state, one on each drive: two generations of 12 bytes per parameter; None:
+    those of the `init` around it, whose limits count, too. If they have the state that an earlier loop left there for
+    the same parameters, training resumes with it, whatever values the module has. `blocks`: the name of a list of
+    blocks in the module, or several, or names of blocks; None: its outermost ModuleLists and Sequentials. `outside`:
+    names of modules within blocks that code outside uses, too. What is outside of the blocks stays in memory.
+
+    The module must have its last form: parameters in float32 or bfloat16, those that are not trained without
+    `requires_grad`. Raises RatelError.
+    """
+    if module in HOOKED:
+        raise BadInput(f"this {type(module).__name__} is hooked already")
+    around = INIT.get()
+    if storage is None:
+        if around is None:
+            raise BadInput("hook needs storage: directories for the training state", "storage=['/mnt/a'], for instance")
+        storage, limits = around.storage, limits or around.limits
+    source = ModuleWeights(module)
+    hooked = HookedModule(module, find_module_blocks(module, blocks), outside=outside)
+    config = caller_config(
+        {
+            "base_model": type(module).__name__,
+            "dtype": hooked.spec.dtype,
+            "device": device,
+            "max_grad_norm": None,
+        },
+        storage,
+        limits or Limits(),
+        {"base_model": "module"},
+    )
+    return_large_buffers()
+    with ExitStack() as opening:
+        torch_device = compute_device(config.device)
+        context = opening.enter_context(open_context(config, WarningLog(), device=torch_device))
+        store = _opened_store(context, hooked, source)
+        made = Hooked(context, hooked, store, opening.pop_all())
+    HOOKED[module] = made
+    return made
+
+
+class Hooked(Closing):
+    """The training state of a hooked module, made by `hook`. Use it as a context manager, or close it."""
+
+    def __init__(self, context: RunContext, hooked: HookedModule, store: Store, resources: ExitStack) -> None:
+        """`resources` closes everything that is open."""
+        self._context = context
+        self._hooked = hooked
+        self._store = store
+        self._resources = resources
+        self._engines = resources.enter_context(ExitStack())
+        """Closed first: the engine."""
+        self._engine: HorizontalEngine | None = None
+        self._optimizer: AdamW | None = None
+        self._pending = store.progress
+        """After the last step that has ended."""
+        self._num_uncalled = 0
+        """Steps that have ended since the optimizer's `step` was last called."""
+        self._calls_step = False
+        """Whether the caller calls it."""
+        self._grad_norm = math.nan
+        self._timeline = Timeline()
+        self._passed_on = PassedOn()
+        self._gradients: dict[str, AwayGradient] = {}
+        """By parameter: what stands for them."""
+        self._is_closed = False
+        self._hook()
+        atexit.register(self.close)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended, those of earlier loops on the same state included."""
+        return self._pending.step
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the last step, before clipping; NaN before the first one."""
+        return self._grad_norm
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write the weights as they are after the last step: safetensors files with the module's own names, and the
+        config of a model of transformers.
+
+        A file that Ratel did not write is replaced only with `overwrite`. Raises BadInput, EnvironmentFailure.
+        """
+        self._check_open()
+        self._settle()
+        module, spec = self._hooked.module, self._hooked.spec
+        layout, config = layout_of_module(module, spec), getattr(module, "config", None)
+        texts = {"config.json": config.to_json_string()} if isinstance(config, PretrainedConfig) else {}
+        run = own_output(self._context.config)
+        with Staging(Path(directory), run=run, overwrite=overwrite, option="directory") as staging:
+            staging.reject_files_of_others([*layout.file_names, *texts])
+            write_weights(staging, layout, spec, self._store.current(), self._context.pool, dtype=spec.dtype)
+            for name, text in texts.items():
+                staging.write_text(name, text)
+            staging.publish(step=self._store.progress.step)
+
+    def follow(self, optimizer: AdamW) -> None:
+        """Update by this optimizer from now on."""
+        self._check_open()
+        self._settle()
+        self._close_engine()
+        self._optimizer = optimizer
+        for name, parameter in self._hooked.module.named_parameters():
+            if parameter.requires_grad and name not in self._hooked.parameter_names:
+                raise BadInput(f"{name!r} was made after ratel.hook", "hook the module in its last form")
+        decays = optimizer.decays
+        self._hooked.decay_by(
+            {name: decays.get(id(each), False) for name, each in self._hooked.module.named_parameters()}
+        )
+        self._opened_engine()
+
+    def end_step(self) -> None:
+        """End the step, if its last backward has not ended it."""
+        self._check_open()
+        self._calls_step = True
+        engine = self._opened_engine()
+        if engine.has_gradients:
+            engine.end_step()
+        num_steps, self._num_uncalled = self._num_uncalled, 0
+        if not num_steps:
+            raise BadInput("step() was called, and no backward came since the step before")
+        if num_steps > 1:
+            raise BadInput(
+                f"step() was called after {num_steps} backwards, and each of them was a step of its own",
+                f"set accumulation_steps={num_steps} of ratel.AdamW, so that their gradients are added up",
+            )
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of a step that has not ended."""
+        if self._engine is not None:
+            self._engine.drop()
+
+    def close(self) -> None:
+        """Commit the last step and give everything back; the module cannot be used any more. Gradients of a step that
+        has not ended are dropped. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        HOOKED.pop(self._hooked.module, None)
+        with self._resources:
+            self._settle()
+            self._hooked.keep_outside()
+
+    def _hook(self) -> None:
+        self._hooked.send_away(self._context.device)
+        for index, block in enumerate(self._hooked.blocks.values()):
+            block.forward = self._forward(index, block)
+        module = self._hooked.module
+        module.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        module.state_dict = _no_state_dict  # type: ignore[method-assign, assignment]
+        module.register_forward_hook(lambda *_: self._passed_on.clear(), always_call=True)
+        self._opened_engine()
+        self._mark_gradients({})
+        for parameter in module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, AwayParameter):
+                parameter.register_hook(partial(_make_room, parameter))
+
+    def _forward(self, index: int, module: nn.Module) -> Forward:
+        shared = self._hooked.shared_by(module)
+        block = HookedBlock(index=index, module=module, forward=module.forward, shared=shared)
+
+        def hooked_forward(*arguments: object, **keywords: object) -> object:
+            self._check_open()
+            return block.call(self._opened_engine(), arguments, keywords, self._passed_on)
+
+        return hooked_forward
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (as torch has it)
+        self.drop_gradients()
+
+    def _mark_gradients(self, norms: Mapping[str, float | torch.Tensor]) -> None:
+        """Whoever looks for gradients finds that they are elsewhere, and their norms."""
+        for name, parameter in self._hooked.module.named_parameters():
+            if parameter.requires_grad:
+                if name not in self._gradients:
+                    self._gradients[name] = AwayGradient.made(parameter)
+                self._gradients[name].norm_of_step = norms.get(name)
+                parameter.grad = self._gradients[name]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BadInput("the hooked module is closed", "hook it again: its state is in its storage")
+
+    def _settle(self) -> None:
+        if self._engine is not None:
+            self._engine.settle()
+
+    def _commit(self) -> None:
+        self._store.commit(self._pending)
+
+    def _ended(self, step: EndedStep) -> None:
+        self._grad_norm = step.grad_norm
+        self._passed_on.clear()
+        self._mark_gradients(step.norms)
+        if step.first_not_finite is not None or not math.isfinite(step.grad_norm):
+            what = step.first_not_finite or "all parameters together"
+            raise Diverged(
+                f"step {self._pending.step + 1}: the gradient of {what} is not finite; step {self._pending.step} is "
+                "saved",
+                "lower the learning rate",
+            )
+        self._pending = progress_after(self._pending, applied=True, num_tokens=0, scale_loss=False)
+        self._num_uncalled += 1
+
+    def _close_engine(self) -> None:
+        self._engine = None
+        self._engines.close()
+
+    def _opened_engine(self) -> HorizontalEngine:
+        if self._engine is not None:
+            return self._engine
+        context, optimizer = self._context, self._optimizer
+        limit_bytes = context.host_limit_bytes // 4
+        gradient_bytes = sum(segment.gradient_bytes for segment in self._hooked.spec.segments)
+        are_held = optimizer is not None and optimizer.max_grad_norm is not None and gradient_bytes > limit_bytes
+        settings = EngineSettings(
+            adamw=_NO_ADAMW if optimizer is None else optimizer.settings,
+            updates=UpdateSettings(
+                max_grad_norm=None if optimizer is None else optimizer.max_grad_norm,
+                hold=False,
+                held_in_memory_bytes=limit_bytes if are_held else None,
+            ),
+            placement=Placement(
+                prefetch_blocks=1,
+                pending_updates=1,
+                resident_weights=frozenset([0]),
+                adamw_threads=min(_THREADS, num_cores()),
+            ),
+            seed=0,
+            gradient_scratch_bytes=gradient_bytes if are_held else 0,
+        )
+        device = self._engines.enter_context(open_device(context.device, self._timeline))
+        parts = self._engines.enter_context(
+            UpdatingParts(
+                self._hooked,
+                self._store,
+                queue=context.queue,
+                pool=context.pool,
+                device=device,
+                timeline=self._timeline,
+                paths=context.config.storage.paths,
+            )
+        )
+        self._engine = self._engines.enter_context(
+            HorizontalEngine(
+                self._hooked,
+                parts.follow(settings),
+                _NoOptimizer() if optimizer is None else optimizer,
+                device=device,
+                timeline=self._timeline,
+                num_updates=lambda: self._pending.updates,
+                commit=self._commit,
+                ended=self._ended,
+            )
+        )
+        return self._engine
+
+
+_NO_ADAMW = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
+
+
+class _NoOptimizer:
+    """Of a module that is not trained yet."""
+
+    num_rounds = 1
+
+    @property
+    def learning_rate(self) -> float:
+        """There is none."""
+        raise BadInput("the hooked module has no optimizer", "make one before backward: ratel.AdamW(module, lr=1e-4)")
+
+
+class ModuleWeights:
+    """The values that a module has, for import (model/import_weights.py)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See WeightSource."""
+        return self._parameters[name].detach().reshape(-1)[start:stop].float().cpu()
+
+
+def _make_room(parameter: nn.Parameter, _: torch.Tensor) -> None:
+    """Autograd has a gradient for a parameter outside of the blocks."""
+    if isinstance(parameter.grad, AwayGradient):
+        parameter.grad = None
+
+
+def _no_state_dict(*_: object, **__: object) -> None:
+    raise BadInput("the weights of a hooked module are on its drives", "write them with save() of what ratel.hook gave")
+
+
+def _opened_store(context: RunContext, hooked: HookedModule, source: ModuleWeights) -> Store:
+    """The store that an earlier loop left, or a new one with the module's weights."""
+    config, paths, spec = context.config, context.config.storage.paths, hooked.spec
+    identity = StoreIdentity(
+        model_hash=hooked.identity, config_hash="hooked", data_hash=OWN_LOOP, seed=0, software=software()
+    )
+    if not Store.exists(paths):
+        geometry = new_geometry(config, spec.stored_blocks, shares=(1,) * len(paths))
+        store = context.resources.enter_context(
+            Store.create(paths, geometry, identity=identity, queue=context.queue, notice=context.log.notice)
+        )
+        import_base(spec, source, store, context.pool, progress=lambda amount: None)
+        return store
+    try:
+        store = context.open_store(paths, identity=identity)
+    except StoreMismatch as error:
+        raise BadInput(
+            f"{', '.join(map(str, paths))} has a training state that was made with other parameters",
+            "give another directory, or delete the state, to begin anew",
+        ) from error
+    store.ensure_whole(context.pool, progress=lambda amount: None, notice=context.log.notice)
+    context.pool.trim()
+    return store

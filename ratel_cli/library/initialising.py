@@ -1,0 +1,223 @@
+"""Builds modules that are larger than memory: parameters go to drives as they are made.
+
+A module's parameters are there when it becomes a part of another one: its own code has made and initialised them by
+then. They go to a file on the drives, and what stands for them loads them when other code computes with them, such as
+an initialiser that goes through the whole model. Some stay loaded until others need the memory.
+
+Invariant: a parameter has the values that it would have in memory, whatever code has written to it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils._pytree import tree_map
+
+from ratel_cli.closing import Closing
+from ratel_cli.hardware.host import default_limit_bytes, return_large_buffers
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.queue import IoQueue, depth_for, open_queue
+from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.views import view
+from ratel_cli.library.limits import Limits
+from ratel_cli.library.settings import WarningLog, caller_config
+from ratel_cli.model.away import ASKED, AwayParameter
+from ratel_cli.sizes import PAGE_BYTES
+from ratel_cli.units import MIB, align_up
+
+_LEAST_BYTES = MIB
+"""Smaller parameters stay in memory until the module is hooked."""
+_SPACE_BYTES = 1024 * MIB
+"""Space on the drives that is taken at once; more for a larger parameter."""
+_LOADED_SHARE = 4
+"""Loaded parameters may take this part of the memory limit; at least one is loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitSettings:
+    """What `hook` takes over from the `init` around it."""
+
+    storage: tuple[Path, ...]
+    limits: Limits | None
+
+
+INIT: ContextVar[InitSettings | None] = ContextVar("ratel.init", default=None)
+
+
+@contextmanager
+def init(storage: Sequence[str | Path], *, limits: Limits | None = None) -> Iterator[None]:
+    """A context in which modules may be larger than memory while they are built.
+
+    `storage`: directories, one on each drive, also those of `hook` inside, which sends the parameters on to the
+    training state. A module that is not hooked has its parameters in memory afterwards, as usual. Raises RatelError.
+    """
+    config = caller_config({"base_model": "module"}, storage, limits or Limits(), {})
+    return_large_buffers()
+    paths = config.storage.paths
+    with ExitStack() as opened:
+        queue = opened.enter_context(
+            open_queue(config.storage.engine, notice=WarningLog().notice, depth=depth_for(len(paths)))
+        )
+        pool = opened.enter_context(BufferPool(None))
+        limit_bytes = config.limits.host_memory or default_limit_bytes()
+        parameters = opened.enter_context(_Evicted(paths, queue, pool, loaded_bytes=limit_bytes // _LOADED_SHARE))
+        token = INIT.set(InitSettings(storage=tuple(paths), limits=limits))
+        opened.callback(INIT.reset, token)
+        opened.callback(register_module_module_registration_hook(parameters.evict_of).remove)
+        yield
+        parameters.restore()
+
+
+class EvictedParameter(AwayParameter):
+    """Stands for a parameter of a module that is being built. Code that computes with it gets its values."""
+
+    home: _Evicted
+    place: _Place
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        name = getattr(func, "__name__", "")
+        is_data = getattr(func, "__self__", None) is torch.Tensor.data
+        if is_data and name == "__set__" and isinstance(args[0], EvictedParameter):
+            args[0].home.assign(args[0], args[1])
+            return None
+        if name in ASKED and not is_data:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        stands_for = dict[int, EvictedParameter]()
+
+        def loaded(leaf: object) -> object:
+            if not isinstance(leaf, EvictedParameter):
+                return leaf
+            values = leaf.home.load(leaf)
+            stands_for[id(values)] = leaf
+            return values
+
+        result = func(*tree_map(loaded, args), **tree_map(loaded, dict(kwargs or {})))
+        return tree_map(lambda leaf: stands_for.get(id(leaf), leaf), result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter's values are."""
+
+    scratch: Scratch
+    offset: int
+    num_bytes: int
+
+
+class _Evicted(Closing):
+    """The parameters that are on the drives, and those of them that are loaded."""
+
+    def __init__(self, paths: Sequence[Path], queue: IoQueue, pool: BufferPool, *, loaded_bytes: int) -> None:
+        self._paths, self._queue, self._pool = paths, queue, pool
+        self._loaded_bytes = loaded_bytes
+        self._spaces = ExitStack()
+        self._scratch: Scratch | None = None
+        self._end = 0
+        """Bytes of the last space that are taken."""
+        self._loaded: OrderedDict[EvictedParameter, tuple[Lease, torch.Tensor]] = OrderedDict()
+        """The one that was used last is the last one."""
+        self._modules: dict[int, nn.Module] = {}
+        """All that have been made, and that may have such parameters."""
+
+    def evict_of(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
+        """Evict the parameters of a module that becomes a part of `parent`."""
+        self._modules[id(parent)] = parent
+        if module is None:
+            return
+        self._modules[id(module)] = module
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, EvictedParameter):
+                continue
+            if parameter.device.type == "cpu" and parameter.nbytes >= _LEAST_BYTES:
+                made = self._evicted(parameter, f"{type(module).__name__}.{attribute}")
+                module._parameters[attribute] = made
+
+    def load(self, parameter: EvictedParameter) -> torch.Tensor:
+        """Its values, which may be written to."""
+        found = self._loaded.pop(parameter, None)
+        if found is None:
+            size = parameter.place.num_bytes
+            self._make_room(size)
+            lease = self._pool.lease(align_up(size, PAGE_BYTES), "parameter", crosses_link=False)
+            place = parameter.place
+            place.scratch.read_sealed(place.offset, lease.memory, parameter.parameter_name).wait()
+            found = lease, view(lease.memory[:size], parameter.dtype).view(parameter.shape)
+        self._loaded[parameter] = found
+        return found[1]
+
+    def assign(self, parameter: EvictedParameter, values: torch.Tensor) -> None:
+        """Let it have other values, perhaps in another shape."""
+        found = self._loaded.pop(parameter, None)
+        if found is not None:
+            found[0].release()
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = torch.zeros((), dtype=values.dtype).expand(values.shape)
+        self._write(parameter, values.detach())
+
+    def restore(self) -> None:
+        """Let the parameters that stand in modules be in memory."""
+        restored: dict[EvictedParameter, nn.Parameter] = {}
+        for module in self._modules.values():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, EvictedParameter):
+                    if parameter not in restored:
+                        values = self.load(parameter).clone()
+                        restored[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = restored[parameter]
+
+    def close(self) -> None:
+        """Forget all values. Idempotent."""
+        while self._loaded:
+            self._loaded.popitem()[1][0].release()
+        self._spaces.close()
+
+    def _evicted(self, parameter: nn.Parameter, name: str) -> EvictedParameter:
+        made = EvictedParameter.made(parameter, requires_grad=parameter.requires_grad)
+        made.parameter_name, made.home = name, self
+        self._write(made, parameter.detach())
+        return made
+
+    def _write(self, parameter: EvictedParameter, values: torch.Tensor) -> None:
+        """Give a parameter its place, and write its values there."""
+        parameter.place = self._new_place(values.nbytes)
+        self._make_room(values.nbytes)
+        with self._pool.lease(align_up(values.nbytes, PAGE_BYTES), "parameter", crosses_link=False) as lease:
+            view(lease.memory[: values.nbytes], values.dtype).copy_(values.reshape(-1))
+            parameter.place.scratch.write_sealed(parameter.place.offset, lease.memory).wait()
+        self._pool.trim()
+
+    def _new_place(self, num_bytes: int) -> _Place:
+        size = align_up(num_bytes, PAGE_BYTES)
+        if self._scratch is None or self._end + size > self._scratch.num_bytes:
+            self._scratch = Scratch(self._paths, max(size, _SPACE_BYTES), self._queue)
+            self._spaces.enter_context(self._scratch)
+            self._end = 0
+        self._end += size
+        return _Place(self._scratch, self._end - size, num_bytes)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Write loaded parameters back, the one that was used first before others, until there is memory."""
+        while (
+            self._loaded and sum(values.nbytes for _, values in self._loaded.values()) + num_bytes > self._loaded_bytes
+        ):
+            parameter, (lease, _) = self._loaded.popitem(last=False)
+            parameter.place.scratch.write_sealed(parameter.place.offset, lease.memory).wait()
+            lease.release()
+            self._pool.trim()

@@ -1,0 +1,108 @@
+"""What stands in a module for a parameter whose weights are on the drives, and for its gradient.
+
+It has the shape, the dtype, the device and the settings of a parameter, so that optimizers, counts and `requires_grad`
+work. Whoever computes with it gets an error that names the parameter, and no zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ratel_cli.errors import BadInput
+
+ASKED = frozenset(
+    {"__get__", "__set__", "__delete__", "__len__", "__repr__", "dim", "size", "stride", "numel", "nelement", "type"}
+    | {"element_size", "is_floating_point", "is_complex", "requires_grad_", "has_names", "is_contiguous"}
+    | {"_has_compatible_shallow_copy_type"}
+)
+"""Functions that ask about a tensor, or set what is not its values."""
+
+
+class AwayTensor(torch.Tensor):
+    """Has no values: they are on the drives."""
+
+    @classmethod
+    def made(cls, like: torch.Tensor, device: torch.device | None = None, *, requires_grad: bool = False) -> Self:
+        """One with a tensor's shape and dtype, in the memory of one element on `device`; None: where the tensor is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            values = torch.zeros((), dtype=like.dtype, device=device or like.device).expand(like.shape)
+            found: Self = torch.Tensor._make_subclass(cls, values, requires_grad)
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if getattr(func, "__name__", "") in ASKED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.to and isinstance(first, AwayTensor):
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if device in (None, first.device) and dtype in (None, first.dtype):
+                return first
+            raise BadInput("a hooked module stays where it is, and in its dtype", "move it before ratel.hook")
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, AwayTensor)]
+        raise next((each for each in found if isinstance(each, AwayGradient)), found[0]).used()
+
+    def used(self) -> BadInput:
+        """The error for whoever computes with it."""
+        raise NotImplementedError
+
+
+class AwayParameter(AwayTensor, nn.Parameter):
+    """Stands for a parameter that is on the drives."""
+
+    parameter_name: str
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise self.used()
+
+    def used(self) -> BadInput:
+        """See AwayTensor."""
+        return BadInput(
+            f"{self.parameter_name} is on the drives: it is there only while its own block computes",
+            "if code outside of the block uses it, name its module in outside=[...] of ratel.hook; to read it, save "
+            "the model",
+        )
+
+
+class AwayGradient(AwayTensor):
+    """Stands for a gradient that is with the update. It has a norm, and no values: to clip them is an error."""
+
+    norm_of_step: float | torch.Tensor | None = None
+    """Its 2-norm in the last step that has ended."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """As of any such tensor; and what `torch.nn.utils.clip_grad_norm_` asks for where it does not clip."""
+        first, others = (args[0] if args else None), args[1:]
+        if isinstance(first, AwayGradient) and first.norm_of_step is not None:
+            if func is torch.linalg.vector_norm and not kwargs and others == (2.0,):
+                return torch.as_tensor(first.norm_of_step, device=first.device)
+            if func is torch.Tensor.mul_ and float(others[0]) == 1.0:
+                return first
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def used(self) -> BadInput:
+        """See AwayTensor."""
+        return BadInput(
+            "the gradients of a hooked module are with its update, not in .grad",
+            "clip them with max_grad_norm of ratel.AdamW; its step() is the only one that updates the weights",
+        )

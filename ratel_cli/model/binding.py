@@ -1,0 +1,152 @@
+"""Parameters and their places in a module tree, where a block's weights are bound: as views of one flat array."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
+from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
+from ratel_cli.sizes import DtypeName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleAttribute:
+    """An attribute of a module that holds a parameter: one place in the module tree."""
+
+    module: nn.Module
+    attribute: str
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """What it holds."""
+        found = self.module._parameters[self.attribute]
+        assert found is not None
+        return found
+
+    def put(self, parameter: torch.Tensor) -> None:
+        """Let it hold a parameter, or what stands for it in a graph."""
+        # Assigning through _parameters costs 1 us; setattr on a module costs 20.
+        self.module._parameters[self.attribute] = parameter  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedParameter:
+    """One parameter and its places in the module tree."""
+
+    name: str
+    places: tuple[ModuleAttribute, ...]
+    unbound: nn.Parameter
+    """What stands in its places while no weights are bound."""
+    decay: bool
+    """Whether weight decay applies."""
+    is_trained: bool
+    """False if the model's own code has frozen it."""
+
+    @property
+    def dtype(self) -> DtypeName:
+        """What it computes in."""
+        return NAMES_OF_DTYPES[self.unbound.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.unbound.shape)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Put a parameter into its places."""
+        for place in self.places:
+            place.put(parameter)
+
+    def unbind(self) -> None:
+        """Put the unbound parameter into every place."""
+        self.put(self.unbound)
+
+
+def bound_views(block: BlockSpec, parts: Sequence[torch.Tensor], *, num_rows: int | None = None) -> list[torch.Tensor]:
+    """Views of a block's flat array, each in its parameter's shape, in the order of the block. `parts` are that array,
+    `[block.num_elements]` in all; each begins where a parameter begins.
+
+    `num_rows`: the first part has this many rows of the first parameter, and the others begin with the second one.
+    """
+    starts = list(accumulate(map(len, parts), initial=0))
+    shapes = [parameter.shape for parameter in block.parameters]
+    if num_rows is not None:
+        shapes[0] = (num_rows, *shapes[0][1:])
+        ends = [*(parameter.start for parameter in block.parameters[1:2]), block.num_elements]
+        starts = [0, *accumulate(map(len, parts[1:]), initial=ends[0])]
+    assert starts[-1] == block.num_elements
+
+    def view(parameter: ParameterSpec, shape: tuple[int, ...]) -> torch.Tensor:
+        number = min(bisect_right(starts, parameter.start), len(parts)) - 1
+        start = parameter.start - starts[number]
+        return parts[number][start : start + math.prod(shape)].view(shape)
+
+    return [view(parameter, shape) for parameter, shape in zip(block.parameters, shapes, strict=True)]
+
+
+class CutBlock(NamedTuple):
+    """The parameters of one block, before it is laid out."""
+
+    segment: int
+    name: str
+    dtype: DtypeName
+    rule: Rule
+    borrowers: tuple[int, ...]
+    parameters: tuple[PlacedParameter, ...]
+
+
+def cut_into_blocks(segments: Sequence[tuple[str, Sequence[PlacedParameter]]], dtype: DtypeName) -> list[CutBlock]:
+    """The blocks of segments, given as (name, parameters): of each segment first what is trained in the model's
+    dtype; behind all of these what is in another one, or frozen, or borrowed by other segments.
+
+    A parameter that several segments have is given for each of them, and belongs to the first. Blocks that are alike
+    lie one after another then, and the store's manifest describes them together.
+    """
+    users = defaultdict[str, list[int]](list)
+    for index, (_, parameters) in enumerate(segments):
+        for each in parameters:
+            users[each.name].append(index)
+    firsts, others = list[CutBlock](), list[CutBlock]()
+    for index, (name, parameters) in enumerate(segments):
+        of_segment = [each for each in parameters if users[each.name][0] == index]
+        kinds = [(each.dtype, ADAMW if each.is_trained else FROZEN, tuple(users[each.name][1:])) for each in of_segment]
+        own = (dtype, ADAMW, ()) if index or not kinds else kinds[0]  # an embedding's begins with the matrix
+        for of_block in dict.fromkeys(kinds):
+            chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
+            if of_block == own:
+                firsts.append(CutBlock(index, name, *own, chosen))
+            else:
+                what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
+                shared = ", shared" if of_block[2] else ", not shared" if own[2] else ""
+                others.append(CutBlock(index, what + shared, *of_block, chosen))
+    return [*firsts, *others]
+
+
+def laid_out(
+    cut: Iterable[CutBlock], *, dtype: DtypeName, gradient_dtype: DtypeName | None, looked_up: PlacedParameter | None
+) -> tuple[BlockSpec, ...]:
+    """The blocks as values. `gradient_dtype`: in which gradients leave the device, of blocks in the model's `dtype`;
+    None: in each block's own. `looked_up`: the matrix in whose rows tokens are looked up."""
+    return tuple(
+        lay_out_block(
+            index=index,
+            segment=each.segment,
+            name=each.name,
+            parameters=[(placed.name, placed.shape, placed.decay) for placed in each.parameters],
+            dtype=each.dtype,
+            gradient_dtype=gradient_dtype if each.dtype == dtype else None,
+            rule=each.rule,
+            borrowers=each.borrowers,
+            is_looked_up=looked_up is not None and looked_up in each.parameters,
+        )
+        for index, each in enumerate(cut)
+    )

@@ -1,0 +1,396 @@
+"""A hooked module of any kind trains in a loop of one's own as plain PyTorch trains it."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import ratel_cli as ratel
+from tests.library.nets import NETS, NetBatch
+from tests.reference import Recipe, Trained, train_module
+from tests.tiers import pairwise
+
+ROOT = Path(__file__).parents[2]
+DTYPES = [torch.float32, torch.bfloat16]
+LEARNING_RATE = 1e-2
+"""At which every parameter changes in bf16."""
+
+
+def net_steps(name: str, number: int, num_rounds: int) -> list[list[NetBatch]]:
+    generator = torch.Generator().manual_seed(number)
+    return [[NETS[name].batch(generator) for _ in range(num_rounds)] for _ in range(number)]
+
+
+def built(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        return NETS[name].build().to(dtype).train()
+
+
+def wanted(name: str, model: nn.Module, steps: Sequence[Sequence[NetBatch]], recipe: Recipe) -> Trained:
+    """The same loop on the module itself, which is in memory."""
+    weights = {each: parameter.detach().clone() for each, parameter in model.named_parameters()}
+    torch.manual_seed(3)
+    return train_module(
+        model, lambda batch: NETS[name].loss(model, batch), weights, steps, recipe, decayed=list(weights)
+    )
+
+
+@contextmanager
+def hooked(name: str, model: nn.Module, directory: Path) -> Iterator[ratel.Hooked]:
+    net = NETS[name]
+    with ratel.hook(model, storage=[directory / "state"], blocks=net.blocks, outside=net.outside) as state:
+        yield state
+
+
+def run(name: str, model: nn.Module, steps: Sequence[Sequence[NetBatch]], state: ratel.Hooked) -> Trained:
+    """The loop: no step() is called."""
+    losses, norms = [], []
+    for step in steps:
+        total = 0.0
+        for batch in step:
+            loss = NETS[name].loss(model, batch)
+            (loss / len(step)).backward()
+            total += float(loss.detach())
+        losses.append(total / len(step))
+        norms.append(state.grad_norm)
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameter_norms=(), weights={})
+
+
+def saved(state: ratel.Hooked, directory: Path) -> dict[str, torch.Tensor]:
+    state.save(directory / "out", overwrite=True)
+    return load_file(directory / "out" / "model.safetensors")
+
+
+def assert_same(found: dict[str, torch.Tensor], model: nn.Module, trained: Trained) -> None:
+    """`model`: plain PyTorch's after training; parameters and buffers are equal bit for bit."""
+    state = model.state_dict()
+    assert found.keys() == {name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in state}
+    for name, each in found.items():
+        assert torch.equal(each, state[name]), name
+    assert trained.weights.keys() <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_rounds", "max_grad_norm"), pairwise(list(NETS), DTYPES, [1, 3], [None, 0.5])
+)
+def test_it_trains_as_plain_pytorch_does(
+    tmp_path: Path, name: str, dtype: torch.dtype, num_rounds: int, max_grad_norm: float | None
+) -> None:
+    plain = built(name, dtype)
+    model, before = copy.deepcopy(plain), copy.deepcopy(plain)
+    steps = net_steps(name, 5, num_rounds)
+    recipe = Recipe(dtype=dtype, learning_rate=LEARNING_RATE, weight_decay=0.1, max_grad_norm=max_grad_norm)
+    trained = wanted(name, plain, steps, recipe)
+    torch.manual_seed(3)
+    with hooked(name, model, tmp_path) as state:
+        ratel.AdamW(
+            model, lr=LEARNING_RATE, weight_decay=0.1, max_grad_norm=max_grad_norm, accumulation_steps=num_rounds
+        )
+        found = run(name, model, steps, state)
+        assert (found.losses, found.norms) == (trained.losses, trained.norms)
+        assert_same(saved(state, tmp_path), plain, trained)
+    for each, parameter in before.named_parameters():
+        assert not torch.equal(parameter, plain.get_parameter(each)), each
+
+
+def test_the_program_of_the_paper_runs_as_printed(tmp_path: Path) -> None:
+    """Ratel, Fig. 4, but for names; it has no `optimizer.step()`."""
+
+    class Model(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                data = torch.tanh(layer(data))
+            return data
+
+    config, num_epochs = 16, 2
+    generator = torch.Generator().manual_seed(0)
+    train_loader = [tuple(torch.randn(2, 4, config, generator=generator)) for _ in range(3)]
+    torch.manual_seed(0)
+    with ratel.init(storage=[tmp_path / "state"]):
+        model = Model(config)
+        state = ratel.hook(model)
+    torch.manual_seed(0)
+    plain = Model(config)
+    adam = torch.optim.Adam(plain.parameters())
+    criterion = nn.MSELoss()
+
+    ratel.Optimizer(torch.optim.Adam(model.parameters()))
+    for _ in range(num_epochs):
+        for data, target in train_loader:
+            output = model(data)
+            loss = criterion(output, target)
+            loss.backward()
+
+            adam.zero_grad()
+            wanted_loss = criterion(plain(data), target)
+            wanted_loss.backward()
+            adam.step()
+            assert torch.equal(loss, wanted_loss)
+    with state:
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+def wanted_nothing() -> Trained:
+    return Trained(losses=(), norms=(), parameter_norms=(), weights={})
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Sequence[NetBatch]], None]
+
+
+def two_losses(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[NetBatch]) -> None:
+    """Of one graph: blocks have several calls in one backward."""
+    first, second = (NETS["gpt2"].loss(model, batch) for batch in batches[:2])
+    (first + 0.5 * second).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_backwards(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[NetBatch]) -> None:
+    """Of two forwards that come before them, the first forward's first."""
+    losses = [NETS["gpt2"].loss(model, batch) for batch in batches[:2]]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluated_between(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[NetBatch]) -> None:
+    optimizer.zero_grad()
+    loss = NETS["gpt2"].loss(model, batches[0])
+    with torch.no_grad():
+        model.eval()
+        NETS["gpt2"].loss(model, batches[1])
+        model.train()
+    loss.backward()
+    optimizer.step()
+
+
+def a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[NetBatch]) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = NETS["gpt2"].loss(model, batches[0])
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)
+
+
+def an_output_is_not_used(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[NetBatch]) -> None:
+    """The graph of one forward has no backward, and is gone when the step ends."""
+    NETS["gpt2"].loss(model, batches[1])
+    loss = NETS["gpt2"].loss(model, batches[0])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def autocast(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[NetBatch]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = NETS["gpt2"].loss(model, batches[0])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "loop", [two_losses, two_backwards, evaluated_between, a_closure, an_output_is_not_used, autocast]
+)
+def test_any_loop_is_that_of_plain_pytorch(tmp_path: Path, loop: Loop) -> None:
+    plain = built("gpt2")
+    model = copy.deepcopy(plain)
+    steps = net_steps("gpt2", 4, 2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    torch.manual_seed(2)
+    for step in steps:
+        loop(plain, optimizer, step)
+    torch.manual_seed(2)
+    with hooked("gpt2", model, tmp_path) as state:
+        mine = ratel.AdamW(model, lr=LEARNING_RATE)
+        for step in steps:
+            loop(model, mine, step)
+        assert state.num_steps == len(steps)
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+def test_groups_and_schedulers_are_those_of_torch(tmp_path: Path) -> None:
+    plain = built("bert")
+    model = copy.deepcopy(plain)
+
+    def groups(module: nn.Module) -> list[dict[str, object]]:
+        decayed = {name: "bias" not in name and "LayerNorm" not in name for name, _ in module.named_parameters()}
+        return [
+            {
+                "params": [each for name, each in module.named_parameters() if decayed[name] == does],
+                "weight_decay": rate,
+            }
+            for does, rate in ((True, 0.2), (False, 0.0))
+        ]
+
+    def loop(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
+        for [batch] in net_steps("bert", 4, 1):
+            NETS["bert"].loss(module, batch).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(2)
+    loop(plain, torch.optim.AdamW(groups(plain), lr=LEARNING_RATE, betas=(0.8, 0.95), eps=1e-6))
+    torch.manual_seed(2)
+    with hooked("bert", model, tmp_path) as state:
+        loop(model, ratel.AdamW(groups(model), lr=LEARNING_RATE, betas=(0.8, 0.95), eps=1e-6))
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e6])
+def test_the_trainer_of_transformers_trains_it(tmp_path: Path, max_grad_norm: float) -> None:
+    """With gradient accumulation, a scheduler, and norms in its log."""
+    plain = built("bert")
+    model = copy.deepcopy(plain)
+    rows = [
+        {**{name: each[row] for name, each in batch.inputs.items()}, "labels": batch.target[row]}
+        for [batch] in net_steps("bert", 8, 1)
+        for row in range(2)
+    ]
+
+    def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+        arguments = TrainingArguments(
+            str(tmp_path / "trainer"), per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=1,
+            report_to=[], save_strategy="no", max_grad_norm=max_grad_norm, use_cpu=True, logging_steps=1,
+            disable_tqdm=True,
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
+        trainer = Trainer(module, arguments, train_dataset=rows, optimizers=(optimizer, schedule))
+        trainer.train()
+        return [{name: row[name] for name in ("loss", "grad_norm")} for row in trainer.state.log_history[:-1]]
+
+    log = train(plain, torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE))
+    with hooked("bert", model, tmp_path) as state:
+        assert train(model, ratel.AdamW(model, lr=LEARNING_RATE, accumulation_steps=2)) == log
+        assert state.num_steps == len(log) == 4
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+def test_what_is_frozen_stays(tmp_path: Path) -> None:
+    """Whole blocks, parts of blocks and what is outside of them."""
+    plain = built("llama")
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not ("layers.1" in name or "mlp" in name or "embed" in name))
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW([each for each in plain.parameters() if each.requires_grad], lr=LEARNING_RATE)
+    with hooked("llama", model, tmp_path) as state:
+        mine = ratel.AdamW(model, lr=LEARNING_RATE)
+        for [batch] in net_steps("llama", 3, 1):
+            for module, used in ((plain, optimizer), (model, mine)):
+                NETS["llama"].loss(module, batch).backward()
+                used.step()
+                used.zero_grad()
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+def test_a_step_that_is_dropped_changes_nothing(tmp_path: Path) -> None:
+    plain = built("gpt2")
+    model = copy.deepcopy(plain)
+    steps = net_steps("gpt2", 3, 2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    torch.manual_seed(2)
+    for step in steps:
+        for batch in step:
+            NETS["gpt2"].loss(plain, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with hooked("gpt2", model, tmp_path) as state:
+        mine = ratel.AdamW(model, lr=LEARNING_RATE, accumulation_steps=2)
+        NETS["gpt2"].loss(model, steps[0][1]).backward()
+        mine.zero_grad()
+        torch.manual_seed(2)
+        run_summed(model, steps[:2])
+        NETS["gpt2"].loss(model, steps[0][0]).backward()
+        model.zero_grad()
+        torch.manual_seed(2)
+        for batch in (*steps[0], *steps[1]):
+            with torch.no_grad():
+                NETS["gpt2"].loss(model, batch)  # the same draws
+        run_summed(model, steps[2:])
+        assert state.num_steps == 3
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+def run_summed(model: nn.Module, steps: Sequence[Sequence[NetBatch]]) -> None:
+    for step in steps:
+        for batch in step:
+            NETS["gpt2"].loss(model, batch).backward()
+
+
+def test_it_resumes_whatever_the_module_has(tmp_path: Path) -> None:
+    plain, model = built("t5"), built("t5")
+    steps = net_steps("t5", 4, 1)
+    trained = wanted("t5", plain, steps, Recipe(learning_rate=LEARNING_RATE, weight_decay=0.1))
+    torch.manual_seed(3)
+    with hooked("t5", model, tmp_path) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE, weight_decay=0.1)
+        first = run("t5", model, steps[:2], state)
+    draws = torch.get_rng_state()
+    again = NETS["t5"].build()
+    torch.set_rng_state(draws)
+    with hooked("t5", again.train(), tmp_path) as state:
+        assert state.num_steps == 2
+        ratel.AdamW(again, lr=LEARNING_RATE, weight_decay=0.1)
+        second = run("t5", again, steps[2:], state)
+        assert first.losses + second.losses == trained.losses
+        assert_same(saved(state, tmp_path), plain, trained)
+
+
+@pytest.mark.full
+def test_after_a_crash_it_is_at_most_one_step_behind(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, torch, ratel_cli as ratel\n"
+        "from tests.library.test_hook import NETS, built, net_steps\n"
+        "model = built('llama')\n"
+        "state = ratel.hook(model, storage=[sys.argv[1]])\n"
+        "ratel.AdamW(model, lr=1e-2)\n"
+        "for [batch] in net_steps('llama', 5, 1)[state.num_steps:]:\n"
+        "    NETS['llama'].loss(model, batch).backward()\n"
+        "    print(state.num_steps, flush=True)\n"
+        "    if state.num_steps == int(sys.argv[2]): os._exit(9)\n"
+        "state.save(sys.argv[3])\n"
+    )
+    counts = []
+    for number, stop in enumerate((2, 4, 0)):
+        arguments = [str(tmp_path / "state"), str(stop), str(tmp_path / "out")]
+        command = [sys.executable, "-c", program, *arguments]
+        found = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert found.returncode == (9 if number < 2 else 0), found.stderr
+        counts.append([int(line) for line in found.stdout.split()])
+    assert counts[0] == [1, 2] and counts[1][0] in (2, 3) and counts[2][0] in (4, 5) and counts[2][-1] == 5
+    plain = built("llama")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for [batch] in net_steps("llama", 5, 1):
+        NETS["llama"].loss(plain, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), plain, wanted_nothing())
+
+
+def test_generation_uses_the_cache(tmp_path: Path) -> None:
+    plain = built("gpt2").eval()
+    model = copy.deepcopy(plain)
+    prompt = torch.arange(3, 8).unsqueeze(0)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with hooked("gpt2", model, tmp_path):
+        assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))

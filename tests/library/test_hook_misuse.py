@@ -1,0 +1,345 @@
+"""What a hooked module cannot do ends in one error that says so, and the next step is as if it had not been tried."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ratel_cli as ratel
+from tests.library.nets import NETS
+from tests.library.test_hook import LEARNING_RATE, assert_same, built, net_steps, saved, wanted_nothing
+
+NET = "sequential"
+
+
+class Opened:
+    """A hooked module, its optimizer, and a batch."""
+
+    def __init__(self, directory: Path) -> None:
+        self.plain = built(NET)
+        self.model = copy.deepcopy(self.plain)
+        self.state = ratel.hook(self.model, storage=[directory / "state"])
+        self.optimizer = ratel.AdamW(self.model, lr=LEARNING_RATE)
+        [[self.batch]] = net_steps(NET, 1, 1)
+
+    def loss(self) -> torch.Tensor:
+        return NETS[NET].loss(self.model, self.batch)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    made = Opened(tmp_path)
+    with made.state:
+        yield made
+
+
+def a_step_without_backward(opened: Opened) -> None:
+    opened.loss()
+    opened.optimizer.step()
+
+
+def two_backwards_through_one_graph(opened: Opened) -> None:
+    loss = opened.loss()
+    loss.backward(retain_graph=True)
+    opened.optimizer.step()
+    loss.backward()
+
+
+def a_second_derivative(opened: Opened) -> None:
+    loss = opened.loss()
+    values = opened.model(opened.batch.inputs["input"].requires_grad_())
+    [gradient] = torch.autograd.grad(values.sum() + loss, opened.batch.inputs["input"], create_graph=True)
+    gradient.sum().backward()
+
+
+def an_optimizer_of_torch(opened: Opened) -> None:
+    optimizer = torch.optim.SGD(opened.model.parameters(), lr=0.1)
+    opened.loss().backward()
+    optimizer.step()
+
+
+def clipping_afterwards(opened: Opened) -> None:
+    opened.loss().backward()
+    torch.nn.utils.clip_grad_norm_(opened.model.parameters(), 1e-3)
+
+
+def steps_that_were_meant_as_one(opened: Opened) -> None:
+    opened.loss().backward()
+    opened.loss().backward()
+    opened.optimizer.step()
+
+
+def weights_that_are_read(opened: Opened) -> None:
+    print(opened.model[0].weight + 1)
+
+
+def a_copy(opened: Opened) -> None:
+    copy.deepcopy(opened.model)
+
+
+def a_state_dict(opened: Opened) -> None:
+    opened.model.state_dict()
+
+
+def another_dtype(opened: Opened) -> None:
+    opened.model.to(torch.bfloat16)
+
+
+def hooked_twice(opened: Opened) -> None:
+    ratel.hook(opened.model, storage=["elsewhere"])
+
+
+def rates_that_differ(opened: Opened) -> None:
+    first, second, *others = opened.model.parameters()
+    ratel.AdamW([{"params": [first], "lr": 1.0}, {"params": [second, *others], "lr": 2.0}])
+
+
+def decays_that_differ(opened: Opened) -> None:
+    first, second, *others = opened.model.parameters()
+    ratel.AdamW([{"params": [first], "weight_decay": 1.0}, {"params": [second, *others], "weight_decay": 2.0}])
+
+
+def a_part_of_the_parameters(opened: Opened) -> None:
+    ratel.AdamW(list(opened.model.parameters())[:2])
+
+
+def another_module(opened: Opened) -> None:
+    ratel.AdamW(nn.Linear(2, 2))
+
+
+def another_rule(opened: Opened) -> None:
+    ratel.Optimizer(torch.optim.SGD(opened.model.parameters()))
+
+
+def adam_with_decay(opened: Opened) -> None:
+    ratel.Optimizer(torch.optim.Adam(opened.model.parameters(), weight_decay=0.1))
+
+
+def amsgrad(opened: Opened) -> None:
+    ratel.Optimizer(torch.optim.AdamW(opened.model.parameters(), amsgrad=True))
+
+
+def no_rounds(opened: Opened) -> None:
+    ratel.AdamW(opened.model, accumulation_steps=0)
+
+
+def a_negative_norm(opened: Opened) -> None:
+    ratel.AdamW(opened.model, max_grad_norm=-1.0)
+
+
+def a_rate_that_is_no_number(opened: Opened) -> None:
+    opened.optimizer.param_groups[0]["lr"] = float("nan")
+    try:
+        opened.loss().backward()
+    finally:
+        opened.optimizer.param_groups[0]["lr"] = LEARNING_RATE
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (a_step_without_backward, "no backward came since the step before"),
+        (two_backwards_through_one_graph, "comes after a step that has changed its weights"),
+        (an_optimizer_of_torch, "the gradients of a hooked module are with its update"),
+        (clipping_afterwards, "the gradients of a hooked module are with its update"),
+        (steps_that_were_meant_as_one, "step() was called after 2 backwards"),
+        (weights_that_are_read, "0.weight is on the drives"),
+        (a_copy, "0.weight is on the drives"),
+        (a_state_dict, "the weights of a hooked module are on its drives"),
+        (another_dtype, "a hooked module stays where it is"),
+        (hooked_twice, "this Sequential is hooked already"),
+        (rates_that_differ, "groups of parameters have lr 1.0 and 2.0"),
+        (decays_that_differ, "groups of parameters have weight_decay [1.0, 2.0]"),
+        (a_part_of_the_parameters, "the optimizer has 2 parameters, and Sequential 6 that are trained"),
+        (another_module, "the optimizer's parameters are not those of a hooked module"),
+        (another_rule, "the optimizer is SGD; Ratel has AdamW"),
+        (adam_with_decay, "Adam with weight_decay is not AdamW"),
+        (amsgrad, "amsgrad is not there"),
+        (no_rounds, "accumulation_steps must be at least 1"),
+        (a_negative_norm, "max_grad_norm must be above 0"),
+        (a_rate_that_is_no_number, "lr must be a number from 0 on"),
+    ],
+)
+def test_misuse_gives_one_clear_error(opened: Opened, misuse: Callable[[Opened], None], message: str) -> None:
+    with pytest.raises(ratel.RatelError) as caught:
+        misuse(opened)
+    assert message in str(caught.value)
+
+
+def test_a_second_derivative_is_an_error_of_torch(opened: Opened) -> None:
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        a_second_derivative(opened)
+
+
+def test_what_failed_is_as_if_it_had_not_been(tmp_path: Path, opened: Opened) -> None:
+    plain = opened.plain
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    for _ in range(2):
+        NETS[NET].loss(plain, opened.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def raise_error(_: torch.Tensor) -> None:
+        raise ValueError("in the middle of a backward")
+
+    opened.loss().backward()
+    output = opened.model[:2](opened.batch.inputs["input"])
+    output.register_hook(raise_error)
+    with pytest.raises(ValueError, match="in the middle"):
+        opened.model[2:](output).sum().backward()
+    opened.loss().backward()
+    assert opened.state.num_steps == 2
+    assert_same(saved(opened.state, tmp_path), plain, wanted_nothing())
+
+
+def test_after_a_backward_that_failed_forward_comes_first(opened: Opened) -> None:
+    def raise_error(_: torch.Tensor) -> None:
+        raise ValueError("in the middle of a backward")
+
+    loss = opened.loss()
+    output = opened.model[:2](opened.batch.inputs["input"])
+    output.register_hook(raise_error)
+    with pytest.raises(ValueError, match="in the middle"):
+        opened.model[2:](output).sum().backward()
+    with pytest.raises(ratel.RatelError, match="a backward failed before this one"):
+        loss.backward()
+    opened.loss().backward()
+    assert opened.state.num_steps == 1
+
+
+def test_a_step_that_is_not_finite_is_not_applied(tmp_path: Path, opened: Opened) -> None:
+    plain = opened.plain
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    NETS[NET].loss(plain, opened.batch).backward()
+    optimizer.step()
+    with pytest.raises(ratel.RatelError, match=r"step 1: the gradient of 0\.weight is not finite; step 0 is saved"):
+        (opened.loss() * torch.inf).backward()
+    opened.loss().backward()
+    assert_same(saved(opened.state, tmp_path), plain, wanted_nothing())
+
+
+def test_a_closed_module_says_so(opened: Opened) -> None:
+    opened.state.close()
+    opened.state.close()
+    with pytest.raises(ratel.RatelError, match="the hooked module is closed"):
+        opened.loss()
+
+
+def test_no_optimizer_no_backward(tmp_path: Path) -> None:
+    model = built(NET)
+    [[batch]] = net_steps(NET, 1, 1)
+    with ratel.hook(model, storage=[tmp_path / "state"]):
+        with pytest.raises(ratel.RatelError, match="the hooked module has no optimizer"):
+            NETS[NET].loss(model, batch).backward()
+        ratel.AdamW(model)
+        NETS[NET].loss(model, batch).backward()
+
+
+class Bypassing(nn.Module):
+    """Its blocks do what cannot be computed again from their arguments."""
+
+    def __init__(self, does: Callable[[nn.Linear, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Bypassing(does) for _ in range(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        left = dict[str, torch.Tensor]()
+        hidden = input * 1
+        for layer in self.layers:
+            hidden = layer(hidden, left)
+        return hidden
+
+
+class _Bypassing(nn.Module):
+    def __init__(self, does: Callable[[nn.Linear, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(16, 16), does
+
+    def forward(self, hidden: torch.Tensor, left: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.does(self.linear, hidden, left)
+
+
+def leaves_tensors(linear: nn.Linear, hidden: torch.Tensor, left: dict[str, torch.Tensor]) -> torch.Tensor:
+    left["hidden"] = linear(hidden)
+    return hidden
+
+
+def writes_to_its_input(linear: nn.Linear, hidden: torch.Tensor, left: dict[str, torch.Tensor]) -> torch.Tensor:
+    return hidden.add_(linear(hidden))
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (leaves_tensors, "layers.0 leaves tensors in what it gets"),
+        (writes_to_its_input, "layers.0 changes what it gets in place"),
+    ],
+)
+def test_hidden_state_that_bypasses_autograd(
+    tmp_path: Path, does: Callable[[nn.Linear, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor], message: str
+) -> None:
+    model = Bypassing(does)
+    with ratel.hook(model, storage=[tmp_path / "state"]), pytest.raises(ratel.RatelError) as caught:
+        model(torch.randn(2, 16))
+    assert message in str(caught.value)
+
+
+def test_a_parameter_that_is_used_outside_of_its_block(tmp_path: Path) -> None:
+    net = NETS["dit"]
+    model = built("dit")
+    [[batch]] = net_steps("dit", 1, 1)
+    with ratel.hook(model, storage=[tmp_path / "state"]), pytest.raises(ratel.RatelError) as caught:
+        net.loss(model, batch)
+    assert "transformer_blocks.0.norm1.emb.timestep_embedder.linear_1.weight is on the drives" in str(caught.value)
+    assert "outside=[...]" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (lambda: nn.Linear(4, 4), {}, "Linear has no list of blocks"),
+        (NETS[NET].build, {"blocks": "layers"}, "blocks: Sequential has no module 'layers'"),
+        (NETS[NET].build, {"blocks": "1"}, "blocks: 1 has no parameters"),
+        (NETS["bert"].build, {"blocks": ["bert.encoder", "bert.encoder.layer"]}, "is within another one"),
+        (NETS[NET].build, {"outside": ["layers"]}, "outside: Sequential has no module 'layers'"),
+        (lambda: NETS[NET].build().half(), {}, "0.weight is torch.float16"),
+        (lambda: NETS[NET].build().requires_grad_(requires_grad=False), {}, "no parameter requires a gradient"),
+        (lambda: nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 4)), {}, "0.weight has no elements"),
+        (NETS[NET].build, {"storage": None}, "hook needs storage"),
+        (NETS[NET].build, {"storage": "state"}, "storage must be a list of directories"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_what_cannot_be_hooked(
+    tmp_path: Path, build: Callable[[], nn.Module], options: dict[str, object], message: str
+) -> None:
+    options = {"storage": [tmp_path / "state"], **options}
+    with pytest.raises(ratel.RatelError) as caught:
+        ratel.hook(build(), **options)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_the_state_of_other_parameters_is_never_replaced(tmp_path: Path) -> None:
+    ratel.hook(built(NET), storage=[tmp_path / "state"]).close()
+    with pytest.raises(ratel.RatelError, match="a training state that was made with other parameters"):
+        ratel.hook(built("gpt2"), storage=[tmp_path / "state"])
+    ratel.hook(built(NET), storage=[tmp_path / "state"]).close()
+
+
+def test_files_of_others_are_never_replaced(tmp_path: Path, opened: Opened) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("mine")
+    with pytest.raises(ratel.RatelError, match="Ratel did not make it"):
+        opened.state.save(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_text() == "mine"
+
+
+def test_a_parameter_that_is_made_after_hook_is_not_the_optimizers(opened: Opened) -> None:
+    opened.model.register_parameter("late", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ratel.RatelError, match="'late' was made after"):
+        ratel.AdamW(opened.model)
