@@ -73,7 +73,7 @@ class HookedModule:
         """Let the drives alone have the weights of the blocks. What is outside of them has no values before `bind`.
         `device`: where they compute."""
         self._parameters = tuple(
-            tuple(_away(each, device) if block.segment else _in_memory(each) for each in placed)
+            tuple(_away(each, device) if block.segment else _in_memory(each, device) for each in placed)
             for block, placed in zip(self.spec.blocks, self._parameters, strict=True)
         )
         for placed in self._parameters:
@@ -226,10 +226,12 @@ def _placed_parameters(
     return placed_outside, inside
 
 
-def _in_memory(placed: PlacedParameter) -> PlacedParameter:
-    if not isinstance(placed.unbound, AwayParameter):
+def _in_memory(placed: PlacedParameter, device: torch.device) -> PlacedParameter:
+    before = placed.unbound
+    if before.device == device and not isinstance(before, AwayParameter):
         return placed
-    return replace(placed, unbound=nn.Parameter(torch.empty(0, dtype=placed.unbound.dtype), placed.is_trained))
+    values = torch.empty(0, dtype=before.dtype, device=device)
+    return replace(placed, unbound=nn.Parameter(values, requires_grad=placed.is_trained))
 
 
 def _away(placed: PlacedParameter, device: torch.device) -> PlacedParameter:

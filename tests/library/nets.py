@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 
 VOCABULARY, NUM_TOKENS, NUM_PIXELS = 61, 7, 8
 
@@ -140,7 +140,7 @@ def _classified(model: nn.Module, batch: NetBatch) -> torch.Tensor:
 def _compared(model: nn.Module, batch: NetBatch) -> torch.Tensor:
     output = model(**_in_dtype(model, batch.inputs))
     output = output if isinstance(output, torch.Tensor) else output.sample
-    return mse_loss(output.float(), batch.target)
+    return (output.float() - batch.target).square().mean()
 
 
 def _in_dtype(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import ratel_cli as ratel
 from tests.library.nets import NETS, NetBatch
@@ -39,7 +39,10 @@ def built(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def wanted(name: str, model: nn.Module, steps: Sequence[Sequence[NetBatch]], recipe: Recipe) -> Trained:
     """The same loop on the module itself, which is in memory."""
-    weights = {each: parameter.detach().clone() for each, parameter in model.named_parameters()}
+    model.to(recipe.device)
+    if isinstance(model, PreTrainedModel):
+        model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
+    weights = {each: parameter.detach().cpu().clone() for each, parameter in model.named_parameters()}
     torch.manual_seed(3)
     return train_module(
         model, lambda batch: NETS[name].loss(model, batch), weights, steps, recipe, decayed=list(weights)
