@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.hardware.host import num_cores, return_large_buffers
+from ratel_cli.hardware.host import kept_bytes, num_cores, return_large_buffers
 from ratel_cli.library.block_call import Forward, HookedBlock, PassedOn
 from ratel_cli.library.initialising import INIT
 from ratel_cli.library.limits import Limits
@@ -42,8 +42,9 @@ from ratel_cli.model.away import AwayGradient, AwayParameter
 from ratel_cli.model.export_layout import layout_of_module
 from ratel_cli.model.export_weights import write_weights
 from ratel_cli.model.hooked import HookedModule, find_module_blocks
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.horizontal import HorizontalPlan, plan_horizontal
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import own_output
 from ratel_cli.run.inputs.settings import new_geometry
@@ -100,8 +101,13 @@ def hook(
     with ExitStack() as opening:
         torch_device = compute_device(config.device)
         context = opening.enter_context(open_context(config, WarningLog(), device=torch_device))
+        if around is not None:
+            around.unload()
+        process_bytes = max(0, kept_bytes() - source.num_bytes)
+        planned = partial(_planned, context, process_bytes=process_bytes)
+        planned(hooked.spec, None)  # raises if nothing fits, before a byte is written
         store = _opened_store(context, hooked, source)
-        made = Hooked(context, hooked, store, opening.pop_all())
+        made = Hooked(context, hooked, store, opening.pop_all(), planned)
     HOOKED[module] = made
     return made
 
@@ -109,8 +115,15 @@ def hook(
 class Hooked(Closing):
     """The training state of a hooked module, made by `hook`. Use it as a context manager, or close it."""
 
-    def __init__(self, context: RunContext, hooked: HookedModule, store: Store, resources: ExitStack) -> None:
-        """`resources` closes everything that is open."""
+    def __init__(
+        self,
+        context: RunContext,
+        hooked: HookedModule,
+        store: Store,
+        resources: ExitStack,
+        planned: Callable[[ModelSpec, AdamW | None], HorizontalPlan],
+    ) -> None:
+        """`resources` closes everything that is open. `planned`: the plan for an optimizer, or for none."""
         self._context = context
         self._hooked = hooked
         self._store = store
@@ -126,6 +139,7 @@ class Hooked(Closing):
         self._calls_step = False
         """Whether the caller calls it."""
         self._grad_norm = math.nan
+        self._planned = planned
         self._timeline = Timeline()
         self._passed_on = PassedOn()
         self._gradients: dict[str, AwayGradient] = {}
@@ -280,24 +294,17 @@ class Hooked(Closing):
         if self._engine is not None:
             return self._engine
         context, optimizer = self._context, self._optimizer
-        limit_bytes = context.host_limit_bytes // 4
-        gradient_bytes = sum(segment.gradient_bytes for segment in self._hooked.spec.segments)
-        are_held = optimizer is not None and optimizer.max_grad_norm is not None and gradient_bytes > limit_bytes
+        plan = self._planned(self._hooked.spec, optimizer)
         settings = EngineSettings(
             adamw=_NO_ADAMW if optimizer is None else optimizer.settings,
             updates=UpdateSettings(
                 max_grad_norm=None if optimizer is None else optimizer.max_grad_norm,
                 hold=False,
-                held_in_memory_bytes=limit_bytes if are_held else None,
+                held_in_memory_bytes=plan.memory.held_gradients if plan.num_spilled else None,
             ),
-            placement=Placement(
-                prefetch_blocks=1,
-                pending_updates=1,
-                resident_weights=frozenset([0]),
-                adamw_threads=min(_THREADS, num_cores()),
-            ),
+            placement=plan.placement,
             seed=0,
-            gradient_scratch_bytes=gradient_bytes if are_held else 0,
+            gradient_scratch_bytes=plan.spilled_bytes,
         )
         device = self._engines.enter_context(open_device(context.device, self._timeline))
         parts = self._engines.enter_context(
@@ -346,6 +353,12 @@ class ModuleWeights:
     def __init__(self, module: nn.Module) -> None:
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
 
+    @property
+    def num_bytes(self) -> int:
+        """What they take in main memory."""
+        own = {id(each): each for each in self._parameters.values() if not isinstance(each, AwayParameter)}
+        return sum(each.nbytes for each in own.values() if each.device.type == "cpu")
+
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See WeightSource."""
         return self._parameters[name].detach().reshape(-1)[start:stop].float().cpu()
@@ -355,6 +368,18 @@ def _make_room(parameter: nn.Parameter, _: torch.Tensor) -> None:
     """Autograd has a gradient for a parameter outside of the blocks."""
     if isinstance(parameter.grad, AwayGradient):
         parameter.grad = None
+
+
+def _planned(context: RunContext, spec: ModelSpec, optimizer: AdamW | None, *, process_bytes: int) -> HorizontalPlan:
+    return plan_horizontal(
+        spec,
+        holds_gradients=optimizer is not None and optimizer.max_grad_norm is not None,
+        has_sums=optimizer is not None and optimizer.num_rounds > 1,
+        process_bytes=process_bytes,
+        limit_bytes=context.host_limit_bytes,
+        num_drives=len(context.config.storage.paths),
+        num_threads=min(_THREADS, num_cores()),
+    )
 
 
 def _no_state_dict(*_: object, **__: object) -> None:

@@ -48,6 +48,8 @@ class InitSettings:
 
     storage: tuple[Path, ...]
     limits: Limits | None
+    unload: Callable[[], None]
+    """Give the memory of loaded parameters back."""
 
 
 INIT: ContextVar[InitSettings | None] = ContextVar("ratel.init", default=None)
@@ -70,7 +72,7 @@ def init(storage: Sequence[str | Path], *, limits: Limits | None = None) -> Iter
         pool = opened.enter_context(BufferPool(None))
         limit_bytes = config.limits.host_memory or default_limit_bytes()
         parameters = opened.enter_context(_Evicted(paths, queue, pool, loaded_bytes=limit_bytes // _LOADED_SHARE))
-        token = INIT.set(InitSettings(storage=tuple(paths), limits=limits))
+        token = INIT.set(InitSettings(storage=tuple(paths), limits=limits, unload=parameters.unload))
         opened.callback(INIT.reset, token)
         opened.callback(register_module_module_registration_hook(parameters.evict_of).remove)
         yield
@@ -181,6 +183,10 @@ class _Evicted(Closing):
                         values = self.load(parameter).clone()
                         restored[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                     module._parameters[name] = restored[parameter]
+
+    def unload(self) -> None:
+        """Write all loaded parameters back."""
+        self._make_room(self._loaded_bytes)
 
     def close(self) -> None:
         """Forget all values. Idempotent."""
