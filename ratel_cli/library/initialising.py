@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._pytree import tree_map
 
 from ratel_cli.closing import Closing
@@ -75,6 +78,7 @@ def init(storage: Sequence[str | Path], *, limits: Limits | None = None) -> Iter
         token = INIT.set(InitSettings(storage=tuple(paths), limits=limits, unload=parameters.unload))
         opened.callback(INIT.reset, token)
         opened.callback(register_module_module_registration_hook(parameters.evict_of).remove)
+        opened.callback(register_module_parameter_registration_hook(parameters.evict_loaded).remove)  # type: ignore[arg-type]
         yield
         parameters.restore()
 
@@ -145,11 +149,18 @@ class _Evicted(Closing):
             return
         self._modules[id(module)] = module
         for attribute, parameter in module._parameters.items():
-            if parameter is None or isinstance(parameter, EvictedParameter):
-                continue
-            if parameter.device.type == "cpu" and parameter.nbytes >= _LEAST_BYTES:
+            if parameter is not None and _is_evicted(parameter):
                 made = self._evicted(parameter, f"{type(module).__name__}.{attribute}")
                 module._parameters[attribute] = made
+
+    def evict_loaded(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Evict a parameter that takes the place of one without memory: a checkpoint is being loaded. Returns what
+        stands in the module then; None: the parameter."""
+        before = module._parameters.get(name)
+        if before is None or parameter is None or not before.is_meta or not _is_evicted(parameter):
+            return None
+        self._modules[id(module)] = module
+        return self._evicted(parameter, f"{type(module).__name__}.{name}")
 
     def load(self, parameter: EvictedParameter) -> torch.Tensor:
         """Its values, which may be written to."""
@@ -196,6 +207,7 @@ class _Evicted(Closing):
 
     def _evicted(self, parameter: nn.Parameter, name: str) -> EvictedParameter:
         made = EvictedParameter.made(parameter, requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)  # such as transformers' mark that it is initialised
         made.parameter_name, made.home = name, self
         self._write(made, parameter.detach())
         return made
@@ -227,3 +239,9 @@ class _Evicted(Closing):
             parameter.place.scratch.write_sealed(parameter.place.offset, lease.memory).wait()
             lease.release()
             self._pool.trim()
+
+
+def _is_evicted(parameter: nn.Parameter) -> bool:
+    """Whether a parameter goes to the drives."""
+    is_away = isinstance(parameter, EvictedParameter)
+    return not is_away and parameter.device.type == "cpu" and parameter.nbytes >= _LEAST_BYTES

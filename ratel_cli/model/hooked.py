@@ -41,7 +41,7 @@ class HookedModule:
         check_depth(len(self.blocks))
         placed_outside, placed = _placed_parameters(module, self.blocks, outside)
         everything = [*placed_outside, *(each for own in placed for each in own)]
-        _check_parameters(type(module).__name__, everything)
+        _check_parameters(everything)
         self.parameter_names = tuple(name for name, _ in module.named_parameters())
         segments = [("outside", placed_outside), *zip(self.blocks, placed, strict=True), ("end", [])]
         sizes = defaultdict[DtypeName, int](int)
@@ -240,11 +240,9 @@ def _away(placed: PlacedParameter, device: torch.device) -> PlacedParameter:
     return replace(placed, unbound=away)
 
 
-def _check_parameters(name: str, parameters: Sequence[PlacedParameter]) -> None:
+def _check_parameters(parameters: Sequence[PlacedParameter]) -> None:
     for each in parameters:
         if each.unbound.dtype not in (torch.float32, torch.bfloat16):
             raise BadInput(f"{each.name} is {each.unbound.dtype}; a hooked module has float32 and bfloat16")
         if not each.unbound.numel():
             raise BadInput(f"{each.name} has no elements")
-    if not any(each.is_trained for each in parameters):
-        raise BadInput(f"{name}: no parameter requires a gradient")
