@@ -16,10 +16,22 @@ if TYPE_CHECKING:
     from ratel_cli.library.initialising import init
     from ratel_cli.library.limits import Limits
     from ratel_cli.library.model import Model
+    from ratel_cli.library.offloading import offload_activations
     from ratel_cli.library.opening import open_model as open  # noqa: A004 (as in `ratel.open`)
     from ratel_cli.library.optimizer import AdamW, Optimizer
 
-__all__ = ["AdamW", "Hooked", "Limits", "Model", "Optimizer", "RatelError", "hook", "init", "open"]
+__all__ = [
+    "AdamW",
+    "Hooked",
+    "Limits",
+    "Model",
+    "Optimizer",
+    "RatelError",
+    "hook",
+    "init",
+    "offload_activations",
+    "open",
+]
 
 _HOMES = {
     "AdamW": ("ratel_cli.library.optimizer", "AdamW"),
@@ -29,6 +41,7 @@ _HOMES = {
     "Optimizer": ("ratel_cli.library.optimizer", "Optimizer"),
     "init": ("ratel_cli.library.initialising", "init"),
     "hook": ("ratel_cli.library.hooking", "hook"),
+    "offload_activations": ("ratel_cli.library.offloading", "offload_activations"),
     "open": ("ratel_cli.library.opening", "open_model"),
 }
 

@@ -12,7 +12,9 @@ IntegrityFailure. Nothing survives the object.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -34,6 +36,7 @@ from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.io.striping import StripeMap
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.sizes import PAGE_BYTES, STRIPE_BYTES
+from ratel_cli.units import align_up
 
 
 class Scratch(Closing):
@@ -127,3 +130,46 @@ class Scratch(Closing):
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchPlace:
+    """A part of scratch space."""
+
+    scratch: Scratch
+    offset: int
+    num_bytes: int
+    """Whole pages."""
+
+
+class GrowingScratch(Closing):
+    """Scratch space that grows as parts of it are taken. Parts that are given back serve others of the same size."""
+
+    def __init__(self, paths: Sequence[Path], queue: IoQueue, *, step_bytes: int) -> None:
+        """`step_bytes`: what it grows by at once; more for a larger part. The rest is as of `Scratch`."""
+        self._paths, self._queue, self._step_bytes = paths, queue, step_bytes
+        self._parts: list[Scratch] = []
+        self._end = 0
+        """Bytes of the last one that are taken."""
+        self._free = defaultdict[int, list[ScratchPlace]](list)
+        """By size."""
+
+    def take(self, num_bytes: int) -> ScratchPlace:
+        """A part of at least `num_bytes`, in whole pages. Raises EnvironmentFailure if there is no space."""
+        size = align_up(num_bytes, PAGE_BYTES)
+        if self._free[size]:
+            return self._free[size].pop()
+        if not self._parts or self._end + size > self._parts[-1].num_bytes:
+            self._parts.append(Scratch(self._paths, max(size, self._step_bytes), self._queue))
+            self._end = 0
+        self._end += size
+        return ScratchPlace(self._parts[-1], self._end - size, size)
+
+    def give_back(self, place: ScratchPlace) -> None:
+        """Nothing of the part is in flight, and its bytes are not needed any more."""
+        self._free[place.num_bytes].append(place)
+
+    def close(self) -> None:
+        """As of `Scratch`. Idempotent."""
+        while self._parts:
+            self._parts.pop().close()

@@ -29,7 +29,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.hardware.host import default_limit_bytes, return_large_buffers
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.queue import IoQueue, depth_for, open_queue
-from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 from ratel_cli.io.views import view
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.settings import WarningLog, caller_config
@@ -87,7 +87,8 @@ class EvictedParameter(AwayParameter):
     """Stands for a parameter of a module that is being built. Code that computes with it gets its values."""
 
     home: _Evicted
-    place: _Place
+    num_bytes: int
+    place: ScratchPlace
 
     @classmethod
     def __torch_function__(
@@ -118,25 +119,13 @@ class EvictedParameter(AwayParameter):
         return tree_map(lambda leaf: stands_for.get(id(leaf), leaf), result)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter's values are."""
-
-    scratch: Scratch
-    offset: int
-    num_bytes: int
-
-
 class _Evicted(Closing):
     """The parameters that are on the drives, and those of them that are loaded."""
 
     def __init__(self, paths: Sequence[Path], queue: IoQueue, pool: BufferPool, *, loaded_bytes: int) -> None:
-        self._paths, self._queue, self._pool = paths, queue, pool
+        self._pool = pool
+        self._space = GrowingScratch(paths, queue, step_bytes=_SPACE_BYTES)
         self._loaded_bytes = loaded_bytes
-        self._spaces = ExitStack()
-        self._scratch: Scratch | None = None
-        self._end = 0
-        """Bytes of the last space that are taken."""
         self._loaded: OrderedDict[EvictedParameter, tuple[Lease, torch.Tensor]] = OrderedDict()
         """The one that was used last is the last one."""
         self._modules: dict[int, nn.Module] = {}
@@ -166,7 +155,7 @@ class _Evicted(Closing):
         """Its values, which may be written to."""
         found = self._loaded.pop(parameter, None)
         if found is None:
-            size = parameter.place.num_bytes
+            size = parameter.num_bytes
             self._make_room(size)
             lease = self._pool.lease(align_up(size, PAGE_BYTES), "parameter", crosses_link=False)
             place = parameter.place
@@ -180,6 +169,7 @@ class _Evicted(Closing):
         found = self._loaded.pop(parameter, None)
         if found is not None:
             found[0].release()
+        self._space.give_back(parameter.place)
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data = torch.zeros((), dtype=values.dtype).expand(values.shape)
         self._write(parameter, values.detach())
@@ -203,7 +193,7 @@ class _Evicted(Closing):
         """Forget all values. Idempotent."""
         while self._loaded:
             self._loaded.popitem()[1][0].release()
-        self._spaces.close()
+        self._space.close()
 
     def _evicted(self, parameter: nn.Parameter, name: str) -> EvictedParameter:
         made = EvictedParameter.made(parameter, requires_grad=parameter.requires_grad)
@@ -214,21 +204,12 @@ class _Evicted(Closing):
 
     def _write(self, parameter: EvictedParameter, values: torch.Tensor) -> None:
         """Give a parameter its place, and write its values there."""
-        parameter.place = self._new_place(values.nbytes)
+        parameter.num_bytes, parameter.place = values.nbytes, self._space.take(values.nbytes)
         self._make_room(values.nbytes)
         with self._pool.lease(align_up(values.nbytes, PAGE_BYTES), "parameter", crosses_link=False) as lease:
             view(lease.memory[: values.nbytes], values.dtype).copy_(values.reshape(-1))
             parameter.place.scratch.write_sealed(parameter.place.offset, lease.memory).wait()
         self._pool.trim()
-
-    def _new_place(self, num_bytes: int) -> _Place:
-        size = align_up(num_bytes, PAGE_BYTES)
-        if self._scratch is None or self._end + size > self._scratch.num_bytes:
-            self._scratch = Scratch(self._paths, max(size, _SPACE_BYTES), self._queue)
-            self._spaces.enter_context(self._scratch)
-            self._end = 0
-        self._end += size
-        return _Place(self._scratch, self._end - size, num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         """Write loaded parameters back, the one that was used first before others, until there is memory."""

@@ -18,7 +18,7 @@ from ratel_cli.errors import BadInput
 ASKED = frozenset(
     {"__get__", "__set__", "__delete__", "__len__", "__repr__", "dim", "size", "stride", "numel", "nelement", "type"}
     | {"element_size", "is_floating_point", "is_complex", "requires_grad_", "has_names", "is_contiguous"}
-    | {"_has_compatible_shallow_copy_type"}
+    | {"_has_compatible_shallow_copy_type", "untyped_storage"}
 )
 """Functions that ask about a tensor, or set what is not its values."""
 

@@ -11,7 +11,7 @@ import torch
 
 import ratel_cli as ratel
 from tests.gpu.machine import GPU, NEEDS_GPU
-from tests.library.nets import NETS, NetBatch
+from tests.library.nets import NetBatch
 from tests.library.test_hook import LEARNING_RATE, built, hooked, net_steps, run, saved, wanted
 from tests.reference import Recipe
 from tests.tiers import pairwise

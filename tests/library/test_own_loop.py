@@ -451,7 +451,8 @@ def test_a_state_that_is_open_is_not_opened_again(tmp_path: Path, base: Path) ->
 
 def test_the_public_names() -> None:
     assert ratel.__all__ == [
-        "AdamW", "Hooked", "Limits", "Model", "Optimizer", "RatelError", "hook", "init", "open",
+        "AdamW", "Hooked", "Limits", "Model", "Optimizer", "RatelError", "hook", "init", "offload_activations",
+        "open",
     ]  # fmt: skip
     assert all(getattr(ratel, name) is not None for name in ratel.__all__)
     with pytest.raises(AttributeError, match="no attribute 'close'"):

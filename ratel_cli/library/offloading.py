@@ -1,0 +1,105 @@
+"""Offloads what autograd saves, of any module: for models that fit, with activations that do not.
+
+No training state and no optimizer of Ratel's is involved. It works with hooked modules, too: of these autograd saves
+the inputs of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ratel_cli.engine.build import open_device
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.tensor_cache import CacheCounts, TensorCache
+from ratel_cli.errors import BadInput
+from ratel_cli.io.scratch import GrowingScratch
+from ratel_cli.library.limits import Limits
+from ratel_cli.library.settings import WarningLog, caller_config
+from ratel_cli.model.hooked import find_module_blocks
+from ratel_cli.run.context import open_context
+from ratel_cli.units import MIB
+
+_SPACE_BYTES = 256 * MIB
+"""Space on the drives that is taken at once."""
+
+
+@contextmanager
+def offload_activations(
+    module: nn.Module,
+    *,
+    storage: Sequence[str | Path],
+    amount: int | Literal["auto", "all"] = "auto",
+    blocks: str | Sequence[str] | None = None,
+    least_bytes: int = MIB,
+    buffer_bytes: int = 256 * MIB,
+    limits: Limits | None = None,
+) -> Iterator[CacheCounts]:
+    """A context in which what autograd saves in the module's forward goes to the drives until backward needs it.
+
+    Forward and backward belong inside; gradients have the same bits as without. `storage`: directories, one on each
+    drive. `amount`: bytes of one forward that go; "auto": what the drives write while forward computes, found in the
+    first one; "all": all but the last block's. `blocks`: as of `ratel.hook`. Tensors below `least_bytes` stay, weights
+    do, too. `buffer_bytes`: host memory for what is being written. Gives counts of what was moved (SSDTrain, section
+    III). Raises RatelError.
+    """
+    names = find_module_blocks(module, blocks)
+    if not isinstance(amount, int) and amount not in ("auto", "all"):
+        raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
+    device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    config = caller_config({"base_model": type(module).__name__}, storage, limits or Limits(), {})
+    with ExitStack() as opened:
+        context = opened.enter_context(open_context(config, WarningLog(), device=device))
+        space = opened.enter_context(GrowingScratch(config.storage.paths, context.queue, step_bytes=_SPACE_BYTES))
+        engine_device = opened.enter_context(open_device(device, Timeline()))
+        weights = _Weights(module)
+        cache = opened.enter_context(
+            TensorCache(
+                context.pool,
+                space,
+                engine_device,
+                stays=weights.has,
+                least_bytes=least_bytes,
+                buffer_bytes=buffer_bytes,
+                most_bytes=amount if isinstance(amount, int) else None,
+                finds_most=amount == "auto",
+            )
+        )
+        *others, last = names.values()
+
+        def begin(*_: object) -> None:
+            weights.update()
+            cache.begin_pass()
+
+        opened.callback(module.register_forward_pre_hook(begin).remove)
+        opened.callback(module.register_forward_hook(lambda *_: cache.end_pass(), always_call=True).remove)
+        for block in (*others, last):
+            is_last = block is last
+            opened.callback(
+                block.register_forward_pre_hook(lambda *_, is_last=is_last: cache.begin_scope(is_last=is_last)).remove
+            )
+        with cache.saving():
+            yield cache.counts
+
+
+class _Weights:
+    """The storages of a module's parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._storages: set[int] = set()
+
+    def update(self) -> None:
+        """Look at what they are now."""
+        self._storages = {
+            each.untyped_storage()._cdata for each in (*self._module.parameters(), *self._module.buffers())
+        }
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a weight, or a view of one."""
+        return tensor.untyped_storage()._cdata in self._storages

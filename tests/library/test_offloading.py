@@ -1,0 +1,298 @@
+"""What autograd saves goes to the drives and comes back: gradients have the bits that they have in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ratel_cli as ratel
+from ratel_cli.engine.tensor_cache import CacheCounts
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.tickets import Ticket
+from tests.library.nets import NETS, NetBatch
+from tests.library.test_hook import LEARNING_RATE, assert_same, built, hooked, net_steps, saved, wanted_nothing
+from tests.tiers import pairwise
+
+Order = Callable[[nn.Module, str, Sequence[NetBatch]], None]
+
+
+def one_after_another(model: nn.Module, name: str, batches: Sequence[NetBatch]) -> None:
+    for batch in batches:
+        NETS[name].loss(model, batch).backward()
+
+
+def one_forward_one_backward(model: nn.Module, name: str, batches: Sequence[NetBatch]) -> None:
+    """As in a pipeline: two micro-batches wait at any time, and the first one's backward comes first."""
+    waiting = list[torch.Tensor]()
+    for batch in batches:
+        waiting.append(NETS[name].loss(model, batch))
+        if len(waiting) == 2:
+            waiting.pop(0).backward()
+    waiting.pop().backward()
+
+
+def all_forwards_first(model: nn.Module, name: str, batches: Sequence[NetBatch]) -> None:
+    for loss in reversed([NETS[name].loss(model, batch) for batch in batches]):
+        loss.backward()
+
+
+@contextmanager
+def offloading(model: nn.Module, name: str, directory: Path, **options: object) -> Iterator[CacheCounts]:
+    options = {"blocks": NETS[name].blocks, "least_bytes": 1, **options}
+    with ratel.offload_activations(model, storage=[directory / "activations"], **options) as counts:  # type: ignore[arg-type]
+        yield counts
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    found, expected = gradients(model), gradients(plain)
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "order", "amount"),
+    pairwise(
+        list(NETS),
+        [torch.float32, torch.bfloat16],
+        [one_after_another, one_forward_one_backward, all_forwards_first],
+        ["all", "auto", 3000],
+    ),
+)
+def test_gradients_have_the_bits_of_memory(
+    tmp_path: Path, name: str, dtype: torch.dtype, order: Order, amount: int | str
+) -> None:
+    plain = built(name, dtype)
+    model = copy.deepcopy(plain)
+    [batches] = net_steps(name, 1, 4)
+    torch.manual_seed(2)
+    order(plain, name, batches)
+    torch.manual_seed(2)
+    with offloading(model, name, tmp_path, amount=amount) as counts:
+        order(model, name, batches)
+    assert_same_gradients(model, plain)
+    assert counts.written > 0
+    assert counts.read + counts.forwarded <= counts.written
+    assert not any((tmp_path / "activations").iterdir())
+
+
+class Checkpointed(nn.Module):
+    """A stack whose blocks are checkpointed."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)) for _ in range(4)
+        )
+        self.use_reentrant = use_reentrant
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * torch.ones(1, requires_grad=True)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=self.use_reentrant)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_it_works_around_checkpoints(tmp_path: Path, use_reentrant: bool) -> None:
+    """Their inputs go to the drives; what is computed again for backward does not."""
+    torch.manual_seed(0)
+    plain = Checkpointed(use_reentrant=use_reentrant)
+    model = copy.deepcopy(plain)
+    hidden = torch.randn(8, 16)
+    torch.manual_seed(2)
+    plain(hidden).backward()
+    torch.manual_seed(2)
+    with ratel.offload_activations(
+        model, storage=[tmp_path / "activations"], amount="all", least_bytes=1, blocks="layers"
+    ) as counts:
+        model(hidden).backward()
+    assert_same_gradients(model, plain)
+    # What the product saves, and the inputs of blocks: that of the last one if it is saved before that block begins.
+    assert counts.written == hidden.nbytes * (4 if use_reentrant else 5)
+
+
+class Chunks(nn.Module):
+    """Blocks that save three views of one tensor, and a view of a weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            first, second, third = layer(hidden).chunk(3, dim=-1)
+            hidden = first * second.sigmoid() * third
+        return hidden.sum()
+
+
+def test_one_write_for_each_storage_and_none_for_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Chunks(8)
+    model, hidden = copy.deepcopy(plain), torch.randn(4, 8)
+    plain(hidden).backward()
+    with ratel.offload_activations(
+        model, storage=[tmp_path / "activations"], amount="all", least_bytes=1, blocks="layers"
+    ) as counts:
+        model(hidden).backward()
+    assert_same_gradients(model, plain)
+    # Of two layers: the input, the three chunks in one storage, the gate, and the product of two.
+    assert counts.written == 2 * hidden.nbytes * (1 + 3 + 1 + 1)
+
+
+class _Late:
+    """A ticket of a drive that is slow: it is not done before somebody waits."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self.done = False
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self._ticket.span
+
+    def wait(self) -> None:
+        self.done = True
+        self._ticket.wait()
+
+
+def test_nothing_is_read_from_a_slow_drive(tmp_path: Path) -> None:
+    plain = built("gpt2")
+    model = copy.deepcopy(plain)
+    [batches] = net_steps("gpt2", 1, 2)
+    torch.manual_seed(2)
+    one_after_another(plain, "gpt2", batches)
+    write = Scratch.write_sealed
+    torch.manual_seed(2)
+    with (
+        mock.patch.object(Scratch, "write_sealed", lambda *arguments: _Late(write(*arguments))),
+        offloading(model, "gpt2", tmp_path, amount="all") as counts,
+    ):
+        one_after_another(model, "gpt2", batches)
+        assert (counts.read, counts.forwarded) == (0, counts.written)
+    assert_same_gradients(model, plain)
+
+
+def test_what_does_not_find_a_buffer_stays_or_waits(tmp_path: Path) -> None:
+    plain = built("gpt2")
+    [batches] = net_steps("gpt2", 1, 2)
+    torch.manual_seed(2)
+    one_after_another(plain, "gpt2", batches)
+    write, written = Scratch.write_sealed, {}
+    for amount in ("auto", "all"):
+        model = built("gpt2")
+        torch.manual_seed(2)
+        with (
+            mock.patch.object(Scratch, "write_sealed", lambda *arguments: _Late(write(*arguments))),
+            offloading(model, "gpt2", tmp_path, amount=amount, buffer_bytes=1 << 14) as counts,
+        ):
+            one_after_another(model, "gpt2", batches)
+        written[amount] = counts.written
+        assert_same_gradients(model, plain)
+    assert 0 < written["auto"] < written["all"]
+
+
+def test_bytes_that_differ_are_an_error(tmp_path: Path) -> None:
+    model = built("sequential")
+    [[batch]] = net_steps("sequential", 1, 1)
+    written = []
+    write = Scratch.write_sealed
+
+    def noted(scratch: Scratch, offset: int, memory: memoryview) -> Ticket:
+        written.append((scratch, offset, len(memory)))
+        return write(scratch, offset, memory)
+
+    with (
+        mock.patch.object(Scratch, "write_sealed", noted),
+        offloading(model, "sequential", tmp_path, amount="all", buffer_bytes=1),
+        BufferPool(None) as pool,
+    ):
+        loss = NETS["sequential"].loss(model, batch)
+        for scratch, offset, num_bytes in written:
+            with pool.lease(num_bytes, "test") as lease:
+                scratch.read(offset, lease.memory).wait()
+                lease.memory[0] ^= 1
+                scratch.write(offset, lease.memory).wait()
+        with pytest.raises(ratel.RatelError, match="the bytes read are not the bytes written"):
+            loss.backward()
+
+
+def test_what_is_changed_in_place_is_an_error_of_torch(tmp_path: Path) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden).exp()  # saves its result
+                hidden.add_(1)
+            return hidden.sum()
+
+    model = Changing()
+    with (
+        ratel.offload_activations(model, storage=[tmp_path / "activations"], amount=0),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        model(torch.randn(2, 4)).backward()
+
+
+def test_a_backward_belongs_inside(tmp_path: Path) -> None:
+    model = built("gpt2")
+    [[batch]] = net_steps("gpt2", 1, 1)
+    with offloading(model, "gpt2", tmp_path, amount="all"):
+        loss = NETS["gpt2"].loss(model, batch)
+    with pytest.raises(ratel.RatelError, match="comes after its offload_activations has ended"):
+        loss.backward()
+
+
+def test_a_graph_without_backward_gives_its_space_back(tmp_path: Path) -> None:
+    model = built("gpt2")
+    [batches] = net_steps("gpt2", 1, 4)
+    sizes = []
+    with offloading(model, "gpt2", tmp_path, amount="all") as counts:
+        for batch in batches:
+            NETS["gpt2"].loss(model, batch)
+            sizes.append(counts.written)
+    assert sizes == [sizes[0] * number for number in range(1, 5)]
+
+
+def test_an_amount_that_is_none(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ratel.RatelError, match="amount must be a number of bytes, 'auto' or 'all', not 'some'"),
+        ratel.offload_activations(built("gpt2"), storage=[tmp_path], amount="some"),  # type: ignore[arg-type]
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "dit"])
+def test_inputs_of_hooked_blocks_are_offloaded(tmp_path: Path, name: str) -> None:
+    plain = built(name)
+    model = copy.deepcopy(plain)
+    [batches] = net_steps(name, 1, 3)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    torch.manual_seed(2)
+    for batch in batches:
+        NETS[name].loss(plain, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(2)
+    with hooked(name, model, tmp_path) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE)
+        with offloading(model, name, tmp_path, amount="all") as counts:
+            for batch in batches:
+                NETS[name].loss(model, batch).backward()
+        assert counts.written > 0
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
