@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ratel_cli.errors import RatelError
 
 if TYPE_CHECKING:
+    from ratel_cli.library.explaining import explain
     from ratel_cli.library.hooking import Hooked, hook
     from ratel_cli.library.initialising import init
     from ratel_cli.library.limits import Limits
@@ -27,6 +28,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "RatelError",
+    "explain",
     "hook",
     "init",
     "offload_activations",
@@ -40,6 +42,7 @@ _HOMES = {
     "Model": ("ratel_cli.library.model", "Model"),
     "Optimizer": ("ratel_cli.library.optimizer", "Optimizer"),
     "init": ("ratel_cli.library.initialising", "init"),
+    "explain": ("ratel_cli.library.explaining", "explain"),
     "hook": ("ratel_cli.library.hooking", "hook"),
     "offload_activations": ("ratel_cli.library.offloading", "offload_activations"),
     "open": ("ratel_cli.library.opening", "open_model"),

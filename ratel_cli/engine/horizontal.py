@@ -237,7 +237,7 @@ class HorizontalEngine(Closing):
                         self._add_to_pass(segment, weights.trained)
                 del computed
                 if self._num_waiting[segment.index] == 1:
-                    self._end_pass_of(segment)
+                    self._end_pass_of(segment, is_last=is_last)
                 if is_last:
                     weights.unbind()
                     self._hand_over(segment, [*weights.hosts])
@@ -314,7 +314,7 @@ class HorizontalEngine(Closing):
         """A backward is over."""
         self._pass = None
         for segment in self._layers:
-            self._end_pass_of(segment)
+            self._end_pass_of(segment, is_last=False)
         if not any(self._num_waiting.values()):
             self._num_rounds += 1
         if self._num_rounds == self._rule.num_rounds:
@@ -330,11 +330,12 @@ class HorizontalEngine(Closing):
                 gradient, before = taken_gradient(parameter), sums[index]
                 sums[index] = gradient if before is None else before.add_(gradient)
 
-    def _end_pass_of(self, segment: Segment) -> None:
-        """A segment has all its gradients of one backward."""
-        sums = self._of_pass.pop(segment.index, None)
-        if sums is not None:
-            self._sums[segment.index].add(sums)
+    def _end_pass_of(self, segment: Segment, *, is_last: bool) -> None:
+        """A segment has all its gradients of one backward, the last one of the step if `is_last`."""
+        total = self._sums.get(segment.index)
+        for index, gradient in enumerate(self._of_pass.pop(segment.index, ())):
+            if total is not None and gradient is not None:
+                total.add_one(index, gradient, is_last=is_last)
 
     def _collect_outside(self, *, is_last: bool) -> None:
         """Add what autograd has made for the parameters outside of the blocks."""

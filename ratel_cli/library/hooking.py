@@ -138,6 +138,8 @@ class Hooked(Closing):
         """Steps that have ended since the optimizer's `step` was last called."""
         self._calls_step = False
         """Whether the caller calls it."""
+        self.plan = planned(hooked.spec, None)
+        """What steps follow."""
         self._grad_norm = math.nan
         self._planned = planned
         self._timeline = Timeline()
@@ -157,6 +159,11 @@ class Hooked(Closing):
     def grad_norm(self) -> float:
         """The norm of all gradients of the last step, before clipping; NaN before the first one."""
         return self._grad_norm
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The module's blocks."""
+        return self._hooked.spec
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write the weights as they are after the last step: safetensors files with the module's own names, and the
@@ -294,7 +301,7 @@ class Hooked(Closing):
         if self._engine is not None:
             return self._engine
         context, optimizer = self._context, self._optimizer
-        plan = self._planned(self._hooked.spec, optimizer)
+        plan = self.plan = self._planned(self._hooked.spec, optimizer)
         settings = EngineSettings(
             adamw=_NO_ADAMW if optimizer is None else optimizer.settings,
             updates=UpdateSettings(

@@ -85,6 +85,11 @@ class Model(Closing):
         """The norm of all gradients of the last `forward_backward`, before clipping; NaN before the first one."""
         return self._grad_norm
 
+    @property
+    def plan(self) -> Plan | None:
+        """What steps follow; None before the first batch."""
+        return self._plan
+
     def forward_backward(self, batch: Tensors | Sequence[Tensors], *, loss: Loss | None = None) -> float:
         """Compute the gradients of one step. Returns its loss: the mean over all labels of the next tokens.
 

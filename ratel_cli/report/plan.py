@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.forecast.advice import Advice
 from ratel_cli.planning.forecast.forecast import Forecast, Tier
+from ratel_cli.planning.horizontal import HorizontalPlan
 from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.step_time import StageTime
+from ratel_cli.planning.traffic import Traffic
 from ratel_cli.units import (
     GIB,
     KIB,
@@ -67,6 +71,45 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
         *wear_rows(prediction),
         ("offloaded", _offloaded(prediction)),
     ]
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The rows that follow from a plan alone: what a step is, what it takes, and what is offloaded."""
+    return [
+        ("step", split_words(plan.workload, is_planned=False)),
+        ("RAM", format_bytes(plan.memory.total)),
+        ("forward", _stage(plan.time.forward)),
+        ("backward", _stage(plan.time.backward)),
+        ("predicted", _predicted(plan)),
+        ("NVMe", traffic_words(plan.traffic)),
+        *wear_rows(plan),
+        ("offloaded", _offloaded(plan)),
+    ]
+
+
+def horizontal_rows(plan: HorizontalPlan, spec: ModelSpec) -> list[tuple[str, str]]:
+    """The rows of a hooked module's plan."""
+    blocks, memory, placement = spec.layers, plan.memory, plan.placement
+    largest = max((block.own_bytes for block in blocks), default=0)
+    ahead = counted(placement.prefetch_blocks, "block")
+    rows = [
+        ("module", f"{spec.name}: {format_count(spec.num_parameters)} parameters in {counted(len(blocks), 'block')}"),
+        ("blocks", f"the largest has {format_bytes(largest)} of weights; {ahead} read ahead"),
+        ("outside", f"{format_bytes(spec.embedding.own_bytes)} of weights stay in memory"),
+        ("RAM", f"{format_bytes(memory.total)}, without the activations that autograd saves"),
+        ("NVMe", f"{traffic_words(plan.traffic)}, of one forward and one backward; another round reads weights again"),
+    ]
+    if plan.sum_bytes:
+        rows.append(("sums", f"{format_bytes(plan.sum_bytes)} of RAM for gradients of several rounds"))
+    if plan.spilled_bytes:
+        rows.append(("gradients", f"{format_bytes(plan.spilled_bytes)} wait on NVMe until the norm is known"))
+    return rows
+
+
+def traffic_words(traffic: Traffic) -> str:
+    """What a step moves."""
+    read, written = format_traffic(traffic.read_bytes), format_traffic(traffic.written_bytes)
+    return f"{read} read and {written} written per step"
 
 
 def swap_lines(prediction: Prediction) -> list[str]:

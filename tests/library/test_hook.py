@@ -397,3 +397,32 @@ def test_generation_uses_the_cache(tmp_path: Path) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with hooked("gpt2", model, tmp_path):
         assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+def test_what_it_costs_is_explained(tmp_path: Path) -> None:
+    model = built("gpt2")
+    with hooked("gpt2", model, tmp_path) as state:
+        text = ratel.explain(state)
+        assert "GPT2LMHeadModel: 11.4K parameters in 3 blocks" in text
+        assert "8.00 KiB of weights stay in memory" in text
+        assert "sums" not in text
+        ratel.AdamW(model, accumulation_steps=2)
+        assert "for gradients of several rounds" in ratel.explain(state)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e6])
+@pytest.mark.parametrize("name", ["llama", "sequential"])
+def test_a_step_moves_what_was_planned(tmp_path: Path, name: str, max_grad_norm: float | None) -> None:
+    """Bytes to and from the drives of a later step, which nothing clips: the first one reads what stays in memory."""
+    model = built(name)
+    moved = []
+    with hooked(name, model, tmp_path) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE, max_grad_norm=max_grad_norm)
+        queue = state._context.queue
+        for [batch] in net_steps(name, 5, 1):
+            before = queue.read_bytes, queue.written_bytes
+            NETS[name].loss(model, batch).backward()
+            state._settle()
+            moved.append((queue.read_bytes - before[0], queue.written_bytes - before[1]))
+        traffic = state.plan.traffic
+    assert moved[3:] == [(traffic.read_bytes, traffic.written_bytes)] * 2

@@ -451,9 +451,21 @@ def test_a_state_that_is_open_is_not_opened_again(tmp_path: Path, base: Path) ->
 
 def test_the_public_names() -> None:
     assert ratel.__all__ == [
-        "AdamW", "Hooked", "Limits", "Model", "Optimizer", "RatelError", "hook", "init", "offload_activations",
-        "open",
+        "AdamW", "Hooked", "Limits", "Model", "Optimizer", "RatelError", "explain", "hook", "init",
+        "offload_activations", "open",
     ]  # fmt: skip
     assert all(getattr(ratel, name) is not None for name in ratel.__all__)
     with pytest.raises(AttributeError, match="no attribute 'close'"):
         _ = ratel.close  # type: ignore[attr-defined]
+
+
+def test_a_plan_is_explained(tmp_path: Path, base: Path) -> None:
+    [[batch]] = batches(1, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        with pytest.raises(ratel.RatelError, match="the model has no plan yet"):
+            ratel.explain(model)
+        model.forward_backward(batch)
+        text = ratel.explain(model)
+    assert [line.split()[0] for line in text.splitlines()[:7]] == [
+        "step", "RAM", "forward", "backward", "predicted", "NVMe", "offloaded",
+    ]  # fmt: skip
