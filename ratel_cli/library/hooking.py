@@ -184,6 +184,14 @@ class Hooked(Closing):
                 staging.write_text(name, text)
             staging.publish(step=self._store.progress.step)
 
+    def verify(self) -> None:
+        """Commit the last step, and compare every byte of the training state with its checksum. Raises
+        IntegrityFailure, which names the block."""
+        self._check_open()
+        self._settle()
+        self._store.current().check_all(self._context.pool, progress=lambda num_bytes: None)
+        self._context.pool.trim()
+
     def follow(self, optimizer: AdamW) -> None:
         """Update by this optimizer from now on."""
         self._check_open()

@@ -206,6 +206,15 @@ class Model(Closing):
         for text in notices:
             self._context.log.notice(text)
 
+    def verify(self) -> None:
+        """Commit the last step, and compare every byte of the training state with its checksum. Raises
+        IntegrityFailure, which names the block."""
+        self._check_open()
+        self._check_applied("verify")
+        self._settle()
+        self._store.current().check_all(self._context.pool, progress=lambda num_bytes: None)
+        self._context.pool.trim()
+
     def close(self) -> None:
         """Commit the last step and give everything back. Gradients that no `step` followed are dropped. Idempotent."""
         if self._is_closed:

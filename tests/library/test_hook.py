@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import ratel_cli as ratel
+from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.library.nets import NETS, NetBatch
 from tests.reference import Recipe, Trained, train_module
 from tests.tiers import pairwise
@@ -426,3 +427,16 @@ def test_a_step_moves_what_was_planned(tmp_path: Path, name: str, max_grad_norm:
             moved.append((queue.read_bytes - before[0], queue.written_bytes - before[1]))
         traffic = state.plan.traffic
     assert moved[3:] == [(traffic.read_bytes, traffic.written_bytes)] * 2
+
+
+def test_a_state_that_is_damaged_is_found(tmp_path: Path) -> None:
+    model = built("llama")
+    with hooked("llama", model, tmp_path) as state:
+        state.verify()
+        data = tmp_path / "state" / DATA_FILE_NAME
+        content = bytearray(data.read_bytes())
+        weight = model.lm_head.weight.detach().numpy().tobytes()[:64]
+        content[content.index(weight)] ^= 1
+        data.write_bytes(content)
+        with pytest.raises(ratel.RatelError, match="are not what step 0 wrote"):
+            state.verify()

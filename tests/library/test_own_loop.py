@@ -459,6 +459,16 @@ def test_the_public_names() -> None:
         _ = ratel.close  # type: ignore[attr-defined]
 
 
+def test_a_state_is_verified(tmp_path: Path, base: Path) -> None:
+    [[batch]] = batches(1, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        model.forward_backward(batch)
+        with pytest.raises(ratel.RatelError, match="verify was called between"):
+            model.verify()
+        model.step(learning_rate=1e-3)
+        model.verify()
+
+
 def test_a_plan_is_explained(tmp_path: Path, base: Path) -> None:
     [[batch]] = batches(1, 1)
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
