@@ -184,6 +184,12 @@ class HorizontalEngine(Closing):
         weakref.finalize(made, _forget, waiting, segment.index, made.__dict__).atexit = False
         return made
 
+    def forget(self, call: BlockCall) -> None:
+        """The call has failed: it has no backward."""
+        if call.waits and call.epoch == self._epoch:
+            self._num_waiting[call.segment.index] -= 1
+        call.waits = False
+
     @contextmanager
     def computing(self, index: int, stage: Stage = "forward") -> Iterator[SegmentWeights]:
         """A context in which a block, counted from 0, has its weights. Raises RatelError."""
@@ -219,6 +225,9 @@ class HorizontalEngine(Closing):
             )
         with self._dropping_on_error():
             self._begin_pass()
+            if not call.waits:  # the graph was retained
+                call.waits = True
+                self._num_waiting[segment.index] += 1
             is_last = self._num_rounds == self._rule.num_rounds - 1 and self._num_waiting[segment.index] == 1
             if segment.index not in self._sums:
                 self._sums[segment.index] = self._gradient_sums.of_layer(segment, single=is_last, scale=1.0)

@@ -91,6 +91,13 @@ class _Call:
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the block's forward for the first time. Returns the tensors among its results."""
+        try:
+            return self._computed(tensors)
+        except BaseException:
+            self._engine.forget(self._state)
+            raise
+
+    def _computed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         versions = [each._version for each in tensors]
         with self._engine.computing(self._block.index), self._settings.applied():
             results = self._run(tensors)

@@ -231,6 +231,27 @@ def test_any_loop_is_that_of_plain_pytorch(tmp_path: Path, loop: Loop) -> None:
         assert_same(saved(state, tmp_path), plain, wanted_nothing())
 
 
+def test_a_graph_may_be_retained(tmp_path: Path) -> None:
+    plain = built("t5")
+    model = copy.deepcopy(plain)
+    [[batch]] = net_steps("t5", 1, 1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    torch.manual_seed(2)
+    loss = NETS["t5"].loss(plain, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    torch.manual_seed(2)
+    with hooked("t5", model, tmp_path) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE, accumulation_steps=2)
+        loss = NETS["t5"].loss(model, batch)
+        loss.backward(retain_graph=True)
+        assert state.num_steps == 0
+        loss.backward()
+        assert state.num_steps == 1
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
 def test_groups_and_schedulers_are_those_of_torch(tmp_path: Path) -> None:
     plain = built("bert")
     model = copy.deepcopy(plain)

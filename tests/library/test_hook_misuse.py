@@ -212,6 +212,15 @@ def test_after_a_backward_that_failed_forward_comes_first(opened: Opened) -> Non
     assert opened.state.num_steps == 1
 
 
+def test_a_forward_that_failed_is_not_waited_for(opened: Opened) -> None:
+    caught = list[BaseException]()
+    with pytest.raises(RuntimeError) as error:
+        opened.model(torch.zeros(2, 3))
+    caught.append(error.value)  # as a debugger does, with all that its frames refer to
+    opened.loss().backward()
+    assert opened.state.num_steps == 1
+
+
 def test_a_step_that_is_not_finite_is_not_applied(tmp_path: Path, opened: Opened) -> None:
     plain = opened.plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
