@@ -267,7 +267,15 @@ def _run(forecast: Forecast, *, has_data: bool) -> str:
     fact = f"{steps}: {format_seconds(forecast.run_seconds)}, {format_traffic(forecast.run_tb_written * 1e12)} written"
     if forecast.endurance_share is not None:
         fact += f", {percent(forecast.endurance_share)} of the drives' rated endurance"
+    if forecast.drive_seconds is not None:
+        fact += f", which lasts for {_life(forecast.drive_seconds)} of such steps"
     return fact
+
+
+def _life(seconds: float) -> str:
+    """Years, or days if they are few."""
+    days = seconds / 86400
+    return f"{days / 365.25:.1f} years" if days >= 365 else f"{days:.0f} days"
 
 
 def _offloaded(prediction: Prediction) -> str:

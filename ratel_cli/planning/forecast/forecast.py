@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.planning.papers.endurance import StepWrites
 from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.prediction import Prediction
@@ -108,6 +109,13 @@ class Forecast:
         rated, written = self.setting.hardware.nvme.endurance_tb_written, self.run_tb_written
         return None if rated is None or written is None else written / rated
 
+    @property
+    def drive_seconds(self) -> float | None:
+        """How long such steps can go on until the drives' rated endurance is used up; None if that is not known."""
+        rated = self.setting.hardware.nvme.endurance_tb_written
+        writes = StepWrites(num_bytes=self.prediction.traffic.written_bytes, seconds=self.prediction.time.total)
+        return None if rated is None else writes.drive_seconds(rated * 1e12, rated_amplification=1.0)
+
     def to_json(self) -> dict[str, object]:
         """The content of `ratel plan --json`."""
         prediction = self.prediction
@@ -138,6 +146,7 @@ class Forecast:
                 **prediction.wear_json(),
                 "tb_written_per_run": self.run_tb_written,
                 "endurance_share": self.endurance_share,
+                "drive_seconds": self.drive_seconds,
             },
             "curve": prediction.curve_json(),
             "cost_model": prediction.cost_model,

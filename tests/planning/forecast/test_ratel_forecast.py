@@ -70,8 +70,11 @@ def test_the_run_is_its_steps() -> None:
     assert forecast.run_seconds == 10 * forecast.prediction.time.total
     assert forecast.run_tb_written == pytest.approx(forecast.prediction.traffic.written_bytes / 1e11)
     assert forecast.endurance_share == pytest.approx(forecast.prediction.traffic.written_bytes / 2e11)
+    num_steps = 2e12 / forecast.prediction.traffic.written_bytes
+    assert forecast.drive_seconds == pytest.approx(num_steps * forecast.prediction.time.total)
     unknown = forecaster.forecast(setting(machine))
     assert (unknown.run_seconds, unknown.run_tb_written, unknown.endurance_share) == (None, None, None)
+    assert unknown.drive_seconds is None or unknown.setting.hardware.nvme.endurance_tb_written is not None
 
 
 def test_the_limit_is_the_user_s_or_what_is_free_less_a_margin() -> None:
