@@ -20,6 +20,7 @@ bound; a block that gets all its gradients from one call has them as autograd ma
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,9 +54,8 @@ _Key: TypeAlias = tuple[int, Stage]
 class StepRule(Protocol):
     """What the caller's optimizer decides."""
 
-    @property
-    def learning_rate(self) -> float:
-        """That of a step whose backward begins now."""
+    def begin_step(self) -> float:
+        """The learning rate of a step whose backward begins now."""
 
     @property
     def num_rounds(self) -> int:
@@ -124,7 +124,9 @@ class HorizontalEngine(Closing):
         self._ended = ended
         self._outside: tuple[nn.Parameter, ...] = ()
         """The trained parameters outside of the blocks."""
-        self._is_open = False
+        self._is_open = self._is_closed = self._has_warned = self._is_behind_backward = False
+        self._versions: tuple[int, ...] = ()
+        """Of these parameters: how often they had been written to when their weights were bound."""
         self._next: dict[_Key, Use] = {}
         """What followed each use when it came last."""
         self._coming: deque[Use] = deque()
@@ -171,13 +173,15 @@ class HorizontalEngine(Closing):
     def call(self, index: int) -> BlockCall:
         """A call of a block, counted from 0, whose backward may come. Raises BadInput if it would come too late."""
         segment = self._layers[index]
-        if self._pass is not None and torch._C._current_graph_task_id() == _NO_BACKWARD:
-            self.drop()  # the last backward has failed in the caller's code
+        self._check_open()
+        self._check_outside()
+        self.drop_failed()
         if segment.index in self._handed_over:
             raise BadInput(
                 f"{segment.name} is called again after its last backward of a step that has not ended",
                 "run all forwards of a step before its backwards; or set accumulation_steps of ratel.AdamW",
             )
+        self._look_for_waiting()
         made = BlockCall(segment, self._epoch)
         waiting = self._num_waiting
         waiting[segment.index] = waiting.get(segment.index, 0) + 1
@@ -218,13 +222,14 @@ class HorizontalEngine(Closing):
         """Run a call's backward. `run` computes the block again. The gradients of `leaves` are in their `.grad`
         afterwards. Raises RatelError; the gradients of the step are then dropped, and its graphs with them."""
         segment = call.segment
+        self._check_open()
         if call.epoch != self._epoch:
             raise BadInput(
                 f"the backward of {segment.name} comes after a step that has changed its weights",
                 "run its forward again; or set accumulation_steps of ratel.AdamW",
             )
         with self._dropping_on_error():
-            self._begin_pass()
+            self.begin_pass()
             if not call.waits:  # the graph was retained
                 call.waits = True
                 self._num_waiting[segment.index] += 1
@@ -257,6 +262,7 @@ class HorizontalEngine(Closing):
 
     def end_step(self) -> None:
         """End the step: update all parameters with the gradients that have come. Raises RatelError."""
+        self._check_outside()
         with self._dropping_on_error():
             for segment in reversed(self._layers):
                 if segment.index not in self._handed_over:
@@ -277,6 +283,11 @@ class HorizontalEngine(Closing):
         self._bind_outside()
         self._ended(EndedStep(grad_norm=norm, first_not_finite=not_finite, norms=norms))
 
+    def drop_failed(self) -> None:
+        """Drop the gradients of a step in whose backward the caller's code has failed, if it has."""
+        if self._pass is not None and torch._C._current_graph_task_id() == _NO_BACKWARD:
+            self.drop()
+
     def drop(self) -> None:
         """Drop the gradients of the step that has not ended; graphs from before cannot run backward. Idempotent."""
         for parameter in self._outside:
@@ -292,6 +303,7 @@ class HorizontalEngine(Closing):
 
     def close(self) -> None:
         """Give all memory back; gradients of a step that has not ended are dropped. Idempotent."""
+        self._is_closed = True
         self._close_sums()
         self._expect_nothing()
         self._updates.close()
@@ -300,7 +312,7 @@ class HorizontalEngine(Closing):
     def _layers(self) -> tuple[Segment, ...]:
         return self._segments[1:-1]
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
         """Note the backward that runs, once; with the first one of a step begin the update."""
         number = torch._C._current_graph_task_id()
         if number == self._pass:
@@ -311,7 +323,7 @@ class HorizontalEngine(Closing):
             self._finish_previous()
             self._updates.begin(
                 number=self._num_updates() + 1,
-                learning_rate=self._rule.learning_rate,
+                learning_rate=self._rule.begin_step(),
                 gradient_scale=1.0,
                 come_in_order=False,
             )
@@ -321,7 +333,7 @@ class HorizontalEngine(Closing):
 
     def _end_pass(self) -> None:
         """A backward is over."""
-        self._pass = None
+        self._pass, self._is_behind_backward = None, True
         for segment in self._layers:
             self._end_pass_of(segment, is_last=False)
         if not any(self._num_waiting.values()):
@@ -372,6 +384,34 @@ class HorizontalEngine(Closing):
         self._reader.expect([Use(outside, "forward")])
         with self._reader.open(outside) as weights:
             self._outside = weights.trained
+        self._versions = tuple(each._version for each in self._outside)
+
+    def _check_outside(self) -> None:
+        """Raise BadInput if somebody has written to what is outside of the blocks: the update would undo it."""
+        for parameter, version in zip(self._outside, self._versions, strict=True):
+            if parameter._version != version:
+                raise BadInput(
+                    "a parameter of a hooked module was changed in place, by other code than its update",
+                    "compute with a changed copy in forward, or leave it out: requires_grad_(False) before ratel.hook",
+                )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BadInput(
+                "a forward is from before the optimizer was made, or before the hooked module was closed",
+                "run the forward again",
+            )
+
+    def _look_for_waiting(self) -> None:
+        """Warn once if a forward begins while calls from before the last backward wait: no step ends until they do."""
+        number, self._is_behind_backward = sum(self._num_waiting.values()) * self._is_behind_backward, False
+        if number and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"ratel: {number} calls of blocks have a graph and had no backward, so the step has not ended; compute "
+                "what is not trained under torch.no_grad()",
+                stacklevel=2,
+            )
 
     def _finish_previous(self, *, only_if_written: bool = False) -> None:
         """Commit the step before, if it is not. `only_if_written`: do nothing while its update is being written."""

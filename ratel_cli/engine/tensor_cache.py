@@ -39,6 +39,8 @@ from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 from ratel_cli.io.tickets import Ticket
 
 _LABEL = SpanLabel(text="saved tensors", block=0, stage="forward")
+_MOST_OF_VIEW = 8
+"""Storages that are more than this many times as large as what is saved of them stay."""
 _NO_BACKWARD = -1
 """What torch calls the backward that runs, if none does."""
 
@@ -86,7 +88,6 @@ class _Entry:
     """As long as it is there, no other storage has the same address."""
     version: int
     num_bytes: int
-    device: torch.device
     scope: _Scope
     of_pass: _Pass
     tensor: torch.Tensor | None
@@ -113,9 +114,7 @@ class _Saved:
         entry.num_users += 1
 
     def __del__(self) -> None:
-        self.entry.num_users -= 1
-        if not self.entry.num_users:
-            self.cache.forget(self.entry)
+        self.cache.given_up.append(self.entry)  # at any moment: the next call of the cache looks at it
 
 
 class _Kept:
@@ -157,6 +156,10 @@ class TensorCache(Closing):
         self._keeps = False
         self._measured: deque[_Pass] = deque()
         """Passes whose writes have not all ended."""
+        self._live: set[_Entry] = set()
+        """All that have a buffer or a place."""
+        self.given_up: deque[_Entry] = deque()
+        """One for each user that an entry has no more."""
         self._is_closed = False
         self.counts = CacheCounts()
 
@@ -185,22 +188,16 @@ class TensorCache(Closing):
         ended, self._pass = self._pass, None
         if ended is not None:
             ended.seconds = perf_counter() - ended.began
-            self._measured.append(ended)
-
-    def forget(self, entry: _Entry) -> None:
-        """Nobody needs an entry any more."""
-        if self._is_closed:
-            return
-        entry.tensor = None
-        self._entries.pop(entry.key, None)
-        self._ended.append(entry)
+            if self._finds_most and self._most_bytes is None:
+                self._measured.append(ended)
 
     def close(self) -> None:
         """Wait for transfers in flight. What is saved cannot be restored any more. Idempotent."""
         self._is_closed = True
-        for entry in (*self._storing, *self._ended):
+        for entry in self._live:
             with contextlib.suppress(RatelError):  # nobody needs these bytes any more
                 self._end_transfers(entry)
+        self._live.clear()
         self._storing.clear()
         self._ended.clear()
         self._entries.clear()
@@ -208,15 +205,17 @@ class TensorCache(Closing):
     # What autograd calls.
 
     def _save(self, tensor: torch.Tensor) -> _Saved | _Kept:
-        self._advance()
-        if self._pass is None or self._is_left_out(tensor):
+        if self._is_closed or self._pass is None or self._is_left_out(tensor):
             return _Kept(tensor)
+        self._advance()
         storage = tensor.untyped_storage()
         known = self._entries.get((storage._cdata, tensor._version))
         if known is not None:
             return _Saved(self, known, tensor)
         num_bytes = storage.nbytes()
-        if self._keeps or num_bytes < self._least_bytes or not self._has_room(self._pass, num_bytes):
+        # A large storage that a small tensor is a view of is the caller's, and stays where it is anyway.
+        is_moved = self._least_bytes <= num_bytes <= _MOST_OF_VIEW * tensor.nbytes
+        if self._keeps or not is_moved or not self._has_room(self._pass, num_bytes):
             self.counts.kept += num_bytes
             return _Kept(tensor)
         place = self._space.take(num_bytes)
@@ -225,7 +224,6 @@ class TensorCache(Closing):
             known=StorageWeakRef(storage),
             version=tensor._version,
             num_bytes=num_bytes,
-            device=tensor.device,
             scope=self._pass.scope,
             of_pass=self._pass,
             tensor=tensor.detach(),
@@ -238,6 +236,7 @@ class TensorCache(Closing):
         self._pass.saved_bytes += num_bytes
         self._pass.scope.entries.append(entry)
         self._entries[entry.key] = entry
+        self._live.add(entry)
         self._storing.append(entry)
         self._advance()
         return _Saved(self, entry, tensor)
@@ -267,6 +266,9 @@ class TensorCache(Closing):
             torch._C._current_graph_task_id() != _NO_BACKWARD
             or type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.is_conj()
+            or tensor.is_neg()
             or tensor.device != self._device.torch_device
             or self._stays(tensor)
         )
@@ -274,6 +276,8 @@ class TensorCache(Closing):
     def _has_room(self, of_pass: _Pass, num_bytes: int) -> bool:
         """Whether a storage goes to the drives: it is among the first of its pass, and finds a free buffer."""
         if self._most_bytes is not None and of_pass.saved_bytes + num_bytes > self._most_bytes:
+            return False
+        if self._finds_most and num_bytes > self._buffer_bytes:
             return False
         while self._storing and self._leased_bytes + num_bytes > self._buffer_bytes:
             if self._finds_most:
@@ -286,7 +290,15 @@ class TensorCache(Closing):
         return sum(entry.place.num_bytes for entry in self._storing)
 
     def _advance(self) -> None:
-        """Start the writes of what has been downloaded, and give back the buffers of what has been written."""
+        """Start the writes of what has been downloaded, and give back the buffers of what has been written or is not
+        needed any more."""
+        while self.given_up:
+            entry = self.given_up.popleft()
+            entry.num_users -= 1
+            if not entry.num_users:
+                entry.tensor = None
+                self._entries.pop(entry.key, None)
+                self._ended.append(entry)
         for entry in self._storing:
             if entry.write is None and entry.download is not None and entry.download.done:
                 self._start_write(entry)
@@ -299,16 +311,21 @@ class TensorCache(Closing):
             )
             if is_done and entry not in self._storing:
                 self._end_transfers(entry)
+                self._live.discard(entry)
             else:
                 self._ended.append(entry)
 
     def _start_write(self, entry: _Entry) -> None:
         assert entry.lease is not None
-        if entry.tensor is not None and entry.tensor._version != entry.version and not self._device.is_host:
-            raise RuntimeError("a saved tensor was modified by an inplace operation while it was downloaded")
+        self._check_unchanged(entry)
         entry.tensor = entry.download = None
         entry.write = entry.place.scratch.write_sealed(entry.place.offset, entry.lease.memory)
         self.counts.written += entry.num_bytes
+
+    def _check_unchanged(self, entry: _Entry) -> None:
+        """Raise RuntimeError, as torch does, if a tensor was changed while it was downloaded from a GPU."""
+        if entry.tensor is not None and entry.tensor._version != entry.version and not self._device.is_host:
+            raise RuntimeError("a saved tensor was modified by an inplace operation while it was downloaded")
 
     def _end_storing(self, entry: _Entry) -> None:
         """Return when an entry is written; its buffer is free then."""
@@ -358,6 +375,8 @@ class TensorCache(Closing):
     def _restored(self, entry: _Entry) -> torch.Tensor:
         """A tensor with the entry's storage: what was saved, or a copy of it."""
         if entry.tensor is not None:
+            if entry.download is not None:  # it is the first one
+                self._check_unchanged(entry)
             return entry.tensor
         if entry.lease is None:
             self._start_read(entry)

@@ -12,8 +12,9 @@ Invariant: a store is opened only by a module with the same parameters as the on
 
 from __future__ import annotations
 
-import atexit
 import math
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -136,19 +137,22 @@ class Hooked(Closing):
         """After the last step that has ended."""
         self._num_uncalled = 0
         """Steps that have ended since the optimizer's `step` was last called."""
-        self._calls_step = False
-        """Whether the caller calls it."""
         self.plan = planned(hooked.spec, None)
         """What steps follow."""
         self._grad_norm = math.nan
         self._planned = planned
         self._timeline = Timeline()
         self._passed_on = PassedOn()
+        self._last_index = 0
+        """Of the block that was called last."""
+        self._unhooking = ExitStack()
+        """Gives the module its own code back."""
         self._gradients: dict[str, AwayGradient] = {}
         """By parameter: what stands for them."""
         self._is_closed = False
         self._hook()
-        atexit.register(self.close)
+        # Before the interpreter ends the threads that the last step is written with; `atexit` would come after that.
+        threading._register_atexit(partial(_close_if_there, weakref.ref(self)))  # type: ignore[attr-defined]
 
     @property
     def num_steps(self) -> int:
@@ -195,23 +199,30 @@ class Hooked(Closing):
     def follow(self, optimizer: AdamW) -> None:
         """Update by this optimizer from now on."""
         self._check_open()
-        self._settle()
-        self._close_engine()
-        self._optimizer = optimizer
+        if self._engine is not None and self._engine.has_gradients:
+            raise BadInput(
+                "an optimizer is made while gradients wait for the end of a step", "make it before the first backward"
+            )
+        self._hooked.check_flags()
         for name, parameter in self._hooked.module.named_parameters():
             if parameter.requires_grad and name not in self._hooked.parameter_names:
                 raise BadInput(f"{name!r} was made after ratel.hook", "hook the module in its last form")
+        self._settle()
+        self._close_engine()
+        self._optimizer = optimizer
         decays = optimizer.decays
         self._hooked.decay_by(
             {name: decays.get(id(each), False) for name, each in self._hooked.module.named_parameters()}
         )
         self._opened_engine()
 
-    def end_step(self) -> None:
-        """End the step, if its last backward has not ended it."""
+    def end_step(self, optimizer: AdamW) -> None:
+        """End the step, if its last backward has not ended it. Raises BadInput."""
         self._check_open()
-        self._calls_step = True
+        if optimizer is not self._optimizer:
+            raise BadInput("another optimizer was made after this one, and updates the module now")
         engine = self._opened_engine()
+        engine.drop_failed()
         if engine.has_gradients:
             engine.end_step()
         num_steps, self._num_uncalled = self._num_uncalled, 0
@@ -229,30 +240,45 @@ class Hooked(Closing):
             self._engine.drop()
 
     def close(self) -> None:
-        """Commit the last step and give everything back; the module cannot be used any more. Gradients of a step that
-        has not ended are dropped. Idempotent."""
+        """Commit the last step and give everything back; the module can be hooked again, and not be used before.
+        Gradients of a step that has not ended are dropped. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
         HOOKED.pop(self._hooked.module, None)
+        self._unhooking.close()
         with self._resources:
             self._settle()
-            self._hooked.keep_outside()
+            self._hooked.leave()
 
     def _hook(self) -> None:
         self._hooked.send_away(self._context.device)
         for index, block in enumerate(self._hooked.blocks.values()):
-            block.forward = self._forward(index, block)
-        module = self._hooked.module
-        module.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        module.state_dict = _no_state_dict  # type: ignore[method-assign, assignment]
-        module.register_forward_hook(lambda *_: self._passed_on.clear(), always_call=True)
+            self._replace(block, "forward", self._forward(index, block))
+        module, undo = self._hooked.module, self._unhooking.callback
+        self._replace(module, "zero_grad", self._zero_grad)
+        self._replace(module, "state_dict", _no_state_dict)
+        undo(module.register_forward_pre_hook(lambda *_: self._passed_on.clear()).remove)
+        undo(module.register_forward_hook(lambda *_: self._passed_on.clear(), always_call=True).remove)
         self._opened_engine()
         self._mark_gradients({})
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, AwayParameter):
-                parameter.register_hook(partial(_make_room, parameter))
+                undo(parameter.register_hook(partial(self._take_outside, parameter)).remove)
+
+    def _replace(self, module: nn.Module, name: str, value: object) -> None:
+        """Give a module another attribute until it is unhooked."""
+        attributes, absent = vars(module), object()
+        before = attributes.get(name, absent)
+        attributes[name] = value
+
+        def undo() -> None:
+            if before is absent:
+                del attributes[name]
+            else:
+                attributes[name] = before
+
+        self._unhooking.callback(undo)
 
     def _forward(self, index: int, module: nn.Module) -> Forward:
         shared = self._hooked.shared_by(module)
@@ -260,6 +286,10 @@ class Hooked(Closing):
 
         def hooked_forward(*arguments: object, **keywords: object) -> object:
             self._check_open()
+            self._hooked.check_flags(index)
+            if index < self._last_index:
+                self._passed_on.clear()  # another forward begins
+            self._last_index = index
             return block.call(self._opened_engine(), arguments, keywords, self._passed_on)
 
         return hooked_forward
@@ -275,6 +305,12 @@ class Hooked(Closing):
                     self._gradients[name] = AwayGradient.made(parameter)
                 self._gradients[name].norm_of_step = norms.get(name)
                 parameter.grad = self._gradients[name]
+
+    def _take_outside(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        """Autograd has a gradient for a parameter outside of the blocks."""
+        if isinstance(parameter.grad, AwayGradient):
+            parameter.grad = None
+        self._opened_engine().begin_pass()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -356,9 +392,8 @@ class _NoOptimizer:
 
     num_rounds = 1
 
-    @property
-    def learning_rate(self) -> float:
-        """There is none."""
+    def begin_step(self) -> float:
+        """There is no rate."""
         raise BadInput("the hooked module has no optimizer", "make one before backward: ratel.AdamW(module, lr=1e-4)")
 
 
@@ -379,10 +414,11 @@ class ModuleWeights:
         return self._parameters[name].detach().reshape(-1)[start:stop].float().cpu()
 
 
-def _make_room(parameter: nn.Parameter, _: torch.Tensor) -> None:
-    """Autograd has a gradient for a parameter outside of the blocks."""
-    if isinstance(parameter.grad, AwayGradient):
-        parameter.grad = None
+def _close_if_there(hooked: weakref.ref[Hooked]) -> None:
+    """The program ends."""
+    found = hooked()
+    if found is not None:
+        found.close()
 
 
 def _planned(context: RunContext, spec: ModelSpec, optimizer: AdamW | None, *, process_bytes: int) -> HorizontalPlan:

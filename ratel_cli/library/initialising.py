@@ -9,6 +9,7 @@ Invariant: a parameter has the values that it would have in memory, whatever cod
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ratel_cli.closing import Closing
 from ratel_cli.hardware.host import default_limit_bytes, return_large_buffers
@@ -33,7 +34,7 @@ from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 from ratel_cli.io.views import view
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.settings import WarningLog, caller_config
-from ratel_cli.model.away import ASKED, AwayParameter
+from ratel_cli.model.away import AwayParameter, asks
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import MIB, align_up
 
@@ -103,19 +104,14 @@ class EvictedParameter(AwayParameter):
         if is_data and name == "__set__" and isinstance(args[0], EvictedParameter):
             args[0].home.assign(args[0], args[1])
             return None
-        if name in ASKED and not is_data:
+        if asks(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        stands_for = dict[int, EvictedParameter]()
-
-        def loaded(leaf: object) -> object:
-            if not isinstance(leaf, EvictedParameter):
-                return leaf
-            values = leaf.home.load(leaf)
-            stands_for[id(values)] = leaf
-            return values
-
-        result = func(*tree_map(loaded, args), **tree_map(loaded, dict(kwargs or {})))
+        used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, EvictedParameter)]
+        values = {id(each): each.home.load(each, beside=used) for each in used}
+        stands_for = {id(values[id(each)]): each for each in used}
+        args, kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, dict(kwargs or {})))
+        result = func(*args, **kwargs)
         return tree_map(lambda leaf: stands_for.get(id(leaf), leaf), result)
 
 
@@ -128,6 +124,8 @@ class _Evicted(Closing):
         self._loaded_bytes = loaded_bytes
         self._loaded: OrderedDict[EvictedParameter, tuple[Lease, torch.Tensor]] = OrderedDict()
         """The one that was used last is the last one."""
+        self._made: dict[int, tuple[weakref.ref[nn.Parameter], EvictedParameter]] = {}
+        """By the `id` of a parameter: what stands for it."""
         self._modules: dict[int, nn.Module] = {}
         """All that have been made, and that may have such parameters."""
 
@@ -138,7 +136,10 @@ class _Evicted(Closing):
             return
         self._modules[id(module)] = module
         for attribute, parameter in module._parameters.items():
-            if parameter is not None and _is_evicted(parameter):
+            known = self._made.get(id(parameter))
+            if known is not None and known[0]() is parameter:
+                module._parameters[attribute] = known[1]  # another module has it, too
+            elif parameter is not None and _is_evicted(parameter):
                 made = self._evicted(parameter, f"{type(module).__name__}.{attribute}")
                 module._parameters[attribute] = made
 
@@ -151,12 +152,12 @@ class _Evicted(Closing):
         self._modules[id(module)] = module
         return self._evicted(parameter, f"{type(module).__name__}.{name}")
 
-    def load(self, parameter: EvictedParameter) -> torch.Tensor:
-        """Its values, which may be written to."""
+    def load(self, parameter: EvictedParameter, *, beside: Sequence[EvictedParameter] = ()) -> torch.Tensor:
+        """Its values, which may be written to. Those of the parameters `beside` it stay."""
         found = self._loaded.pop(parameter, None)
         if found is None:
             size = parameter.num_bytes
-            self._make_room(size)
+            self._make_room(size, beside=beside)
             lease = self._pool.lease(align_up(size, PAGE_BYTES), "parameter", crosses_link=False)
             place = parameter.place
             place.scratch.read_sealed(place.offset, lease.memory, parameter.parameter_name).wait()
@@ -200,6 +201,7 @@ class _Evicted(Closing):
         made.__dict__.update(parameter.__dict__)  # such as transformers' mark that it is initialised
         made.parameter_name, made.home = name, self
         self._write(made, parameter.detach())
+        self._made[id(parameter)] = weakref.ref(parameter), made
         return made
 
     def _write(self, parameter: EvictedParameter, values: torch.Tensor) -> None:
@@ -211,15 +213,21 @@ class _Evicted(Closing):
             parameter.place.scratch.write_sealed(parameter.place.offset, lease.memory).wait()
         self._pool.trim()
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Write loaded parameters back, the one that was used first before others, until there is memory."""
-        while (
-            self._loaded and sum(values.nbytes for _, values in self._loaded.values()) + num_bytes > self._loaded_bytes
-        ):
-            parameter, (lease, _) = self._loaded.popitem(last=False)
+    def _make_room(self, num_bytes: int, *, beside: Sequence[EvictedParameter] = ()) -> None:
+        """Write loaded parameters back, the one that was used first before others, until there is memory. Those that
+        somebody has a view of stay."""
+        most_bytes, stay = self._loaded_bytes - num_bytes, set(map(id, beside))
+        taken = sum(values.nbytes for _, values in self._loaded.values())
+        for parameter, (lease, values) in list(self._loaded.items()):
+            if taken <= most_bytes:
+                break
+            if id(parameter) in stay or torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2:
+                continue
+            taken -= values.nbytes
+            del self._loaded[parameter]
             parameter.place.scratch.write_sealed(parameter.place.offset, lease.memory).wait()
             lease.release()
-            self._pool.trim()
+        self._pool.trim()
 
 
 def _is_evicted(parameter: nn.Parameter) -> bool:

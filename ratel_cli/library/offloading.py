@@ -49,8 +49,11 @@ def offload_activations(
     III). Raises RatelError.
     """
     names = find_module_blocks(module, blocks)
-    if not isinstance(amount, int) and amount not in ("auto", "all"):
+    is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
+    if not is_number and amount not in ("auto", "all"):
         raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
+    if buffer_bytes <= 0 or least_bytes < 0:
+        raise BadInput("buffer_bytes must be above 0, and least_bytes not below")
     device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     config = caller_config({"base_model": type(module).__name__}, storage, limits or Limits(), {})
     with ExitStack() as opened:

@@ -27,8 +27,8 @@ class StepsOfModule(Protocol):
     def follow(self, optimizer: AdamW) -> None:
         """Update by this optimizer from now on."""
 
-    def end_step(self) -> None:
-        """End the step, if its last backward has not ended it."""
+    def end_step(self, optimizer: AdamW) -> None:
+        """End the step, if its last backward has not ended it. Raises BadInput if it follows another optimizer."""
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a step that has not ended."""
@@ -69,7 +69,10 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self._num_rounds = accumulation_steps
         self._hooked = _state_of(each for group in self.param_groups for each in group["params"])
+        self._used_rate: float | None = None
+        """That of the step whose backward began last, until `step`."""
         self._check_groups()
+        self._first_settings, self._first_decays = self.settings, self.decays
         self._hooked.follow(self)
 
     @property
@@ -79,7 +82,17 @@ class AdamW(torch.optim.Optimizer):
         if not math.isfinite(rate) or rate < 0:
             raise BadInput(f"lr must be a number from 0 on, not {rate}")
         self._check_groups()
+        if (self.settings, self.decays) != (self._first_settings, self._first_decays):
+            raise BadInput(
+                "betas, eps, weight_decay or the parameters of an optimizer were changed",
+                "make a new one; a scheduler that cycles betas needs cycle_momentum=False",
+            )
         return rate
+
+    def begin_step(self) -> float:
+        """The learning rate of a step whose backward begins. Raises BadInput as `learning_rate`."""
+        self._used_rate = self.learning_rate
+        return self._used_rate
 
     @property
     def num_rounds(self) -> int:
@@ -107,7 +120,14 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._hooked.end_step()
+        rate = self._used_rate
+        if rate is not None and rate != self.learning_rate:
+            raise BadInput(
+                f"lr was changed to {self.learning_rate} after backward, whose step has used {rate}",
+                "change it before backward: after step(), as schedulers do",
+            )
+        self._hooked.end_step(self)
+        self._used_rate = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (as torch has it)

@@ -21,6 +21,15 @@ ASKED = frozenset(
     | {"_has_compatible_shallow_copy_type", "untyped_storage"}
 )
 """Functions that ask about a tensor, or set what is not its values."""
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes that have its values."""
+
+
+def asks(func: Callable[..., Any]) -> bool:
+    """Whether a function asks about a tensor, or sets what is not its values."""
+    name = getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+    return name in ASKED and attribute not in _VALUES
 
 
 class AwayTensor(torch.Tensor):
@@ -44,7 +53,8 @@ class AwayTensor(torch.Tensor):
     ) -> object:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if getattr(func, "__name__", "") in ASKED:
+        is_itself = func == torch.Tensor.data.__set__ and args[1] is first  # type: ignore[attr-defined]
+        if asks(func) or is_itself:  # what is moved to where it is gets its own data
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.to and isinstance(first, AwayTensor):
@@ -64,12 +74,19 @@ class AwayParameter(AwayTensor, nn.Parameter):
     """Stands for a parameter that is on the drives."""
 
     parameter_name: str
+    is_closed: bool = False
+    """Whether the module is not hooked any more."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise self.used()
 
     def used(self) -> BadInput:
         """See AwayTensor."""
+        if self.is_closed:
+            return BadInput(
+                f"the hooked module is closed, and {self.parameter_name} is in its training state",
+                "hook it again with the same storage",
+            )
         return BadInput(
             f"{self.parameter_name} is on the drives: it is there only while its own block computes",
             "if code outside of the block uses it, name its module in outside=[...] of ratel.hook; to read it, save "

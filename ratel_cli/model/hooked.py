@@ -91,11 +91,25 @@ class HookedModule:
         ]
         return tuple(place for own in places for place in own)
 
-    def keep_outside(self) -> None:
-        """Let what is outside of the blocks have memory of its own: that of its block ends."""
+    def leave(self) -> None:
+        """The training state is being closed: let what is outside of the blocks have memory of its own."""
+        for placed in self._parameters:
+            for each in placed:
+                if isinstance(each.unbound, AwayParameter):
+                    each.unbound.is_closed = True
+                else:
+                    each.unbound.data = each.unbound.data.clone()
+
+    def check_flags(self, index: int | None = None) -> None:
+        """Raise BadInput if a parameter is trained, or is not, other than when the module was hooked. `index`: of the
+        block that is looked at, counted from 0; None: all parameters are."""
         for block, placed in zip(self.spec.blocks, self._parameters, strict=True):
-            for each in placed if block.segment == 0 else ():
-                each.unbound.data = each.unbound.data.clone()
+            if index is None or block.segment == index + 1:
+                for each in placed:
+                    if each.unbound.requires_grad != each.is_trained:
+                        raise BadInput(
+                            f"requires_grad of {each.name} was changed after ratel.hook", "set it before, once for all"
+                        )
 
     def decay_by(self, decays: Mapping[str, bool]) -> None:
         """Set for each trained parameter, by name, whether weight decay applies."""
@@ -124,6 +138,11 @@ class HookedModule:
             if block.segment == 0:
                 placed.unbound.data = values
                 parameters.append(placed.unbound)
+            elif any(place.parameter is not placed.unbound for place in placed.places):
+                raise BadInput(
+                    f"{placed.name} was replaced, by torch.func.functional_call for instance: its values are those of "
+                    "the training state"
+                )
             else:
                 parameters.append(nn.Parameter(values, requires_grad=block.is_trained))
                 placed.put(parameters[-1])

@@ -311,6 +311,118 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path, max_grad_norm: fl
         assert_same(saved(state, tmp_path), plain, wanted_nothing())
 
 
+def test_only_what_is_outside_may_be_trained(tmp_path: Path) -> None:
+    plain = built("bert")
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_("encoder" not in name)
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW([each for each in plain.parameters() if each.requires_grad], lr=LEARNING_RATE)
+    with hooked("bert", model, tmp_path) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE)
+        torch.manual_seed(2)
+        for [batch] in net_steps("bert", 3, 1):
+            NETS["bert"].loss(model, batch).backward()
+        assert state.num_steps == 3
+        torch.manual_seed(2)
+        for [batch] in net_steps("bert", 3, 1):
+            NETS["bert"].loss(plain, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+class Odd(nn.Module):
+    """Blocks with weights among their results, complex ones, one tensor as several inputs, and buffers that they use
+    and change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Odd(16) for _ in range(8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        totals = list[torch.Tensor]()
+        for layer in self.layers:
+            hidden, spectrum, query = layer(hidden, hidden, same=hidden)
+            totals += [spectrum.abs().mean(), query.sum()]
+        return hidden.square().mean() + torch.stack(totals).sum()
+
+
+class _Odd(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(width))
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(
+        self, hidden: torch.Tensor, again: torch.Tensor, *, same: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean(dim=(0, 1)), alpha=0.1)
+        attended, _ = self.attention(hidden, again, same)
+        hidden = hidden + torch.tanh(self.linear(attended - self.mean))
+        return hidden, torch.fft.rfft(hidden.float(), dim=1), self.query.expand(2, -1)
+
+
+def test_odd_blocks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Odd()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    batches = torch.randn(3, 2, 6, 16)
+    for batch in batches:
+        plain(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with ratel.hook(model, storage=[tmp_path / "state"]) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE)
+        for batch in batches:
+            loss = model(batch)
+            model.eval()  # what forward has computed with counts
+            loss.backward()
+            model.train()
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+        with torch.no_grad():
+            assert torch.equal(model.eval()(batches[0]), plain.eval()(batches[0]))
+
+
+def test_a_closed_module_is_hooked_again(tmp_path: Path) -> None:
+    plain = built("llama")
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    for [batch] in net_steps("llama", 2, 1):
+        NETS["llama"].loss(plain, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with hooked("llama", model, tmp_path) as state:
+            ratel.AdamW(model, lr=LEARNING_RATE)
+            NETS["llama"].loss(model, batch).backward()
+            found = saved(state, tmp_path)
+        assert "forward" not in vars(model.model.layers[0]) and "state_dict" not in vars(model)
+    assert_same(found, plain, wanted_nothing())
+
+
+@pytest.mark.full
+def test_a_program_that_ends_without_closing_loses_nothing(tmp_path: Path) -> None:
+    """As that of the paper does."""
+    program = (
+        "import sys, ratel_cli as ratel\n"
+        "from tests.library.test_hook import NETS, built, net_steps\n"
+        "model = built('llama')\n"
+        "state = ratel.hook(model, storage=[sys.argv[1]])\n"
+        "ratel.AdamW(model, lr=1e-2)\n"
+        "for [batch] in net_steps('llama', 3, 1):\n"
+        "    NETS['llama'].loss(model, batch).backward()\n"
+    )
+    for _ in range(3):
+        command = [sys.executable, "-c", program, str(tmp_path / "state")]
+        found = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stderr
+    with hooked("llama", built("llama"), tmp_path) as state:
+        assert state.num_steps == 9
+
+
 def test_what_is_frozen_stays(tmp_path: Path) -> None:
     """Whole blocks, parts of blocks and what is outside of them."""
     plain = built("llama")

@@ -83,6 +83,31 @@ def test_code_may_write_to_what_is_away(tmp_path: Path) -> None:
     assert model[1].shared is model[2].weight
 
 
+def test_one_operator_may_need_several(tmp_path: Path) -> None:
+    """Each is loaded, whatever there is memory for; so is what somebody has a view of."""
+    with mock.patch.object(initialising, "_LOADED_SHARE", 1 << 40), ratel.init(storage=[tmp_path / "state"]):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        with torch.no_grad():
+            model[0].weight.fill_(1.0)
+            model[1].weight.fill_(2.0)
+            model[2].weight.copy_(model[0].weight + model[1].weight)
+            model[1].weight.copy_(model[0].weight)
+            first, second = model[0].weight.data, model[2].bias.data
+            model[0].bias.fill_(5.0)
+            first.fill_(7.0)
+            second.fill_(8.0)
+    values = [[float(each.detach().min()), float(each.detach().max())] for each in model.parameters()]
+    assert [values[number] for number in (0, 1, 2, 4, 5)] == [[7.0] * 2, [5.0] * 2, [1.0] * 2, [3.0] * 2, [8.0] * 2]
+
+
+def test_what_is_tied_before_it_is_a_part_stays_tied(tmp_path: Path) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    with ratel.init(storage=[tmp_path / "state"]):
+        model = nn.ModuleList([first, second])
+    assert model[0].weight is model[1].weight
+
+
 def test_an_error_ends_it(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="in the middle"), ratel.init(storage=[tmp_path / "state"]):
         nn.Sequential(nn.Linear(2, 2)).get_submodule("in the middle")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ratel_cli as ratel
-from ratel_cli.engine.tensor_cache import CacheCounts
+from ratel_cli.engine.tensor_cache import CacheCounts, TensorCache
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.sizes import PAGE_BYTES
 from tests.library.nets import NETS, NetBatch
 from tests.library.test_hook import LEARNING_RATE, assert_same, built, hooked, net_steps, saved, wanted_nothing
 from tests.tiers import pairwise
@@ -216,7 +218,7 @@ def test_bytes_that_differ_are_an_error(tmp_path: Path) -> None:
 
     with (
         mock.patch.object(Scratch, "write_sealed", noted),
-        offloading(model, "sequential", tmp_path, amount="all", buffer_bytes=1),
+        offloading(model, "sequential", tmp_path, amount="all", buffer_bytes=PAGE_BYTES),
         BufferPool(None) as pool,
     ):
         loss = NETS["sequential"].loss(model, batch)
@@ -267,6 +269,95 @@ def test_a_graph_without_backward_gives_its_space_back(tmp_path: Path) -> None:
             NETS["gpt2"].loss(model, batch)
             sizes.append(counts.written)
     assert sizes == [sizes[0] * number for number in range(1, 5)]
+
+
+class Conjugates(nn.Module):
+    """Blocks that save views with a conjugate and a negative bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+            waves = torch.complex(hidden, hidden.sin())
+            hidden = (waves * waves.conj() * waves).imag * waves.conj().imag
+        return hidden.square().mean()
+
+
+def test_conjugates_are_what_they_were(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Conjugates()
+    model, hidden = copy.deepcopy(plain), torch.randn(4, 8)
+    plain(hidden).backward()
+    with ratel.offload_activations(model, storage=[tmp_path / "activations"], amount="all", least_bytes=1) as counts:
+        model(hidden).backward()
+    assert counts.written > 0
+    assert_same_gradients(model, plain)
+
+
+def test_a_batch_is_not_taken_for_all_data(tmp_path: Path) -> None:
+    model = Chunks(8)
+    rows = torch.randn(1 << 16, 8)
+    with ratel.offload_activations(model, storage=[tmp_path / "activations"], amount="all", least_bytes=1) as counts:
+        for first in range(0, 12, 4):
+            model(rows[first : first + 4]).backward()
+    assert 0 < counts.written < rows.nbytes
+
+
+def test_graphs_in_circles_may_be_collected_at_any_moment(tmp_path: Path) -> None:
+    plain = built("gpt2")
+    model = copy.deepcopy(plain)
+    [batches] = net_steps("gpt2", 1, 4)
+    torch.manual_seed(2)
+    one_after_another(plain, "gpt2", batches)
+    threshold = gc.get_threshold()
+    torch.manual_seed(2)
+    try:
+        gc.set_threshold(1)
+        with offloading(model, "gpt2", tmp_path, amount="all"):
+            for batch in batches:
+                draws = torch.get_rng_state()
+                loss = NETS["gpt2"].loss(model, batch)
+                circle: list[object] = [loss]
+                circle.append(circle)
+                del loss, circle
+                torch.set_rng_state(draws)
+                NETS["gpt2"].loss(model, batch).backward()
+    finally:
+        gc.set_threshold(*threshold)
+    assert_same_gradients(model, plain)
+
+
+def test_nothing_is_left_of_what_is_over(tmp_path: Path) -> None:
+    model = built("gpt2")
+    [batches] = net_steps("gpt2", 1, 4)
+    caches = []
+    begin = TensorCache.begin_pass
+    with (
+        mock.patch.object(TensorCache, "begin_pass", lambda cache: caches.append(cache) or begin(cache)),
+        offloading(model, "gpt2", tmp_path, amount="all"),
+    ):
+        one_after_another(model, "gpt2", batches)
+        cache = caches[0]
+        cache.begin_pass()
+        assert (len(cache._measured), len(cache._entries), len(cache._live) - len(cache._storing)) == (0, 0, 0)
+        loss = NETS["gpt2"].loss(model, batches[0])
+        for scope in (cache._live, list(cache._live)[:1]):
+            for entry in list(scope)[:1]:
+                cache._fetch(entry.scope)  # reads that nobody waits for
+    assert cache._pool.leased_bytes == 0
+    del loss
+
+
+@pytest.mark.parametrize("options", [{"amount": -5}, {"amount": True}, {"buffer_bytes": 0}, {"least_bytes": -1}])
+def test_numbers_that_make_no_sense(tmp_path: Path, options: dict[str, int]) -> None:
+    with (
+        pytest.raises(ratel.RatelError, match=r"amount must be|buffer_bytes must be"),
+        offloading(built("gpt2"), "gpt2", tmp_path, **options),
+    ):
+        pass
 
 
 def test_an_amount_that_is_none(tmp_path: Path) -> None:
