@@ -501,6 +501,19 @@ MUTANTS = (
     Mutant("names that only share words", "config/aliases.py", "similar = [each for each in similar if _differs_little(written, each)]", "similar = list(similar)", "a name is suggested if it is close without shared words", "config/test_rejections.py"),
     Mutant("no nearest key", "config/aliases.py", "n=3, cutoff=0.6", "n=3, cutoff=0.99", "a mistyped key is recognised", "config/test_overrides.py"),
     Mutant("at least is more than", "config/messages.py", '("ge", "at least")', '("ge", "more than")', "a message says what a value must be", "config/test_hardware_file.py"),
+    Mutant("a block computes again with later buffers", "library/block_call.py", "module._buffers[name] = values.clone()", "pass", "gradients are those of the block's own code", "library/test_hook.py"),
+    Mutant("weights get out of a block", "library/block_call.py", "return value.clone() if is_view else value", "return value", "no result is a view of weights", "library/test_hook.py"),
+    Mutant("blocks do not pass on what they get", "library/block_call.py", "given = [passed_on.get(each, each) for each in tensors]", "given = tensors", "gradients are added as autograd adds them", "library/test_hook.py"),
+    Mutant("the second run is not compared", "library/block_call.py", "not all(map(torch.equal, map(_digest, results), self._digests))", "False", "what cannot be computed again is an error", "library/test_hook_misuse.py"),
+    Mutant("tensors from elsewhere lose their gradient", "library/block_call.py", "variable is not None and id(variable) not in own", "False", "hidden state that bypasses a block is an error", "library/test_hook_misuse.py"),
+    Mutant("calls of one block are summed in fp32", "engine/horizontal.py", "self._num_waiting[segment.index] == 1 and segment.index not in self._of_pass", "True", "gradients are added as autograd adds them", "library/test_hook.py"),
+    Mutant("a step ends before its last round", "engine/horizontal.py", "if self._num_rounds == self._rule.num_rounds:", "if self._num_rounds:", "a step has as many rounds as it is asked for", "library/test_hook.py"),
+    Mutant("graphs live through a step", "engine/horizontal.py", "self._epoch += 1", "pass", "weights change only where a step ends", "library/test_hook_misuse.py"),
+    Mutant("the tensor cache writes weights", "engine/tensor_cache.py", "or self._stays(tensor)", "", "no weight is written", "library/test_offloading.py"),
+    Mutant("the tensor cache reads what it has", "engine/tensor_cache.py", "if entry.num_users and entry.tensor is None and entry.lease is None:", "if entry.num_users and entry.tensor is None:", "what is being written is not read", "library/test_offloading.py"),
+    Mutant("the tensor cache writes each view", "engine/tensor_cache.py", "if known is not None:", "if False:", "a storage is written once", "library/test_offloading.py"),
+    Mutant("the tensor cache works in backward", "engine/tensor_cache.py", "running_backward() is not None", "False", "what backward makes is not offloaded", "library/test_offloading.py"),
+    Mutant("loaded parameters leave within an operator", "library/initialising.py", "if id(parameter) in stay or ", "if ", "an operator finds all its arguments", "library/test_init.py"),
 )
 # fmt: on
 

@@ -6,8 +6,8 @@ A step is what leads to one update:
 
     1. forward    any number of calls, with or without gradients
     2. backward   each block's gradients are added up. With the last call of the step they are handed over to the
-                  update, which runs beneath the backward of the blocks that follow (active gradient offloading, Ratel
-                  section IV-C)
+                  update, which is overlapped with the backward of the blocks that follow (active gradient offloading,
+                  Ratel section IV-C)
     3. end        when a backward is over and no call of this step waits for one: hand over what is outside of the
                   blocks and what is left, decide, and let the next step commit
 
@@ -22,33 +22,29 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from ratel_cli.closing import Closing
+from ratel_cli.engine.backward_task import running_backward
 from ratel_cli.engine.build import Following
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.program import BoundModel
+from ratel_cli.engine.read_ahead import ReadAhead
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.weights import SegmentWeights
 from ratel_cli.errors import BadInput
 from ratel_cli.model.away import AwayGradient
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage, Use
-
-_NO_BACKWARD = -1
-"""What torch calls the backward that runs, if none does."""
-_Key: TypeAlias = tuple[int, Stage]
 
 
 class StepRule(Protocol):
@@ -127,11 +123,7 @@ class HorizontalEngine(Closing):
         self._is_open = self._is_closed = self._has_warned = self._is_behind_backward = False
         self._versions: tuple[int, ...] = ()
         """Of these parameters: how often they had been written to when their weights were bound."""
-        self._next: dict[_Key, Use] = {}
-        """What followed each use when it came last."""
-        self._coming: deque[Use] = deque()
-        """What the reader expects."""
-        self._last: Use | None = None
+        self._ahead = ReadAhead(following.reader, self._layers)
         self._epoch = 0
         self._num_waiting: dict[int, int] = {}
         """By segment: calls of this step whose backward has still to come."""
@@ -146,10 +138,6 @@ class HorizontalEngine(Closing):
         self._of_pass: dict[int, list[torch.Tensor | None]] = {}
         """By segment of which several calls have a backward: the gradients of one backward, as autograd adds them."""
         self._handed_over: set[int] = set()
-        layers = self._layers
-        for segment, after in pairwise(layers):
-            self._next[segment.index, "forward"] = Use(after, "forward")
-            self._next[after.index, "backward"] = Use(segment, "backward")
         self._bind_outside()
 
     @property
@@ -203,7 +191,7 @@ class HorizontalEngine(Closing):
         self._is_open = True
         try:
             self._finish_previous(only_if_written=True)
-            self._expect(Use(segment, stage))
+            self._ahead.expect(Use(segment, stage))
             with (
                 self._device.translate_errors(),
                 self._reader.open(segment) as weights,
@@ -211,7 +199,7 @@ class HorizontalEngine(Closing):
             ):
                 yield weights
         except BaseException:
-            self._expect_nothing()
+            self._ahead.forget()
             raise
         finally:
             self._is_open = False
@@ -285,7 +273,7 @@ class HorizontalEngine(Closing):
 
     def drop_failed(self) -> None:
         """Drop the gradients of a step in whose backward the caller's code has failed, if it has."""
-        if self._pass is not None and torch._C._current_graph_task_id() == _NO_BACKWARD:
+        if self._pass is not None and running_backward() is None:
             self.drop()
 
     def drop(self) -> None:
@@ -305,7 +293,7 @@ class HorizontalEngine(Closing):
         """Give all memory back; gradients of a step that has not ended are dropped. Idempotent."""
         self._is_closed = True
         self._close_sums()
-        self._expect_nothing()
+        self._ahead.forget()
         self._updates.close()
 
     @property
@@ -314,7 +302,7 @@ class HorizontalEngine(Closing):
 
     def begin_pass(self) -> None:
         """Note the backward that runs, once; with the first one of a step begin the update."""
-        number = torch._C._current_graph_task_id()
+        number = running_backward()
         if number == self._pass:
             return
         if self._pass is not None:
@@ -380,7 +368,7 @@ class HorizontalEngine(Closing):
         outside = self._segments[0]
         if not outside.bound:
             return
-        self._expect_nothing()
+        self._ahead.forget()
         self._reader.expect([Use(outside, "forward")])
         with self._reader.open(outside) as weights:
             self._outside = weights.trained
@@ -422,7 +410,7 @@ class HorizontalEngine(Closing):
     def _begin_anew(self) -> None:
         """After a step has ended, or was dropped."""
         self._close_sums()
-        self._expect_nothing()
+        self._ahead.forget()
         self._handed_over.clear()
         self._num_waiting = {}  # calls from before count in the old one
         self._is_arriving, self._num_rounds, self._pass = False, 0, None
@@ -440,33 +428,6 @@ class HorizontalEngine(Closing):
         except BaseException:
             self.drop()
             raise
-
-    def _expect(self, use: Use) -> None:
-        """Let the reader read ahead what will follow the use, as far as it is known."""
-        if self._last is not None:
-            self._next[_key(self._last)] = use
-        self._last = use
-        if self._coming and self._coming[0] == use:
-            self._coming.popleft()
-            return
-        self._reader.reset()
-        chain = [use]
-        while len(chain) < 2 * len(self._segments):
-            after = self._next.get(_key(chain[-1]))
-            if after is None or (chain[-1].stage == "backward" and after.stage == "forward"):
-                break  # weights may change between
-            chain.append(after)
-        self._reader.expect(chain)
-        self._coming = deque(chain[1:])
-
-    def _expect_nothing(self) -> None:
-        self._reader.reset()
-        self._coming.clear()
-        self._last = None
-
-
-def _key(use: Use) -> _Key:
-    return use.segment.index, use.stage
 
 
 def _found_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -31,6 +31,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ratel_cli.closing import Closing
+from ratel_cli.engine.backward_task import running_backward
 from ratel_cli.engine.device.device import Device, Download
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.errors import BadInput, RatelError
@@ -41,15 +42,13 @@ from ratel_cli.io.tickets import Ticket
 _LABEL = SpanLabel(text="saved tensors", block=0, stage="forward")
 _MOST_OF_VIEW = 8
 """Storages that are more than this many times as large as what is saved of them stay."""
-_NO_BACKWARD = -1
-"""What torch calls the backward that runs, if none does."""
 
 
 @dataclass(slots=True)
 class CacheCounts:
     """Bytes since the cache was opened."""
 
-    kept: int = 0
+    stayed: int = 0
     """Saved, and left where they were."""
     written: int = 0
     read: int = 0
@@ -117,7 +116,7 @@ class _Saved:
         self.cache.given_up.append(self.entry)  # at any moment: the next call of the cache looks at it
 
 
-class _Kept:
+class _Staying:
     """What autograd has of a tensor that stays."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -204,9 +203,9 @@ class TensorCache(Closing):
 
     # What autograd calls.
 
-    def _save(self, tensor: torch.Tensor) -> _Saved | _Kept:
+    def _save(self, tensor: torch.Tensor) -> _Saved | _Staying:
         if self._is_closed or self._pass is None or self._is_left_out(tensor):
-            return _Kept(tensor)
+            return _Staying(tensor)
         self._advance()
         storage = tensor.untyped_storage()
         known = self._entries.get((storage._cdata, tensor._version))
@@ -216,8 +215,8 @@ class TensorCache(Closing):
         # A large storage that a small tensor is a view of is the caller's, and stays where it is anyway.
         is_moved = self._least_bytes <= num_bytes <= _MOST_OF_VIEW * tensor.nbytes
         if self._keeps or not is_moved or not self._has_room(self._pass, num_bytes):
-            self.counts.kept += num_bytes
-            return _Kept(tensor)
+            self.counts.stayed += num_bytes
+            return _Staying(tensor)
         place = self._space.take(num_bytes)
         lease = self._pool.lease(place.num_bytes, "saved tensors")
         entry = _Entry(
@@ -241,8 +240,8 @@ class TensorCache(Closing):
         self._advance()
         return _Saved(self, entry, tensor)
 
-    def _restore(self, saved: _Saved | _Kept) -> torch.Tensor:
-        if isinstance(saved, _Kept):
+    def _restore(self, saved: _Saved | _Staying) -> torch.Tensor:
+        if isinstance(saved, _Staying):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -263,7 +262,7 @@ class TensorCache(Closing):
     def _is_left_out(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is not one of the forward's activations, or not one that can be moved."""
         return (
-            torch._C._current_graph_task_id() != _NO_BACKWARD
+            running_backward() is not None
             or type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
             or tensor.is_quantized

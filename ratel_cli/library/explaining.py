@@ -1,4 +1,4 @@
-"""Says what a model in one's own loop costs: the plan that it follows, as text."""
+"""The plan that a model in one's own loop follows, as text."""
 
 from __future__ import annotations
 

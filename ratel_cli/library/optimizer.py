@@ -39,7 +39,7 @@ HOOKED: WeakKeyDictionary[nn.Module, StepsOfModule] = WeakKeyDictionary()
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW in fp32 for the trained parameters of one hooked module, updated beneath backward."""
+    """AdamW in fp32 for the trained parameters of one hooked module, overlapped with backward."""
 
     def __init__(
         self,
@@ -161,8 +161,8 @@ class Optimizer(AdamW):
     def __init__(
         self, settings: torch.optim.Optimizer, *, max_grad_norm: float | None = None, accumulation_steps: int = 1
     ) -> None:
-        """`settings`: torch's AdamW, or Adam without weight decay. Its groups are used from now on: a scheduler of it
-        goes on. It must not step itself. Raises BadInput."""
+        """`settings`: torch's AdamW, or Adam without weight decay. Its groups are used from now on, so that
+        a scheduler of it works. It must not step itself. Raises BadInput."""
         is_adam = type(settings) is torch.optim.Adam
         if type(settings) is not torch.optim.AdamW and not is_adam:
             raise BadInput(
