@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -115,6 +115,15 @@ class EvictedParameter(AwayParameter):
         return tree_map(lambda leaf: stands_for.get(id(leaf), leaf), result)
 
 
+class _Loaded(NamedTuple):
+    """A parameter that is in memory for a while."""
+
+    lease: Lease
+    values: torch.Tensor
+    num_users: int
+    """Of its storage, as long as nobody else has a view of it."""
+
+
 class _Evicted(Closing):
     """The parameters that are on the drives, and those of them that are loaded."""
 
@@ -122,7 +131,7 @@ class _Evicted(Closing):
         self._pool = pool
         self._space = GrowingScratch(paths, queue, step_bytes=_SPACE_BYTES)
         self._loaded_bytes = loaded_bytes
-        self._loaded: OrderedDict[EvictedParameter, tuple[Lease, torch.Tensor]] = OrderedDict()
+        self._loaded: OrderedDict[EvictedParameter, _Loaded] = OrderedDict()
         """The one that was used last is the last one."""
         self._made: dict[int, tuple[weakref.ref[nn.Parameter], EvictedParameter]] = {}
         """By the `id` of a parameter: what stands for it."""
@@ -161,15 +170,16 @@ class _Evicted(Closing):
             lease = self._pool.lease(align_up(size, PAGE_BYTES), "parameter", crosses_link=False)
             place = parameter.place
             place.scratch.read_sealed(place.offset, lease.memory, parameter.parameter_name).wait()
-            found = lease, view(lease.memory[:size], parameter.dtype).view(parameter.shape)
+            values = view(lease.memory[:size], parameter.dtype).view(parameter.shape)
+            found = _Loaded(lease, values, _num_users(values))
         self._loaded[parameter] = found
-        return found[1]
+        return found.values
 
     def assign(self, parameter: EvictedParameter, values: torch.Tensor) -> None:
         """Let it have other values, perhaps in another shape."""
         found = self._loaded.pop(parameter, None)
         if found is not None:
-            found[0].release()
+            found.lease.release()
         self._space.give_back(parameter.place)
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data = torch.zeros((), dtype=values.dtype).expand(values.shape)
@@ -193,7 +203,7 @@ class _Evicted(Closing):
     def close(self) -> None:
         """Forget all values. Idempotent."""
         while self._loaded:
-            self._loaded.popitem()[1][0].release()
+            self._loaded.popitem()[1].lease.release()
         self._space.close()
 
     def _evicted(self, parameter: nn.Parameter, name: str) -> EvictedParameter:
@@ -217,17 +227,21 @@ class _Evicted(Closing):
         """Write loaded parameters back, the one that was used first before others, until there is memory. Those that
         somebody has a view of stay."""
         most_bytes, stay = self._loaded_bytes - num_bytes, set(map(id, beside))
-        taken = sum(values.nbytes for _, values in self._loaded.values())
-        for parameter, (lease, values) in list(self._loaded.items()):
+        taken = sum(each.values.nbytes for each in self._loaded.values())
+        for parameter, loaded in list(self._loaded.items()):
             if taken <= most_bytes:
                 break
-            if id(parameter) in stay or torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2:
+            if id(parameter) in stay or _num_users(loaded.values) > loaded.num_users:
                 continue
-            taken -= values.nbytes
+            taken -= loaded.values.nbytes
             del self._loaded[parameter]
-            parameter.place.scratch.write_sealed(parameter.place.offset, lease.memory).wait()
-            lease.release()
+            parameter.place.scratch.write_sealed(parameter.place.offset, loaded.lease.memory).wait()
+            loaded.lease.release()
         self._pool.trim()
+
+
+def _num_users(values: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(values.untyped_storage()._cdata)
 
 
 def _is_evicted(parameter: nn.Parameter) -> bool:

@@ -340,11 +340,11 @@ class Odd(nn.Module):
         self.layers = nn.ModuleList(_Odd(16) for _ in range(8))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        totals = list[torch.Tensor]()
+        others = list[torch.Tensor]()
         for layer in self.layers:
             hidden, spectrum, query = layer(hidden, hidden, same=hidden)
-            totals += [spectrum.abs().mean(), query.sum()]
-        return hidden.square().mean() + torch.stack(totals).sum()
+            others += [spectrum, query]  # used when the weights of this layer are gone
+        return hidden.square().mean() + torch.stack([each.abs().mean() for each in others]).sum()
 
 
 class _Odd(nn.Module):

@@ -96,8 +96,12 @@ def test_one_operator_may_need_several(tmp_path: Path) -> None:
             model[0].bias.fill_(5.0)
             first.fill_(7.0)
             second.fill_(8.0)
+            del first, second
+            model[1].bias.fill_(6.0)
+        loaded = model[1].bias.home._loaded
+        assert [each is model[1].bias for each in loaded] == [True]
     values = [[float(each.detach().min()), float(each.detach().max())] for each in model.parameters()]
-    assert [values[number] for number in (0, 1, 2, 4, 5)] == [[7.0] * 2, [5.0] * 2, [1.0] * 2, [3.0] * 2, [8.0] * 2]
+    assert values == [[each] * 2 for each in (7.0, 5.0, 1.0, 6.0, 3.0, 8.0)]
 
 
 def test_what_is_tied_before_it_is_a_part_stays_tied(tmp_path: Path) -> None:

@@ -126,6 +126,25 @@ def test_it_works_around_checkpoints(tmp_path: Path, use_reentrant: bool) -> Non
     assert counts.written == hidden.nbytes * (4 if use_reentrant else 5)
 
 
+def test_nothing_is_offloaded_by_a_backward(tmp_path: Path) -> None:
+    """Which computes all of the module again."""
+    plain = built("gpt2")
+    model = copy.deepcopy(plain)
+    [[batch]] = net_steps("gpt2", 1, 1)
+
+    def loss(module: nn.Module) -> torch.Tensor:
+        values = torch.ones(1, requires_grad=True)
+        return checkpoint(lambda factor: NETS["gpt2"].loss(module, batch) * factor, values, use_reentrant=True).sum()
+
+    torch.manual_seed(2)
+    loss(plain).backward()
+    torch.manual_seed(2)
+    with offloading(model, "gpt2", tmp_path, amount="all") as counts:
+        loss(model).backward()
+    assert_same_gradients(model, plain)
+    assert counts.written == 0
+
+
 class Chunks(nn.Module):
     """Blocks that save three views of one tensor, and a view of a weight."""
 
