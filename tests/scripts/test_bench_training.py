@@ -37,6 +37,16 @@ def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> 
 
 
 @pytest.mark.nightly
+def test_a_hooked_module_next_to_plain_pytorch(tmp_path: Path) -> None:
+    tiny = ["--layers", "2", "--width", "64", "--tokens", "8", "--steps", "2", "--limit", "1GiB", "--plain"]
+    command = [sys.executable, "-m", "scripts.bench.hooked", *tiny, "--storage", str(tmp_path)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+    rows = [line.split("  ")[0] for line in output.splitlines()]
+    assert rows[1:4] == ["build", "write the state", "step"] and rows[-1] == "plain step"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @in_real_time
 def test_clipping_costs_only_when_it_bites(tmp_path: Path) -> None:
