@@ -92,9 +92,9 @@ class _Apart:
     def __init__(self, weights: SegmentWeights) -> None:
         self._storages = {each.untyped_storage()._cdata for each in weights.parameters}
 
-    def __call__(self, value: object) -> object:
+    def __call__(self, value: Any) -> Any:  # noqa: ANN401 (whatever a block returns)
         is_view = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._storages
-        return value.clone() if is_view else value  # type: ignore[attr-defined]
+        return value.clone() if is_view else value
 
 
 class _Call:
@@ -151,7 +151,7 @@ class _Call:
             self.num_results = len(known)
             self._check_graph(list(known.values()), inputs, weights)
             apart = _Apart(weights)
-            results = [apart(each.detach()) for each in known.values()]
+            results = _views_again([apart(each.detach()) for each in known.values()])
         if any(each._version != version for each, version in zip(tensors, versions, strict=True)):
             raise self._rejected("changes what it gets in place", "let it compute with a copy")
         self._buffers = [
@@ -159,9 +159,8 @@ class _Call:
             for module, name, values in before
             if (now := module._buffers.get(name)) is None or not _is_same(now, values)
         ]
-        tensors_found = [each for each in results if isinstance(each, torch.Tensor)]
-        self._digests = list(map(_digest, tensors_found))
-        return tensors_found
+        self._digests = list(map(_digest, results))
+        return results
 
     def differentiate(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -344,6 +343,16 @@ class _Settings:
             finally:
                 for module, is_training in before:
                     module.training = is_training
+
+
+def _views_again(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same tensors, of which those with one storage are views of the first: where the caller changes one of them in
+    place, torch raises an error, since backward would not know of it."""
+    first, found = dict[object, torch.Tensor](), list[torch.Tensor]()
+    for each in tensors:
+        base = first.setdefault((each.untyped_storage()._cdata, each.dtype), each)
+        found.append(each if base is each else base.as_strided(each.size(), each.stride(), each.storage_offset()))
+    return found
 
 
 def _buffers(block: nn.Module) -> Iterator[_Buffer]:

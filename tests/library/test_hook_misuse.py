@@ -408,6 +408,41 @@ def test_what_bypasses_autograd(
     assert message in str(caught.value)
 
 
+class Overlapping(nn.Module):
+    """Blocks that return a tensor and a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Overlapping(16, 16) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+        for layer in self.layers:
+            hidden, part = layer(hidden)
+            hidden = hidden.mul_(2) if in_place else hidden * 2
+            hidden = torch.tanh(hidden + part.mean(dim=1, keepdim=True))
+        return hidden.sum()
+
+
+class _Overlapping(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        hidden = super().forward(hidden)
+        return hidden, hidden[:, :8]
+
+
+def test_a_part_of_a_result_is_no_copy(tmp_path: Path) -> None:
+    plain = Overlapping()
+    model, hidden = copy.deepcopy(plain), torch.randn(2, 16)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    plain(hidden, in_place=False).backward()
+    optimizer.step()
+    with ratel.hook(model, storage=[tmp_path / "state"]) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            model(hidden, in_place=True)
+        model(hidden, in_place=False).backward()
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
 def test_a_parameter_that_is_used_outside_of_its_block(tmp_path: Path) -> None:
     net = NETS["dit"]
     model = built("dit")
