@@ -87,6 +87,8 @@ class BlockCall:
         """Which weights it has computed with."""
         self.waits = True
         """Whether its backward has still to come."""
+        self.is_made_in_backward = running_backward() is not None
+        """Whether a backward computes it again, as a checkpoint around it does."""
 
 
 class HorizontalEngine(Closing):
@@ -211,6 +213,11 @@ class HorizontalEngine(Closing):
         afterwards. Raises RatelError; the gradients of the step are then dropped, and its graphs with them."""
         segment = call.segment
         self._check_open()
+        if call.is_made_in_backward:
+            raise BadInput(
+                f"{segment.name} has a backward within a backward, in a checkpoint around it",
+                "set use_reentrant=False of torch.utils.checkpoint; blocks are computed again without it, too",
+            )
         if call.epoch != self._epoch:
             raise BadInput(
                 f"the backward of {segment.name} comes after a step that has changed its weights",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ratel_cli as ratel
 from tests.library.nets import NETS
@@ -61,6 +62,11 @@ def a_second_derivative(opened: Opened) -> None:
 def some_gradients_alone(opened: Opened) -> None:
     values = opened.batch.inputs["input"].requires_grad_()
     opened.model(values).sum().backward(inputs=[values])
+
+
+def a_backward_within_a_backward(opened: Opened) -> None:
+    values = opened.batch.inputs["input"].requires_grad_()
+    checkpoint(opened.model, values, use_reentrant=True).sum().backward()
 
 
 def an_optimizer_of_torch(opened: Opened) -> None:
@@ -215,6 +221,7 @@ def a_rate_that_is_no_number(opened: Opened) -> None:
         (two_backwards_through_one_graph, "comes after a step that has changed its weights"),
         (a_second_derivative, "some gradients alone are asked for"),
         (some_gradients_alone, "some gradients alone are asked for"),
+        (a_backward_within_a_backward, "has a backward within a backward, in a checkpoint around it"),
         (an_optimizer_of_torch, "the gradients of a hooked module are with its update"),
         (clipping_afterwards, "the gradients of a hooked module are with its update"),
         (steps_that_were_meant_as_one, "step() was called after 2 backwards"),
@@ -440,6 +447,23 @@ def test_a_part_of_a_result_is_no_copy(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="modified inplace"):
             model(hidden, in_place=True)
         model(hidden, in_place=False).backward()
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+def test_a_checkpoint_around_blocks_is_as_in_plain_pytorch(tmp_path: Path) -> None:
+    plain = built(NET)
+    model = copy.deepcopy(plain)
+    [batches] = net_steps(NET, 1, 3)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    with ratel.hook(model, storage=[tmp_path / "state"]) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE)
+        for batch in batches:
+            for module in (plain, model):
+                values = checkpoint(module, batch.inputs["input"], use_reentrant=False)
+                (values - batch.target).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert state.num_steps == 3
         assert_same(saved(state, tmp_path), plain, wanted_nothing())
 
 
