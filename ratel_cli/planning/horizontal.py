@@ -19,7 +19,7 @@ from ratel_cli.planning.traffic import Traffic, step_traffic
 from ratel_cli.units import format_bytes
 
 _ONE_TOKEN = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=1)
-_PREFETCH = ((2, 1), (1, 1), (1, 0), (0, 0))
+_PREFETCH = ((2, 2), (2, 1), (1, 1), (1, 0), (0, 0))
 """How many blocks are read ahead, and how many updates wait to be written: the fastest first."""
 
 
