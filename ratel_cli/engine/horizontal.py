@@ -1,7 +1,7 @@
 """The horizontal schedule: the caller's own loop calls blocks, and each brings its weights in and gives them up.
 
 The loop decides what runs. A block is called in forward, and again in backward, where its forward is recomputed; the
-next block's weights are read meanwhile. What a call gets is kept by autograd, like everything outside of the blocks.
+next block's weights are read meanwhile. Autograd saves what a call gets, like everything outside of the blocks.
 A step is what leads to one update:
 
     1. forward    any number of calls, with or without gradients
