@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,8 @@ from ratel_cli.units import MIB
 
 _SPACE_BYTES = 256 * MIB
 """Space on the drives that is taken at once."""
+_IS_OPEN: ContextVar[bool] = ContextVar("ratel.offload_activations", default=False)
+"""Autograd has one place to save to: of two contexts, the outer one would get nothing."""
 
 
 @contextmanager
@@ -48,6 +51,8 @@ def offload_activations(
     do, too. `buffer_bytes`: host memory for what is being written. Gives counts of what was moved (SSDTrain, section
     III). Raises RatelError.
     """
+    if _IS_OPEN.get():
+        raise BadInput("offload_activations is open for another module", "give it a module that has both")
     names = find_module_blocks(module, blocks)
     is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
     if not is_number and amount not in ("auto", "all"):
@@ -86,6 +91,8 @@ def offload_activations(
             opened.callback(
                 block.register_forward_pre_hook(lambda *_, is_last=is_last: cache.begin_scope(is_last=is_last)).remove
             )
+        token = _IS_OPEN.set(True)
+        opened.callback(_IS_OPEN.reset, token)
         with cache.saving():
             yield cache.counts
 

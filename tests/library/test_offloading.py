@@ -379,6 +379,18 @@ def test_numbers_that_make_no_sense(tmp_path: Path, options: dict[str, int]) -> 
         pass
 
 
+def test_one_module_at_a_time(tmp_path: Path) -> None:
+    model = built("gpt2")
+    with (
+        offloading(model, "gpt2", tmp_path),
+        pytest.raises(ratel.RatelError, match="open for another module"),
+        offloading(model, "gpt2", tmp_path),
+    ):
+        pass
+    with offloading(model, "gpt2", tmp_path):
+        pass
+
+
 def test_an_amount_that_is_none(tmp_path: Path) -> None:
     with (
         pytest.raises(ratel.RatelError, match="amount must be a number of bytes, 'auto' or 'all', not 'some'"),
