@@ -203,6 +203,14 @@ NETS = {
         _causal,
         _with_labels,
     ),
+    "rwkv": Net(
+        _of_transformers(
+            "RwkvForCausalLM", vocab_size=VOCABULARY, context_length=32, hidden_size=16, num_hidden_layers=3,
+            attention_hidden_size=16, intermediate_size=24, rescale_every=2, use_cache=False,
+        ),
+        _causal,
+        _with_labels,
+    ),
     "bert": Net(_of_transformers("BertForMaskedLM", **_SMALL, intermediate_size=24), _masked, _with_labels),
     "albert": Net(
         _of_transformers("AlbertForMaskedLM", **_SMALL, intermediate_size=24, embedding_size=8),
