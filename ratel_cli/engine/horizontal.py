@@ -143,11 +143,6 @@ class HorizontalEngine(Closing):
         self._bind_outside()
 
     @property
-    def is_unsettled(self) -> bool:
-        """Whether a step has ended that is not committed yet."""
-        return self._updates.is_unsettled
-
-    @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for the end of a step."""
         return self._is_arriving

@@ -139,7 +139,7 @@ class TensorCache(Closing):
         finds_most: bool,
     ) -> None:
         """`stays`: whether a tensor never leaves, such as a weight. `least_bytes`: of a storage that leaves.
-        `buffer_bytes`: of host memory for what is written or read. `most_bytes`: of a pass; None: all."""
+        `buffer_bytes`: of host memory for what is being written. `most_bytes`: of a pass; None: all."""
         self._pool, self._space, self._device = pool, space, device
         self._stays = stays
         self._least_bytes = least_bytes

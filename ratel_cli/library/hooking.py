@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,7 @@ from ratel_cli.library.initialising import INIT
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.optimizer import HOOKED, AdamW
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
+from ratel_cli.library.states import new_state, opened_state
 from ratel_cli.model.away import AwayGradient, AwayParameter
 from ratel_cli.model.export_layout import layout_of_module
 from ratel_cli.model.export_weights import write_weights
@@ -48,9 +50,6 @@ from ratel_cli.model.staging import Staging
 from ratel_cli.planning.horizontal import HorizontalPlan, plan_horizontal
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import own_output
-from ratel_cli.run.inputs.settings import new_geometry
-from ratel_cli.run.train.store import import_base
-from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.loop import progress_after
 
@@ -85,7 +84,7 @@ def hook(
         if around is None:
             raise BadInput("hook needs storage: directories for the training state", "storage=['/mnt/a'], for instance")
         storage, limits = around.storage, limits or around.limits
-    source = ModuleWeights(module)
+    source = _ModuleWeights(module)
     hooked = HookedModule(module, find_module_blocks(module, blocks), outside=outside)
     config = caller_config(
         {
@@ -107,7 +106,14 @@ def hook(
         process_bytes = max(0, kept_bytes() - source.num_bytes)
         planned = partial(_planned, context, process_bytes=process_bytes)
         planned(hooked.spec, None)  # raises if nothing fits, before a byte is written
-        store = _opened_store(context, hooked, source)
+        identity = StoreIdentity(
+            model_hash=hooked.identity, config_hash="hooked", data_hash=OWN_LOOP, seed=0, software=software()
+        )
+        paths = config.storage.paths
+        if Store.exists(paths):
+            store = opened_state(context, identity, dict.fromkeys(asdict(identity), "other parameters"))
+        else:
+            store = new_state(context, identity, hooked.spec, source, shares=(1,) * len(paths))
         made = Hooked(context, hooked, store, opening.pop_all(), planned)
     HOOKED[module] = made
     return made
@@ -397,7 +403,7 @@ class _NoOptimizer:
         raise BadInput("the hooked module has no optimizer", "make one before backward: ratel.AdamW(module, lr=1e-4)")
 
 
-class ModuleWeights:
+class _ModuleWeights:
     """The values that a module has, for import (model/import_weights.py)."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -435,28 +441,3 @@ def _planned(context: RunContext, spec: ModelSpec, optimizer: AdamW | None, *, p
 
 def _no_state_dict(*_: object, **__: object) -> None:
     raise BadInput("the weights of a hooked module are on its drives", "write them with save() of what ratel.hook gave")
-
-
-def _opened_store(context: RunContext, hooked: HookedModule, source: ModuleWeights) -> Store:
-    """The store that an earlier loop left, or a new one with the module's weights."""
-    config, paths, spec = context.config, context.config.storage.paths, hooked.spec
-    identity = StoreIdentity(
-        model_hash=hooked.identity, config_hash="hooked", data_hash=OWN_LOOP, seed=0, software=software()
-    )
-    if not Store.exists(paths):
-        geometry = new_geometry(config, spec.stored_blocks, shares=(1,) * len(paths))
-        store = context.resources.enter_context(
-            Store.create(paths, geometry, identity=identity, queue=context.queue, notice=context.log.notice)
-        )
-        import_base(spec, source, store, context.pool, progress=lambda amount: None)
-        return store
-    try:
-        store = context.open_store(paths, identity=identity)
-    except StoreMismatch as error:
-        raise BadInput(
-            f"{', '.join(map(str, paths))} has a training state that was made with other parameters",
-            "give another directory, or delete the state, to begin anew",
-        ) from error
-    store.ensure_whole(context.pool, progress=lambda amount: None, notice=context.log.notice)
-    context.pool.trim()
-    return store

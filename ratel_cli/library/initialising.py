@@ -34,7 +34,7 @@ from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 from ratel_cli.io.views import view
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.settings import WarningLog, caller_config
-from ratel_cli.model.away import AwayParameter, asks
+from ratel_cli.model.away import AwayParameter
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import MIB, align_up
 
@@ -91,26 +91,15 @@ class EvictedParameter(AwayParameter):
     num_bytes: int
     place: ScratchPlace
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        name = getattr(func, "__name__", "")
-        is_data = getattr(func, "__self__", None) is torch.Tensor.data
-        if is_data and name == "__set__" and isinstance(args[0], EvictedParameter):
-            args[0].home.assign(args[0], args[1])
+    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        """What the function gives, with the values of all such parameters."""
+        if func == torch.Tensor.data.__set__ and args[0] is self:  # type: ignore[attr-defined]
+            self.home.assign(self, args[1])
             return None
-        if asks(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, EvictedParameter)]
         values = {id(each): each.home.load(each, beside=used) for each in used}
         stands_for = {id(values[id(each)]): each for each in used}
-        args, kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, dict(kwargs or {})))
+        args, kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, dict(kwargs)))
         result = func(*args, **kwargs)
         return tree_map(lambda leaf: stands_for.get(id(leaf), leaf), result)
 

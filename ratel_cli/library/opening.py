@@ -24,14 +24,13 @@ from ratel_cli.library.limits import Limits
 from ratel_cli.library.model import Model
 from ratel_cli.library.plans import LEAST, planner_for
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
-from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.library.states import new_state, opened_state
+from ratel_cli.run.context import open_context
 from ratel_cli.run.inputs.base_model import Base, model_hash, open_weights, read_base
-from ratel_cli.run.inputs.settings import new_geometry, settings_hash
+from ratel_cli.run.inputs.settings import settings_hash
 from ratel_cli.run.train.planner import estimated_profile
 from ratel_cli.run.train.profile_machine import measure_for_run
-from ratel_cli.run.train.store import import_base
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName
-from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Store, StoreIdentity
 
 
@@ -96,22 +95,17 @@ def open_model(
         exists = Store.exists(config.storage.paths)
         hardware = measure_for_run(context, has_store=exists)
         if exists:
-            store = _opened(context, identity)
+            store = opened_state(context, identity, _DIFFERENCES)
         else:
             planner = planner_for(context, base.model, hardware, LEAST)
             planner.plan(estimated_profile(planner, base.model))  # raises if not even the smallest step fits
-            geometry = new_geometry(config, base.model.spec.stored_blocks, shares=hardware.nvme.weights)
-            store = context.resources.enter_context(
-                Store.create(config.storage.paths, geometry, identity=identity, queue=context.queue, notice=log.notice)
-            )
-            with context.bar("importing weights", base.model.spec.num_parameters) as advance:
-                import_base(base.model.spec, source, store, context.pool, progress=advance)
+            store = new_state(context, identity, base.model.spec, source, shares=hardware.nvme.weights)
         return Model(context, base, layout, store, hardware, opening.pop_all())
 
 
 _NAMES = {"base_model": "model", "adam_epsilon": "eps", "adam_beta1": "betas", "adam_beta2": "betas"}
 """Arguments, by the keys of a config."""
-_IDENTITY = {
+_DIFFERENCES = {
     "model_hash": "another model or dtype",
     "config_hash": "other settings",
     "seed": "another seed",
@@ -127,20 +121,3 @@ def _identity(config: RunConfig, base: Base) -> StoreIdentity:
         seed=config.seed,
         software=software(),
     )
-
-
-def _opened(context: RunContext, identity: StoreIdentity) -> Store:
-    """The store that is there, whose newest whole generation is the current one."""
-    paths = context.config.storage.paths
-    try:
-        store = context.open_store(paths, identity=identity)
-    except StoreMismatch as error:
-        differs = " and ".join(_IDENTITY[field] for field in error.fields if field in _IDENTITY)
-        raise BadInput(
-            f"{', '.join(map(str, paths))} has a training state that was made with {differs}",
-            "open it as it was made; or give another directory, or delete the state, to begin anew",
-        ) from error
-    with context.bar("verifying the store", store.generation_bytes) as advance:
-        store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
-    context.pool.trim()
-    return store

@@ -52,18 +52,24 @@ class AwayTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        is_itself = func == torch.Tensor.data.__set__ and args[1] is first  # type: ignore[attr-defined]
-        if asks(func) or is_itself:  # what is moved to where it is gets its own data
+        if asks(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, AwayTensor)]
+        return next((each for each in found if isinstance(each, AwayGradient)), found[0]).compute(func, args, kwargs)
+
+    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        """What a function gives that computes with it and others. Raises BadInput, but where it only asks for what is
+        there: to be moved to where it is."""
+        first = args[0] if args else None
+        if func == torch.Tensor.data.__set__ and args[1] is first:  # type: ignore[attr-defined]
+            return None
         if func is torch.Tensor.to and isinstance(first, AwayTensor):
             device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
             if device in (None, first.device) and dtype in (None, first.dtype):
                 return first
             raise BadInput("a hooked module stays where it is, and in its dtype", "move it before ratel.hook")
-        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, AwayTensor)]
-        raise next((each for each in found if isinstance(each, AwayGradient)), found[0]).used()
+        raise self.used()
 
     def used(self) -> BadInput:
         """The error for whoever computes with it."""
@@ -100,22 +106,14 @@ class AwayGradient(AwayTensor):
     norm_of_step: float | torch.Tensor | None = None
     """Its 2-norm in the last step that has ended."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        """As of any such tensor; and what `torch.nn.utils.clip_grad_norm_` asks for where it does not clip."""
-        first, others = (args[0] if args else None), args[1:]
-        if isinstance(first, AwayGradient) and first.norm_of_step is not None:
-            if func is torch.linalg.vector_norm and not kwargs and others == (2.0,):
-                return torch.as_tensor(first.norm_of_step, device=first.device)
-            if func is torch.Tensor.mul_ and float(others[0]) == 1.0:
-                return first
-        return super().__torch_function__(func, types, args, kwargs)
+    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        """And what `torch.nn.utils.clip_grad_norm_` asks for where it does not clip."""
+        if args and args[0] is self and self.norm_of_step is not None:
+            if func is torch.linalg.vector_norm and not kwargs and args[1:] == (2.0,):
+                return torch.as_tensor(self.norm_of_step, device=self.device)
+            if func is torch.Tensor.mul_ and float(args[1]) == 1.0:
+                return self
+        return super().compute(func, args, kwargs)
 
     def used(self) -> BadInput:
         """See AwayTensor."""

@@ -19,7 +19,7 @@ import ratel_cli as ratel
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.hardware.host import kept_bytes
-from ratel_cli.library import opening
+from ratel_cli.library import states
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB
@@ -187,7 +187,7 @@ def test_an_import_that_was_interrupted_begins_again(
 
     steps = batches(1, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "import_base", interrupted)
+        patch.setattr(states, "import_base", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu")
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
