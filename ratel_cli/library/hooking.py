@@ -156,7 +156,11 @@ class Hooked(Closing):
         self._gradients: dict[str, AwayGradient] = {}
         """By parameter: what stands for them."""
         self._is_closed = False
-        self._hook()
+        try:
+            self._hook()
+        except BaseException:
+            self.close()
+            raise
         # Before the interpreter ends the threads that the last step is written with; `atexit` would come after that.
         threading._register_atexit(partial(_close_if_there, weakref.ref(self)))  # type: ignore[attr-defined]
 

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ratel_cli as ratel
+from ratel_cli.engine.horizontal import HorizontalEngine
 from tests.library.nets import NETS
 from tests.library.test_hook import LEARNING_RATE, assert_same, built, net_steps, saved, wanted_nothing
 
@@ -511,6 +513,15 @@ def test_writing_to_what_is_outside_is_an_error(tmp_path: Path) -> None:
             model.transformer.ln_f.weight.clamp_(0, 1)
         with pytest.raises(ratel.RatelError, match="was changed in place, by other code than its update"):
             NETS["gpt2"].loss(model, batch).backward()
+
+
+def test_what_fails_while_it_is_hooked_is_closed(tmp_path: Path) -> None:
+    model = built(NET)
+    with mock.patch.object(HorizontalEngine, "_bind_outside", side_effect=ratel.RatelError("no memory")):
+        with pytest.raises(ratel.RatelError, match="no memory"):
+            ratel.hook(model, storage=[tmp_path / "state"])
+        assert "forward" not in vars(model[0])
+    ratel.hook(model, storage=[tmp_path / "state"]).close()
 
 
 def test_graphs_that_wait_are_named(opened: Opened) -> None:
