@@ -71,6 +71,17 @@ class PlacedParameter:
         self.put(self.unbound)
 
 
+def parameter_places(root: nn.Module) -> dict[nn.Parameter, list[tuple[str, ModuleAttribute]]]:
+    """The places of each parameter, with its name there, in the order of the module tree. The first name is its own."""
+    found: dict[nn.Parameter, list[tuple[str, ModuleAttribute]]] = {}
+    for module_name, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                place = ModuleAttribute(module=module, attribute=attribute)
+                found.setdefault(parameter, []).append((f"{module_name}.{attribute}".lstrip("."), place))
+    return found
+
+
 def bound_views(block: BlockSpec, parts: Sequence[torch.Tensor], *, num_rows: int | None = None) -> list[torch.Tensor]:
     """Views of a block's flat array, each in its parameter's shape, in the order of the block. `parts` are that array,
     `[block.num_elements]` in all; each begins where a parameter begins.

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.around_layers import reject_other_text, reject_what_passes_all_layers
-from ratel_cli.model.binding import ModuleAttribute, PlacedParameter, cut_into_blocks, laid_out
+from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
 from ratel_cli.model.decoder import DecoderModel, placeholder
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
@@ -171,32 +171,26 @@ def _placed_parameters(
     for index, layer in enumerate(layers):
         for module in layer.modules():
             layers_of[id(module)].append(index)
-    places: dict[nn.Parameter, list[ModuleAttribute]] = {}
-    names: dict[nn.Parameter, str] = {}
-    homes = defaultdict[nn.Parameter, set[int]](set)
-    for module_name, module in skeleton.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name, own_layers = f"{module_name}.{attribute}".lstrip("."), layers_of[id(module)]
-            if names.setdefault(parameter, name) != name and bool(own_layers) != bool(homes[parameter]):
-                raise BadInput(
-                    f"{name} and {names[parameter]} are one tensor, in a layer and outside of the layers; such models"
-                    " cannot be streamed"
-                )
-            homes[parameter].update(own_layers)
-            places.setdefault(parameter, []).append(ModuleAttribute(module=module, attribute=attribute))
     norms = [module for module in skeleton.modules() if isinstance(module, nn.LayerNorm)]
     in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
     outside: list[PlacedParameter] = []
     inside: list[list[PlacedParameter]] = [[] for _ in layers]
-    for parameter, name in names.items():
-        own_layers = sorted(homes[parameter])
+    for parameter, places in parameter_places(skeleton).items():
+        name, found = places[0][0], set[int]()
+        for other, place in places:
+            layers_there = layers_of[id(place.module)]
+            if other != name and bool(layers_there) != bool(found):
+                raise BadInput(
+                    f"{other} and {name} are one tensor, in a layer and outside of the layers; such models cannot be"
+                    " streamed"
+                )
+            found.update(layers_there)
+        own_layers = sorted(found)
         unbound = parameter if own_layers else placeholder(parameter)
         decay = decays(name, is_in_layer_norm=id(parameter) in in_norms)
         placed = PlacedParameter(
             name=name,
-            places=tuple(places[parameter]),
+            places=tuple(place for _, place in places),
             unbound=unbound,
             decay=decay,
             is_trained=parameter.requires_grad,

@@ -18,7 +18,14 @@ from torch import nn
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.away import AwayParameter
-from ratel_cli.model.binding import ModuleAttribute, PlacedParameter, bound_views, cut_into_blocks, laid_out
+from ratel_cli.model.binding import (
+    ModuleAttribute,
+    PlacedParameter,
+    bound_views,
+    cut_into_blocks,
+    laid_out,
+    parameter_places,
+)
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.model.spec import ModelSpec, check_depth
 from ratel_cli.schedule.blocks import BlockSpec
@@ -220,28 +227,18 @@ def _placed_parameters(
             raise BadInput(f"outside: {type(module).__name__} has no module {name!r}") from error
         for each in chosen.modules():
             homes[id(each)].add(None)
-    places: dict[nn.Parameter, list[ModuleAttribute]] = {}
-    names: dict[nn.Parameter, str] = {}
-    users = defaultdict[nn.Parameter, set[int | None]](set)
-    for module_name, each in module.named_modules():
-        for attribute, parameter in each._parameters.items():
-            if parameter is None:
-                continue
-            names.setdefault(parameter, f"{module_name}.{attribute}".lstrip("."))
-            users[parameter].update(homes.get(id(each), {None}))
-            places.setdefault(parameter, []).append(ModuleAttribute(module=each, attribute=attribute))
     placed_outside: list[PlacedParameter] = []
     inside: list[list[PlacedParameter]] = [[] for _ in blocks]
-    for parameter, name in names.items():
+    for parameter, places in parameter_places(module).items():
+        [*users] = {home for _, place in places for home in homes.get(id(place.module), {None})}
         placed = PlacedParameter(
-            name=name,
-            places=tuple(places[parameter]),
+            name=places[0][0],
+            places=tuple(place for _, place in places),
             unbound=parameter,
             decay=True,
             is_trained=parameter.requires_grad,
         )
-        [*own] = users[parameter]
-        (placed_outside if len(own) > 1 or own[0] is None else inside[own[0]]).append(placed)
+        (placed_outside if len(users) > 1 or users[0] is None else inside[users[0]]).append(placed)
     return placed_outside, inside
 
 
