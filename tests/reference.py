@@ -113,9 +113,9 @@ def train_module(
     *,
     decayed: Collection[str],
 ) -> Trained:
-    """Any module, whose micro-batches are on the device. `loss_sum`: the sum of the losses of one by the model's own
-    forward."""
-    model.to(recipe.device, recipe.dtype)
+    """Any module in the dtype of the recipe. `loss_sum`: the sum of the losses of one micro-batch, which is on the
+    device, by the model's own forward."""
+    model.to(recipe.device)
 
     def gradients(step: int) -> tuple[float, dict[str, torch.Tensor]]:
         total, sums = 0.0, dict[str, torch.Tensor]()

@@ -42,7 +42,7 @@ from ratel_cli.config.values import (
     TrainOnInputs,
     WarmupSteps,
 )
-from ratel_cli.sizes import SPLIT_KEYS, DtypeName
+from ratel_cli.sizes import SPLIT_KEYS, DtypeName, Task
 from ratel_cli.units import counted
 
 __all__ = [
@@ -107,6 +107,8 @@ class RunConfig(Section):
     sample_packing: bool = True
     """Put several short samples into one sequence, so that fewer tokens are padding. No token attends to another
     sample. A model that cannot separate packed samples gets one sample per sequence, with a notice."""
+    mlm_probability: float = Field(default=0.15, gt=0, lt=1)
+    """The share of the tokens that are masked, for datasets of `type: mlm`. Other ones are drawn in each epoch."""
     shuffle: bool = True
     """Visit the samples in a new order in each epoch. The order is drawn from `seed`."""
 
@@ -238,6 +240,17 @@ class RunConfig(Section):
         if isinstance(self.gradient_accumulation_steps, int):
             return config.split_by(self.sequences_per_step // self.gradient_accumulation_steps)
         return config
+
+    @property
+    def task(self) -> Task:
+        """What the model learns to predict; the type of the datasets says it."""
+        types = {each.type for each in self.datasets}
+        return "masked_lm" if "mlm" in types else "classification" if "classification" in types else "causal_lm"
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the classes of a classifier; None: those of the base model."""
+        return next((each.labels for each in (*self.datasets, *self.test_datasets) if each.labels is not None), None)
 
     @property
     def sequences_per_step(self) -> int:
@@ -404,7 +417,7 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
 
 
 def _data_contradictions(config: RunConfig) -> list[Contradiction]:
-    found = []
+    found = _task_contradictions(config)
     if config.test_datasets and config.val_set_size:
         message = "`test_datasets` and `val_set_size` are both set"
         found.append(Contradiction(keys=("val_set_size", "test_datasets"), message=message, hint="remove one of them"))
@@ -423,6 +436,24 @@ def _data_contradictions(config: RunConfig) -> list[Contradiction]:
         keys = ("chat_template", "chat_template_jinja")
         message = "`chat_template` and `chat_template_jinja` name two templates"
         found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
+    return found
+
+
+def _task_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What is wrong about datasets that are for different tasks, or have different classes."""
+    found = []
+    sets = (*config.datasets, *config.test_datasets)
+    tasks = {each.type if each.type in ("mlm", "classification") else "other" for each in sets}
+    if len(tasks) > 1:
+        message = f"`type: {min(tasks - {'other'})}` is another task than that of the other datasets"
+        hint = "give all `datasets` and `test_datasets` the same type"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint=hint))
+    if len({each.labels for each in sets} - {None}) > 1:
+        message = "the datasets have different `labels`"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint="write them once"))
+    if tasks != {"classification"} and any(each.labels is not None for each in sets):
+        message = "`labels` are the classes of `type: classification`, which no dataset has"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message))
     return found
 
 

@@ -114,17 +114,24 @@ class DatasetConfig(Section):
 
     path: PathOrHubId
     """A JSONL, JSON, CSV, TSV, Parquet or text file, a directory or glob pattern of such files, or a hub id."""
-    type: Literal["auto", "completion", "chat_template", "alpaca", "tokens"] = "auto"
+    type: Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification"] = "auto"
     """How a row becomes tokens. `completion`: plain text, or prompt and completion. `chat_template`: a list of
     messages, or another form of conversation, in the format of the model's chat template. `alpaca`: instruction, input
-    and output. `tokens`: token ids. `auto`: decided by the columns of the first row, and printed."""
+    and output. `tokens`: token ids. `auto`: one of these, decided by the columns of the first row, and printed. `mlm`:
+    plain text, of which an encoder such as BERT learns the tokens that are masked. `classification`: a text and its
+    class, which a classifier learns; its head is drawn if the base model has none."""
     split: str = Field(default="train", min_length=1)
     """The split of a hub dataset, and a part of its rows if you add one: `train[:20%]`, `train[100:200]`. Local files
     have no splits, but such parts."""
     name: str | None = None
     """The configuration of a hub dataset that has several. Default: the dataset's own default."""
     field: Column = "text"
-    """The column with the text, for `completion`."""
+    """The column with the text, for `completion`, `mlm` and `classification`."""
+    field_label: Column = "label"
+    """The column with the class, for `classification`: its name, or its number, counted from 0."""
+    labels: Annotated[tuple[Column, ...] | None, Field(strict=False, min_length=2)] = None
+    """The names of all classes, in order, for `classification`: `[negative, positive]`. Default: those of the base
+    model, if it is a classifier."""
     field_prompt: Column = "prompt"
     """The column with the prompt, which has no loss: a text, or a list of messages."""
     field_completion: Column = "completion"

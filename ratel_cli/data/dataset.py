@@ -25,8 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from ratel_cli.data.drafts import ExcessLengthStrategy, TrainOnInputs
+from ratel_cli.data.encode import Sample
 from ratel_cli.data.file_names import TEST_REJECTS_NAME
 from ratel_cli.data.ingest import Demand, load_token_cache
+from ratel_cli.data.masking import Masking
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
 from ratel_cli.data.rows import DatasetSource, RowSource, open_source
 from ratel_cli.data.shared_tokens import SharedTokens
@@ -35,6 +37,7 @@ from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, printable
 from ratel_cli.json_fields import hash_of
 from ratel_cli.progress import OpenBar, no_bar
+from ratel_cli.sizes import Task
 from ratel_cli.units import counted
 
 WINDOW_SAMPLES = 1 << 14
@@ -61,6 +64,16 @@ class DataSettings:
     seed: int
     val_set_size: float
     """Samples held out for evaluation: a share of them if it is below 1, else their number."""
+    task: Task = "causal_lm"
+    """What the model learns to predict."""
+    mlm_probability: float = 0.15
+    """Of a token to be masked, if it learns that."""
+
+    def described(self) -> dict[str, object]:
+        """What decides the batches, for a hash: what belongs to a task counts only in that task."""
+        values, is_causal = asdict(self), self.task == "causal_lm"
+        left_out = {*(["task"] if is_causal else []), *([] if self.task == "masked_lm" else ["mlm_probability"])}
+        return {key: value for key, value in values.items() if key not in left_out}
 
 
 class TrainingData:
@@ -75,12 +88,14 @@ class TrainingData:
         settings: DataSettings,
         *,
         padding_id: int,
+        masking: Masking | None = None,
         weights: Sequence[float] = (),
         eval_cache: TokenCache | None = None,
         window_samples: int | None = None,
         row_multiple: int = 1,
     ) -> None:
-        """`weights`: of each dataset; empty: all are 1. `eval_cache`: the samples for evaluation; None: held-out ones.
+        """`masking`: how samples are masked; None: they are not.
+        `weights`: of each dataset; empty: all are 1. `eval_cache`: the samples for evaluation; None: held-out ones.
         `window_samples`: not None for a stream: the number of samples that are packed and mixed together, so that
         more samples change nothing about the first. `row_multiple`: rows that are not packed are padded to a multiple
         of it.
@@ -101,6 +116,7 @@ class TrainingData:
         """The samples for evaluation, among others if they are held out."""
         self._settings = settings
         self._padding_id = padding_id
+        self._masking = masking
         self._row_multiple = row_multiple
         self._window_samples = window_samples
         if window_samples is not None:
@@ -149,9 +165,13 @@ class TrainingData:
 
     @property
     def loss_share(self) -> float | None:
-        """Tokens with loss as a share of all tokens, held-out samples included; None if there are no tokens."""
+        """Tokens with loss as a share of all tokens, held-out samples included: of masked ones about so many. None if
+        there are no tokens, or rows have loss."""
         num_tokens = int(self.cache.lengths.sum())
-        return self.cache.summary.num_loss_tokens / num_tokens if num_tokens else None
+        if not num_tokens or self._settings.task == "classification":
+            return None
+        share = self.cache.summary.num_loss_tokens / num_tokens
+        return share if self._masking is None else share * self._masking.probability
 
     @property
     def fingerprint(self) -> str:
@@ -160,7 +180,7 @@ class TrainingData:
         mixture = {"weights": self._weights, "samples": sources} if self._weights else {}
         window = self._window_samples
         tokens = self.cache.summary.tokens_sha256 if window is None else self._stream_hash(window)
-        return hash_of({"tokens_sha256": tokens, **asdict(self._settings), **mixture})
+        return hash_of({"tokens_sha256": tokens, **self._settings.described(), **mixture})
 
     def _stream_hash(self, window: int) -> str:
         """A hash of a stream's first window. A longer run reads more of it."""
@@ -188,11 +208,11 @@ class TrainingData:
         epoch, within = divmod(step_index, self.steps_per_epoch)
         first = within * self._sequences_per_step
         wanted = self._order_of(epoch)[first : first + self._sequences_per_step]
-        return list(self._micro_batches(self.cache, self._train_sequences, wanted))
+        return list(self._micro_batches(self.cache, self._train_sequences, wanted, epoch))
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         """The samples for evaluation, in the same batches every time. Raises EnvironmentFailure."""
-        return self._micro_batches(self.eval_cache, self._eval_sequences, np.arange(len(self._eval_sequences)))
+        return self._micro_batches(self.eval_cache, self._eval_sequences, np.arange(len(self._eval_sequences)), -1)
 
     def _arrange(self, cache: TokenCache, sample_ids: Integers, *, mixed: bool) -> Sequences:
         """The samples in sequences; `mixed` packs samples of one length in a random order."""
@@ -220,18 +240,25 @@ class TrainingData:
             self._epoch_order = (epoch, order)
         return self._epoch_order[1]
 
-    def _micro_batches(self, cache: TokenCache, sequences: Sequences, wanted: Integers) -> Iterator[MicroBatch]:
+    def _micro_batches(
+        self, cache: TokenCache, sequences: Sequences, wanted: Integers, epoch: int
+    ) -> Iterator[MicroBatch]:
         size = self._settings.micro_batch_size
         packed_tokens = self._settings.sequence_len if self._settings.packing else None
         for first in range(0, len(wanted), size):
             chosen = [sequences[int(index)] for index in wanted[first : first + size]]
-            samples = cache.read(np.concatenate(chosen))
+            numbers = np.concatenate(chosen)
+            samples: Sequence[Sample] = cache.read(numbers)
+            if self._masking is not None:
+                masked = self._masking.masked
+                samples = [masked(each, int(number), epoch) for each, number in zip(samples, numbers, strict=True)]
             yield assemble(
                 chosen,
                 samples,
                 packed_tokens=packed_tokens,
                 padding_id=self._padding_id,
                 multiple=self._row_multiple,
+                task=self._settings.task,
             )
 
 
@@ -295,6 +322,16 @@ def load_training_data(
             notice=notice,
         )
 
+    masking = None
+    if settings.task == "masked_lm":
+        if tokenizer.mask_token_id is None:
+            raise BadInput("the tokenizer has no mask token", "datasets of type: mlm need the tokenizer of an encoder")
+        masking = Masking(
+            probability=settings.mlm_probability,
+            mask_id=tokenizer.mask_token_id,
+            num_tokens=len(tokenizer),
+            seed=settings.seed,
+        )
     padding_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     test_rejects = None if rejects_path is None else rejects_path.with_name(TEST_REJECTS_NAME)
     errors = ErrorList()
@@ -309,6 +346,7 @@ def load_training_data(
         cache,
         settings,
         padding_id=next(padding_id for padding_id in padding_ids if padding_id is not None),
+        masking=masking,
         weights=[source.weight for source in sources] if demand is None else (),
         window_samples=window_samples if demand is not None else None,
         eval_cache=eval_cache,

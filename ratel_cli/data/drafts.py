@@ -73,4 +73,15 @@ class TokensDraft:
     """What of its row is not used."""
 
 
-Draft = TextDraft | ChatDraft | TokensDraft
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDraft:
+    """A text as an encoder reads it, between the tokenizer's own special tokens."""
+
+    text: str
+    label: int | None
+    """Its class, counted from 0; None: it has none, and its tokens may be masked."""
+    remarks: tuple[Remark, ...] = ()
+    """What of its row is not used."""
+
+
+Draft = TextDraft | ChatDraft | TokensDraft | RowDraft

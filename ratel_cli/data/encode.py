@@ -20,7 +20,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.chat_pool import ChatPool, Rendering
-from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.prompt_tokens import PromptTokens
 from ratel_cli.data.remarks import Remark
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
@@ -85,7 +85,8 @@ class SampleEncoder(Closing):
         self._sequence_len = sequence_len
         self.train_on_inputs = train_on_inputs
         self._notice = notice
-        self._prefix = [] if isinstance(tokenizer, NoTokenizer) else opening_tokens(tokenizer)
+        around = ([], []) if isinstance(tokenizer, NoTokenizer) else tokens_around(tokenizer)
+        self._prefix, self._suffix = around
         self._vocabulary = len(tokenizer)
         self._pool: ChatPool | None = None
         self._prompts: PromptTokens | None = None
@@ -122,12 +123,15 @@ class SampleEncoder(Closing):
         """What `encode` gives for the drafts."""
         texts = [draft for draft in begun.drafts if isinstance(draft, TextDraft)]
         text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(begun)
+        row_answers = self._encode_rows([draft for draft in begun.drafts if isinstance(draft, RowDraft)])
         answers: list[Encoded | Unusable] = []
         for draft in begun.drafts:
             if isinstance(draft, TextDraft):
                 answer = next(text_answers)
             elif isinstance(draft, ChatDraft):
                 answer = next(chat_answers)
+            elif isinstance(draft, RowDraft):
+                answer = next(row_answers)
             else:
                 answer = self._encode_tokens(draft)
             if isinstance(answer, Encoded) and draft.remarks:
@@ -154,6 +158,33 @@ class SampleEncoder(Closing):
             if draft.prompt and self.train_on_inputs is not True:
                 labels[: len(head)] = IGNORED_TARGET
             yield self._split(input_ids, labels) if draft.splittable else self._truncate(input_ids, labels)
+
+    def _encode_rows(self, drafts: Sequence[RowDraft]) -> Iterator[Encoded | Unusable]:
+        """Between the tokenizer's special tokens: texts with a class truncated, others in as many samples as it takes.
+
+        Labels are the tokens that may be masked; of a text with a class, that class at the first token.
+        """
+        room = self._sequence_len - len(self._prefix) - len(self._suffix)
+        for draft, ids in zip(drafts, self._tokenise([draft.text for draft in drafts]), strict=True):
+            if not ids or room < 1:
+                yield Unusable("the text has no tokens" if room > 0 else "sequence_len has no room for a token")
+            elif draft.label is None:
+                parts = (ids[start : start + room] for start in range(0, len(ids), room))
+                yield Encoded(samples=tuple(self._row(part, None) for part in parts))
+            else:
+                excess_tokens = max(0, len(ids) - room)
+                is_dropped = excess_tokens and not self._truncates
+                samples = () if is_dropped else (self._row(ids[:room], draft.label),)
+                yield Encoded(samples=samples, excess_tokens=excess_tokens)
+
+    def _row(self, ids: list[int], label: int | None) -> Sample:
+        input_ids = np.array([*self._prefix, *ids, *self._suffix], dtype=np.int32)
+        labels = np.full_like(input_ids, IGNORED_TARGET)
+        if label is None:
+            labels[len(self._prefix) : len(self._prefix) + len(ids)] = ids
+        else:
+            labels[0] = label
+        return Sample(input_ids=input_ids, labels=labels)
 
     def _encode_chats(self, begun: Begun) -> Iterator[Encoded | Unusable]:
         rendered = [] if begun.rendering is None else begun.rendering.answers()
@@ -384,6 +415,11 @@ def _tokens_of(char_spans: npt.NDArray[np.int64], span: tuple[int, int]) -> tupl
 
 def opening_tokens(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer itself puts before a text: a BOS token, or none."""
+    return tokens_around(tokenizer)[0]
+
+
+def tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer itself puts before a text, and behind it."""
 
     def ids(*, special: bool) -> list[int]:
         batch = tokenised(tokenizer, ["a"], special=special, offsets=False)
@@ -391,4 +427,4 @@ def opening_tokens(tokenizer: Tokenizer) -> list[int]:
 
     plain, full = ids(special=False), ids(special=True)
     at = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
-    return full[:at]
+    return full[:at], full[at + len(plain) :]

@@ -19,7 +19,7 @@ from ratel_cli.data.conversations import (
     question_and_answer,
     text_in,
 )
-from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.media import has_mark, has_media_parts, media_column, without_marks
 from ratel_cli.data.rows import DatasetSource, Media
@@ -29,8 +29,11 @@ from ratel_cli.sizes import IGNORED_TARGET
 
 Kind = Literal[
     "completion", "prompt_completion", "alpaca", "messages", "chat_completion", "instruction", "question_answer",
-    "tokens",
+    "tokens", "mlm", "classification",
 ]  # fmt: skip
+_PLAIN = ("completion", "mlm", "classification")
+"""Kinds that read texts, whatever other columns a row has."""
+_SHOWN_CLASSES = 6
 _CONVERSATIONS = ("messages", "chat_completion", "instruction", "question_answer")
 
 _TEXT_ALONE = "Ratel trains on text: `media: ignore` in the dataset leaves them out"
@@ -59,10 +62,12 @@ class RowFormat:
     """For conversations."""
     media: Media = "reject"
     """What becomes of rows with images, video or sound."""
+    labels: tuple[str, ...] = ()
+    """The names of the classes, for `classification`."""
 
     def draft(self, record: dict[str, object]) -> Draft:
         """Turn one row into a draft. Raises Unusable."""
-        column = None if self.kind == "completion" else media_column(record)
+        column = None if self.kind in _PLAIN else media_column(record)
         if column is not None and self.media == "reject":
             raise Unusable(f"the row has an image, video or sound ({printable(column)}); {_TEXT_ALONE}")
         draft = self._read(record)
@@ -72,7 +77,7 @@ class RowFormat:
         if self.turns.system_prompt is not None:  # it takes the place of all others
             read |= {"system", "system_prompt"}
         remarks = (*draft.remarks, *unread_columns(self.kind, read, record))
-        is_marked = self.kind != "completion" and any(map(has_mark, _asked(draft)))
+        is_marked = self.kind not in _PLAIN and any(map(has_mark, _asked(draft)))
         if is_marked and self.media == "reject":
             raise Unusable(f"a text has the mark of an image, video or sound, such as <image>; {_TEXT_ALONE}")
         if is_marked or column is not None or (self.media == "ignore" and has_media_parts(record)):
@@ -99,6 +104,8 @@ class RowFormat:
                 return question_and_answer(record, (self.columns[0], self.columns[1]), self.turns)
             case "tokens":
                 return _tokens(record)
+            case "mlm" | "classification":
+                return _row_draft(record, self.columns, self.labels)
 
     def describe(self, *, train_on_inputs: TrainOnInputs = False) -> str:
         """What is read from which columns, and what has loss. For a notice."""
@@ -106,6 +113,12 @@ class RowFormat:
         first, last = columns[0], columns[-1]
         unread = "; what is set about turns is for conversations, and changes nothing here"
         end = unread if self.turns.chooses_turns and self.kind not in _CONVERSATIONS else ""
+        if self.kind == "mlm":
+            return f"type mlm: texts in the column {first}, loss on tokens that are masked{end}"
+        if self.kind == "classification":
+            classes = ", ".join(map(printable, self.labels[:_SHOWN_CLASSES]))
+            more = ", ..." if len(self.labels) > _SHOWN_CLASSES else ""
+            return f"type classification: texts in {first}, classes in {last} ({classes}{more}){end}"
         if self.kind == "tokens":
             return f"type tokens: token ids from input_ids, and labels if there are any{end}"
         what, loss = {
@@ -141,7 +154,7 @@ def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_
             f"{printable(source.path)}: no type of dataset has the columns {names}",
             hint="set the type and the names of its columns, for example type: completion and field: NAME",
         )
-    column = None if found.kind == "completion" else media_column(record)
+    column = None if found.kind in _PLAIN else media_column(record)
     if column is not None and source.media == "reject":
         raise BadInput(
             f"{printable(source.path)}: its rows have images, video or sound (column {printable(column)}); "
@@ -154,7 +167,7 @@ def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_
             hint="set chat_template, or use a base model whose tokenizer has one, or set type: alpaca or type: "
             "completion",
         )
-    return replace(found, turns=_turn_options(source), media=source.media)
+    return replace(found, turns=_turn_options(source), media=source.media, labels=source.labels or ())
 
 
 def _reads_answers(source: DatasetSource, found: RowFormat, record: dict[str, object]) -> bool:
@@ -189,6 +202,10 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
     match source.type:
         case "tokens":
             return _TOKENS
+        case "mlm":
+            return RowFormat(kind="mlm", columns=(source.field,))
+        case "classification":
+            return RowFormat(kind="classification", columns=(source.field, source.field_label))
         case "chat_template":
             history = (source.field_history,) if source.field_history is not None else ()
             turns = RowFormat(kind="instruction", columns=(*columns, *history))
@@ -266,6 +283,30 @@ def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | N
     if {*_PAIR_COLUMNS} <= names:
         return RowFormat(kind="prompt_completion", columns=_PAIR_COLUMNS)
     return None
+
+
+def _row_draft(record: dict[str, object], columns: tuple[str, ...], labels: tuple[str, ...]) -> RowDraft:
+    """Of the columns of a text and, if there is a second one, of its class. Raises Unusable."""
+    text = text_in(record, columns[0])
+    if not text.strip():
+        raise Unusable("the text to train on is empty")
+    return RowDraft(text=text, label=None if len(columns) == 1 else _class_of(record, columns[1], labels))
+
+
+def _class_of(record: dict[str, object], column: str, labels: tuple[str, ...]) -> int:
+    """The number of a row's class. Without `labels` every whole number and every text may be one. Raises Unusable."""
+    value = record.get(column)
+    if isinstance(value, str) and value in labels:
+        return labels.index(value)
+    if isinstance(value, str) and value.strip().isdigit():  # from a CSV file
+        value = int(value)
+    if not labels and isinstance(value, str | int) and not isinstance(value, bool):
+        return 0
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(labels):
+        return value
+    if value is None:
+        raise Unusable(f"{column!r} is missing")
+    raise Unusable(f"{column!r} is {printable(str(value))}; it must be one of the classes, or 0 to {len(labels) - 1}")
 
 
 def _asked(draft: Draft) -> list[str]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ratel_cli.data.encode import Sample
-from ratel_cli.sizes import IGNORED_TARGET
+from ratel_cli.sizes import IGNORED_TARGET, Task
 from ratel_cli.units import align_up
 
 Integers = npt.NDArray[np.int64]
@@ -32,9 +32,10 @@ class MicroBatch:
     input_ids: torch.Tensor
     """int64 `[batch, tokens]`."""
     targets: torch.Tensor
-    """int64 `[batch, tokens]`: `targets[b, t]` is the token that position t must predict, so targets are shifted.
+    """int64 `[batch, tokens]`: `targets[b, t]` is the token that position t must predict: for causal models the next
+    one, so that targets are shifted. Of a classifier `targets[b, 0]` is the class of row b.
 
-    -100 where there is no loss, as at the last token of every sample.
+    -100 where there is no loss, as at the last token of every sample of a causal model.
     """
     position_ids: torch.Tensor
     """int64 `[batch, tokens]`. Positions start at 0 in every packed sample.
@@ -42,6 +43,8 @@ class MicroBatch:
     They also start at 0 in the padding after the last sample, so that a model that separates samples by their positions
     separates the padding too.
     """
+    mask: torch.Tensor | None = None
+    """int64 `[batch, tokens]`, 0 for padding; None where no token sees padding."""
     sample_ids: tuple[int, ...]
     """The numbers of the samples, one sequence after another."""
     num_targets: int
@@ -68,6 +71,7 @@ class MicroBatch:
             input_ids=self.input_ids.to(device),
             targets=self.targets.to(device),
             position_ids=self.position_ids.to(device),
+            mask=None if self.mask is None else self.mask.to(device),
         )
 
 
@@ -155,18 +159,20 @@ def assemble(
     packed_tokens: int | None,
     padding_id: int,
     multiple: int = 1,
+    task: Task = "causal_lm",
 ) -> MicroBatch:
     """Make a micro-batch of sequences, given as sample numbers. `samples` are their samples, in order.
 
     `packed_tokens` is the width of packed sequences, which is always the same, so that every step moves the same bytes.
     None pads to the longest sequence, and on to a multiple of `multiple`; then positions continue in the padding, which
-    causal attention never reaches.
+    causal attention never reaches. For another `task` there is a mask, and the targets are the labels as they are.
     """
     lengths = [len(sample.input_ids) for sample in samples]
     width = align_up(max(lengths), multiple) if packed_tokens is None else packed_tokens
     input_ids = np.full((len(sequences), width), padding_id, dtype=np.int64)
     targets = np.full((len(sequences), width), IGNORED_TARGET, dtype=np.int64)
     position_ids = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
+    mask = np.zeros_like(input_ids)
     remaining = iter(samples)
     for index, sequence in enumerate(sequences):
         at = 0
@@ -174,7 +180,11 @@ def assemble(
             sample = next(remaining)
             end = at + len(sample.input_ids)
             input_ids[index, at:end] = sample.input_ids
-            targets[index, at : end - 1] = sample.labels[1:]
+            if task == "causal_lm":
+                targets[index, at : end - 1] = sample.labels[1:]
+            else:
+                targets[index, at:end] = sample.labels
+                mask[index, at:end] = 1
             if packed_tokens is not None:
                 position_ids[index, at:] = np.arange(width - at)
             at = end
@@ -184,6 +194,7 @@ def assemble(
         input_ids=torch.from_numpy(input_ids),
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(position_ids),
+        mask=None if task == "causal_lm" else torch.from_numpy(mask),
         sample_ids=tuple(int(sample_id) for sequence in sequences for sample_id in sequence),
         num_targets=int((targets != IGNORED_TARGET).sum()),
         num_tokens=sum(lengths),

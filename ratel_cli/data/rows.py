@@ -26,7 +26,7 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
 from ratel_cli.input_files import SUFFIXES, CountedFile, uncompressed_name
 from ratel_cli.progress import OpenBar, no_bar, no_progress
 
-DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens"]
+DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification"]
 TextUnit = Literal["line", "file"]
 Media = Literal["reject", "ignore"]
 RowStream = Generator[Row | Reject, None, None]
@@ -75,6 +75,8 @@ class DatasetSource:
     field_prompt: str = "prompt"
     field_completion: str = "completion"
     media: Media = "reject"
+    field_label: str = "label"
+    labels: tuple[str, ...] | None = None
 
     def described(self) -> dict[str, object]:
         """What decides the tokens of its samples, for a hash: keys that came later count only if they are set."""

@@ -14,8 +14,9 @@ from ratel_cli.sizes import IGNORED_TARGET
 _GROUP_SAMPLES = 1024
 
 
-def statistics_of(cache: TokenCache, names: list[str]) -> list[SetStatistics]:
-    """Count the samples of each dataset of a cache; `names` are those of the datasets. Raises EnvironmentFailure.
+def statistics_of(cache: TokenCache, names: list[str], *, first_label: int = 1) -> list[SetStatistics]:
+    """Count the samples of each dataset of a cache; `names` are those of the datasets. `first_label`: labels before it
+    have no loss, since nothing predicts the first token of a causal model. Raises EnvironmentFailure.
 
     A cache of the first version does not know which samples belong to which dataset: its datasets are counted as one.
     """
@@ -36,7 +37,7 @@ def statistics_of(cache: TokenCache, names: list[str]) -> list[SetStatistics]:
                 num_dropped=counts.num_dropped,
                 num_samples=counts.num_samples,
                 num_tokens=int(lengths.sum()),
-                num_loss_tokens=_num_loss_tokens(cache, start - counts.num_samples, start),
+                num_loss_tokens=_num_loss_tokens(cache, start - counts.num_samples, start, first_label),
                 lengths=(shortest, median, long, longest),
             )
         )
@@ -68,10 +69,10 @@ def _sources(cache: TokenCache, names: list[str]) -> tuple[list[str], list[Sourc
     return [", ".join(names)], [whole]
 
 
-def _num_loss_tokens(cache: TokenCache, first: int, end: int) -> int:
-    """The targets of these samples: their labels but for the first, which nothing predicts."""
+def _num_loss_tokens(cache: TokenCache, first: int, end: int, first_label: int) -> int:
+    """The targets of these samples."""
     total = 0
     for start in range(first, end, _GROUP_SAMPLES):
         for sample in cache.read(np.arange(start, min(start + _GROUP_SAMPLES, end))):
-            total += int((sample.labels[1:] != IGNORED_TARGET).sum())
+            total += int((sample.labels[first_label:] != IGNORED_TARGET).sum())
     return total

@@ -35,7 +35,11 @@ class ShownSample:
     """Its text in parts, each with whether it has loss."""
     input_ids: tuple[int, ...]
     has_loss: tuple[bool, ...]
-    """Of each token."""
+    """Of each token; where tokens are masked, whether it may be."""
+    label: str | None = None
+    """Its class; None: it has none."""
+    may_be_masked: bool = False
+    """Whether loss is on tokens that are masked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

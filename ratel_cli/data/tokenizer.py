@@ -32,6 +32,7 @@ class Tokenizer(Protocol):
     is_fast: bool
     eos_token_id: int | None
     pad_token_id: int | None
+    mask_token_id: int | None
     special_tokens_map: Mapping[str, object]
     chat_template: object
 
@@ -65,6 +66,7 @@ class NoTokenizer:
         self.is_fast = False
         self.eos_token_id: int | None = None
         self.pad_token_id: int | None = None
+        self.mask_token_id: int | None = None
         self.special_tokens_map: Mapping[str, object] = {}
         self.chat_template: object = None
 

@@ -19,7 +19,7 @@ import torch
 
 from ratel_cli.engine.block_reader import BlockReader
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import loss_only
+from ratel_cli.engine.loss import EvaluatedSums, loss_only
 from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.carried import Carried, Embedded
@@ -32,8 +32,8 @@ class BatchLoss(Generic[AnyBatch]):
     """The loss of one micro-batch."""
 
     batch: AnyBatch
-    total: float
-    """The sum of the losses over its targets."""
+    sums: EvaluatedSums
+    """What its targets add up to."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,8 +122,8 @@ class BlockwiseForward(Generic[AnyBatch]):
         losses = []
         with self._reader.bound(self._program.spec.head):
             for batch, item in zip(batches, passing, strict=True):
-                total = loss_only(self._program.finish(item.hidden, batch), chunk_tokens=chunk_tokens)
-                losses.append(BatchLoss(batch=batch, total=total))
+                sums = loss_only(self._program.finish(item.hidden, batch), chunk_tokens=chunk_tokens)
+                losses.append(BatchLoss(batch=batch, sums=sums))
         progress(len(batches))
         return losses
 

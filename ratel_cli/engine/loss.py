@@ -29,6 +29,22 @@ class MeanLoss(NamedTuple):
         return mean if self.loss_scale == 1.0 else mean * self.loss_scale
 
 
+class EvaluatedSums(NamedTuple):
+    """What the targets of some micro-batches add up to, without gradients."""
+
+    loss: float
+    num_right: int | None
+    """Targets that have the largest output; None if they are not counted."""
+
+    def and_of(self, other: EvaluatedSums) -> EvaluatedSums:
+        """Those of both."""
+        both = None if self.num_right is None or other.num_right is None else self.num_right + other.num_right
+        return EvaluatedSums(self.loss + other.loss, both)
+
+
+NOTHING_EVALUATED = EvaluatedSums(0.0, 0)
+
+
 class ChunkSums:
     """Gradients of one micro-batch, added up over its chunks: in fp32 once there are two, and rounded at the end."""
 
@@ -82,9 +98,13 @@ def loss_and_gradients(
     return total, first
 
 
-def loss_only(finished: Finished, *, chunk_tokens: int) -> float:
-    """Sum of the losses of one micro-batch, without gradients."""
-    return sum(float(finished.loss_sum(part, start)) for start, part in _chunks(_flat(finished.hidden), chunk_tokens))
+def loss_only(finished: Finished, *, chunk_tokens: int) -> EvaluatedSums:
+    """What the targets of one micro-batch add up to, without gradients."""
+    sums = NOTHING_EVALUATED
+    for start, part in _chunks(_flat(finished.hidden), chunk_tokens):
+        loss = float(finished.loss_sum(part, start))
+        sums = sums.and_of(EvaluatedSums(loss, finished.num_right(part, start)))
+    return sums
 
 
 def _through_chunks(

@@ -56,6 +56,9 @@ class Finished(Protocol):
         """The sum of the losses of some tokens, an fp32 scalar. `hidden` `[1, tokens, hidden]`: theirs, which begin at
         token `first` of all rows one after another."""
 
+    def num_right(self, hidden: torch.Tensor, first: int) -> int | None:
+        """How many of these tokens have their target as the largest output; None: that is not counted."""
+
 
 class BoundModel(Protocol):
     """A model whose weights are bound one segment at a time, whatever runs it."""

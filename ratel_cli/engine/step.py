@@ -35,7 +35,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.activations import ActivationOffloader, Unit
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import ChunkSums, loss_and_gradients, loss_only
+from ratel_cli.engine.loss import NOTHING_EVALUATED, ChunkSums, EvaluatedSums, loss_and_gradients, loss_only
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
@@ -171,8 +171,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._updates.settle()
         self._trim()  # the gradients' buffers: whatever comes next is no backward
 
-    def evaluate(self, batches: Sequence[AnyBatch]) -> float:
-        """Sum of the losses over the targets of `batches`, with dropout off. No step may be unsettled."""
+    def evaluate(self, batches: Sequence[AnyBatch]) -> EvaluatedSums:
+        """What the targets of `batches` add up to, with dropout off. No step may be unsettled."""
         assert not self._updates.is_unsettled
         was_training = self._program.train(False)
         try:
@@ -469,7 +469,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         weights.close()
         self._updates.wait_pending()
 
-    def _evaluate(self, batches: Sequence[AnyBatch], rows: EmbeddingRows | None) -> float:
+    def _evaluate(self, batches: Sequence[AnyBatch], rows: EmbeddingRows | None) -> EvaluatedSums:
         embedding, *layers, head = self._program.spec.segments
         self._reader.expect(forward_uses(self._program.spec.segments), rows=rows)
         with self._reader.open(embedding), self._computing(embedding, "forward"):
@@ -481,10 +481,10 @@ class StepEngine(Closing, Generic[AnyBatch]):
                 for number, item in enumerate(carried):
                     run = partial(self._program.run, index, hidden[number])
                     hidden[number] = item.forward(index, run)
-        total = 0.0
+        total = NOTHING_EVALUATED
         with self._reader.open(head), self._computing(head, "forward"):
             for last, batch in zip(hidden, batches, strict=True):
-                total += loss_only(self._program.finish(last, batch), chunk_tokens=self._chunk_tokens)
+                total = total.and_of(loss_only(self._program.finish(last, batch), chunk_tokens=self._chunk_tokens))
         return total
 
     def _rows_of(self, tokens: Sequence[torch.Tensor]) -> EmbeddingRows | None:

@@ -174,7 +174,7 @@ class Model(Closing):
             for batch_of_step in batches:  # one at a time takes no more than a step does
                 engine = self._engine_for([batch_of_step])
                 self._settle()
-                total += engine.evaluate([batch_of_step])
+                total += engine.evaluate([batch_of_step]).loss
         return total / num_targets
 
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:

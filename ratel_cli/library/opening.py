@@ -30,7 +30,7 @@ from ratel_cli.run.inputs.base_model import Base, model_hash, open_weights, read
 from ratel_cli.run.inputs.settings import settings_hash
 from ratel_cli.run.train.planner import estimated_profile
 from ratel_cli.run.train.profile_machine import measure_for_run
-from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName, Task
 from ratel_cli.store.store import Store, StoreIdentity
 
 
@@ -38,6 +38,7 @@ def open_model(
     model: str | Path,
     *,
     storage: Sequence[str | Path],
+    task: Task = "causal_lm",
     dtype: DtypeName = "bfloat16",
     limits: Limits | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -50,9 +51,11 @@ def open_model(
     seed: int = 42,
     verbose: bool = False,
 ) -> Model:
-    """Open a causal language model for training steps of one's own. Use it as a context manager.
+    """Open a language model for training steps of one's own. Use it as a context manager.
 
-    `model`: a directory with config.json and safetensors files, or a Hugging Face hub id. `storage`: directories for
+    `model`: a directory with config.json and safetensors files, or a Hugging Face hub id. `task`: what it predicts, the
+    next token of each (`causal_lm`), the tokens that are masked (`masked_lm`), or the class of a row (`classification`;
+    the model must be a classifier). `storage`: directories for
     the training state, one on each drive: two generations of 12 bytes per parameter (14 in fp16). If they have the
     state that an earlier loop left there, with the same model and settings, training resumes after its last step.
     `betas`, `eps` and `weight_decay` are AdamW's, as in torch; norms and biases do not decay. `max_grad_norm` clips the
@@ -85,7 +88,7 @@ def open_model(
     return_large_buffers()
     log = RunLog() if verbose else WarningLog()
     with ExitStack() as opening:
-        base = read_base(config, log)
+        base = read_base(config, log, task)
         source, layout = open_weights(config, base, opening)
         _ = base.model.row_multiple  # found by a trial on the CPU, before anything is on another device
         torch_device = compute_device(config.device)

@@ -2,10 +2,10 @@
 
 Opening checks every file, name, shape and dtype against the skeleton and the spec, so that a read can fail only on an
 I/O error. Invariant: `read` returns, bit for bit, what the files hold for a parameter, under the name and in the layout
-that transformers gives it. That is the parameter of `AutoModelForCausalLM.from_pretrained(..., dtype=float32)`, but for
-models whose own code writes into weights after they were loaded: the embedding's row of the padding token, which some
-set to zero. Memory: the requested elements; for a parameter that
-transformers computes from several tensors, those tensors and the result, until another parameter is read.
+that transformers gives it. That is the parameter of `from_pretrained(..., dtype=float32)`, but for models whose own
+code writes into weights after they were loaded: the embedding's row of the padding token, which some set to zero.
+Memory: the requested elements; for a parameter that transformers computes from several tensors, those tensors and the
+result, until another parameter is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import WeightFiles, find_weight_files
-from ratel_cli.model.export_layout import ExportLayout, Origins, layout_of_files, own_names
+from ratel_cli.model.export_layout import ExportLayout, Origins, layout_of_files, layout_of_model, own_names
+from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.kind import declared_class
 from ratel_cli.model.renaming import CONVERSION_ERRORS, Conversion, Renaming, plan_renaming, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorEntry
@@ -46,11 +47,20 @@ _CONSTANT = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")
 class CheckpointSource(Closing):
     """An open checkpoint, whose tensors fit the model."""
 
-    def __init__(self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec) -> None:
-        """Open and check all files of weights. Raises BadInput if they do not fit the model."""
+    def __init__(
+        self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec, *, new_head: RandomSource | None = None
+    ) -> None:
+        """Open and check all files of weights. Raises BadInput if they do not fit the model.
+
+        `new_head`: draws what is behind the layers, if the files have another head or none; then other heads are left
+        out.
+        """
         self._directory = directory
         self._skeleton = skeleton
         of_spec = own_names(skeleton, spec)
+        self._new_head = new_head
+        self.drawn: tuple[str, ...] = ()
+        """Parameters that the files do not have, and that are drawn."""
         self._read_targets = {*of_spec, *persistent_buffers(skeleton)}
         """Names in the skeleton of what is read: what a block has, by all its names, and buffers."""
         self._resources = ExitStack()
@@ -92,6 +102,9 @@ class CheckpointSource(Closing):
 
         Raises IntegrityFailure on an I/O error, BadInput if a file has become shorter.
         """
+        if name in self.drawn:
+            assert self._new_head is not None
+            return self._new_head.read(name, start, stop)
         return self._read(self._sources[name], start, stop).to(torch.float32)
 
     def read_whole_into(self, name: str, out: torch.Tensor) -> None:
@@ -109,7 +122,10 @@ class CheckpointSource(Closing):
             out[start:stop] = self._read(target, start, stop)
 
     def layout(self, dtype: DtypeName) -> ExportLayout:
-        """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source."""
+        """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source.
+        With a drawn head: what the model saves."""
+        if self.drawn:
+            return layout_of_model(self._skeleton, self._spec, dtype)
         return layout_of_files(self._shards, self._origins, self._spec.exported_dtypes(dtype))
 
     def read_names(self) -> list[str]:
@@ -123,6 +139,8 @@ class CheckpointSource(Closing):
         They are of other parts of the model, such as a vision tower, or of what transformers does not load. Constants
         that the model computes itself are left out.
         """
+        if self.drawn:
+            return []
         read = set(self.read_names())
         entries = (reader.tensors[name] for name, reader in self._readers.items())
         return [entry for entry in entries if entry.name not in read and not is_constant(entry)]
@@ -181,7 +199,7 @@ class CheckpointSource(Closing):
         findings = _Findings(missing_keys=set(), unexpected_keys=set(names))
         self._skeleton._adjust_missing_and_unexpected_keys(cast(LoadStateDictInfo, findings))
         unexpected = sorted(names[target] for target in findings.unexpected_keys)
-        if unexpected:
+        if unexpected and self._new_head is None:
             model_class = type(self._skeleton).__name__
             raise BadInput(
                 f"{self._where(unexpected[0])} does not belong to {model_class}{_and_more(unexpected)}",
@@ -251,7 +269,10 @@ class CheckpointSource(Closing):
             sources[parameter.name] = present[0]
             for twin in present[1:]:
                 self._check_equal(present[0], twin, parameter.num_elements)
-        if missing:
+        of_head = {each.name for block in spec.head.blocks for each in block.parameters}
+        if self._new_head is not None and of_head.issuperset(missing):
+            self.drawn = tuple(missing)
+        elif missing:
             raise BadInput(
                 f"{self._directory}: tensor {missing[0]} is missing{_and_more(missing)}",
                 self._other_class()

@@ -1,4 +1,5 @@
-"""A Hugging Face decoder as a program: weights are bound to one segment at a time, and the model's own code runs.
+"""A Hugging Face model with one stack of layers as a program: weights are bound to one segment at a time, and the
+model's own code runs. It is a decoder, an encoder that learns masked tokens, or a classifier of rows.
 
 1. `bind` gives a block its weights. When all blocks of a segment have theirs, it can run. The embedding can be given
    some rows of its matrix alone.
@@ -29,6 +30,7 @@ from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.trials import Trial
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.sizes import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,32 @@ class FinishedTokens:
         `[1, tokens, hidden_size]`; an fp32 scalar."""
         return self.loss(self.outputs(hidden), self.targets.reshape(-1)[first : first + hidden.shape[1]])
 
+    def num_right(self, hidden: torch.Tensor, first: int) -> None:  # noqa: ARG002
+        """Not counted."""
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRows:
+    """Logits of one micro-batch's rows, for the loss."""
+
+    hidden: torch.Tensor
+    """`[1, batch, classes]`."""
+    targets: torch.Tensor
+    """The class of each row, `[batch]`."""
+
+    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of some rows, `[rows, classes]`."""
+        return hidden[0]
+
+    def loss_sum(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
+        """The sum of the losses of the rows from `first` on, whose logits are `[1, rows, classes]`; an fp32 scalar."""
+        return loss_sum(hidden, self.targets[first : first + hidden.shape[1]])
+
+    def num_right(self, hidden: torch.Tensor, first: int) -> int:
+        """Rows from `first` on whose class has the largest logit."""
+        return int((hidden[0].argmax(dim=-1) == self.targets[first : first + hidden.shape[1]]).sum())
+
 
 class DecoderModel:
     """A skeleton whose blocks are known. Bind those of one segment at a time."""
@@ -67,6 +95,7 @@ class DecoderModel:
         layer_runner: LayerRunner,
         spec: ModelSpec,
         traits: LayerTraits,
+        task: Task,
         masks_separate: bool,
         parameters: Sequence[tuple[PlacedParameter, ...]],
         has_other_parts: bool,
@@ -79,6 +108,7 @@ class DecoderModel:
         """Whether the skeleton has parameters that text does not use, such as a vision tower's. They are not trained,
         and no block has them."""
         self.traits = traits
+        self.task = task
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
         """All parameters, in the order of torch's `named_parameters`."""
         self._parameters = tuple(parameters)
@@ -88,6 +118,11 @@ class DecoderModel:
         self._masks_separate = masks_separate
         self._lookup = lookup
         self._device = torch.device("cpu")
+
+    @property
+    def num_outputs(self) -> int:
+        """Classes of a classifier, tokens of other models."""
+        return len(self.skeleton.config.id2label or ()) if self.task == "classification" else self.spec.vocab_size
 
     @cached_property
     def packs(self) -> bool:
@@ -153,7 +188,17 @@ class DecoderModel:
         first = num_tokens // 2
         positions = torch.cat([torch.arange(first), torch.arange(num_tokens - first)]).unsqueeze(0)
         tokens = torch.zeros_like(positions)
-        return replace(MicroBatch.of_tokens(tokens, positions), targets=tokens, num_targets=num_tokens)
+        if self.task == "causal_lm":
+            return replace(MicroBatch.of_tokens(tokens, positions), targets=tokens, num_targets=num_tokens)
+        mask = torch.ones_like(tokens)
+        mask[:, max(1, num_tokens - 1) :] = 0  # without padding there are no masks
+        classifies = self.task == "classification"
+        return replace(
+            MicroBatch.of_tokens(tokens, positions),
+            targets=tokens,
+            mask=mask,
+            num_targets=1 if classifies else num_tokens,
+        )
 
     def looked_up(self, batch: MicroBatch) -> torch.Tensor:
         """The tokens `[batch, tokens]` that the embedding looks up."""
@@ -161,15 +206,18 @@ class DecoderModel:
 
     def begin(self, batch: MicroBatch) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput."""
-        return self.layer_runner.embed(batch.input_ids, batch.position_ids)
+        return self.layer_runner.embed(batch.input_ids, batch.position_ids, batch.mask)
 
     def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         """The output of a decoder layer, counted from 0, and what it returns besides for later layers."""
         return self.layer_runner.run_layer(index, hidden, call)
 
-    def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens:
-        """The last layer's output `[batch, tokens, hidden_size]` behind the final norm. Raises BadInput."""
-        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids)
+    def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens | FinishedRows:
+        """The last layer's output `[batch, tokens, hidden_size]` behind the final norm, or the logits of rows. Raises
+        BadInput."""
+        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids, batch.mask)
+        if self.layer_runner.gives_logits:
+            return FinishedRows(last_hidden_state(finished).unsqueeze(0), batch.targets[:, 0])
         return FinishedTokens(self.layer_runner, finished, batch.targets, self.loss)
 
     def module(self, index: int) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.renaming import Conversion, Reversal, plan_renaming, reverse, saved_names, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.skeleton import DTYPES, class_settings
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 
@@ -86,6 +86,8 @@ class ExportLayout:
     shards: tuple[Shard, ...]
     architecture: str
     """The class in transformers that loads them; config.json names it."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """What config.json says besides, in place of the base model's: the names of classes."""
 
     @property
     def file_names(self) -> list[str]:
@@ -201,7 +203,8 @@ def layout_of_files(
                 base = BaseContent(reader=reader)
                 placed.append(LaidOutTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, content=base))
         shards.append(Shard(file_name=file_name, tensors=tuple(placed)))
-    return ExportLayout(shards=tuple(shards), architecture=type(origins.model).__name__)
+    settings = class_settings(origins.model.config)
+    return ExportLayout(shards=tuple(shards), architecture=type(origins.model).__name__, settings=settings)
 
 
 def layout_of_model(
@@ -227,7 +230,11 @@ def layout_of_model(
             for name, each in held.items()
         ),
     ]
-    return ExportLayout(shards=split_into_shards(placed, max_shard_bytes), architecture=spec.architecture)
+    return ExportLayout(
+        shards=split_into_shards(placed, max_shard_bytes),
+        architecture=spec.architecture,
+        settings=class_settings(model.config),
+    )
 
 
 def layout_of_module(module: nn.Module, spec: ModelSpec, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> ExportLayout:

@@ -73,6 +73,7 @@ def export_model(
             base_dir=base_dir,
             spec=spec,
             architecture=layout.architecture,
+            settings=layout.settings,
             dtype=dtype,
             card=card or plain_card(spec),
             num_updates=generation.progress.updates,

@@ -1,4 +1,4 @@
-"""Finds the blocks of any Hugging Face decoder.
+"""Finds the blocks of any Hugging Face model with one stack of layers.
 
 `find_blocks` turns a skeleton into a `DecoderModel`. It finds the embedding, the list of layers, and the parameters
 before and after the layers (`probe` runs the model to learn these), and lays out the `ModelSpec`.
@@ -27,22 +27,30 @@ from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.model.trials import carried_bytes, counts_positions_from_zero
-from ratel_cli.sizes import VALUE_BYTES, DtypeName
+from ratel_cli.sizes import VALUE_BYTES, DtypeName, Task
+
+_CLASS_BYTES = 32
+"""Of a row and a class: logits in the model's dtype and in fp32, their gradients, and what the loss makes of them."""
 
 
-def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeName | None = None) -> DecoderModel:
-    """Find embedding, layers and head in `skeleton`. Raises BadInput if the model cannot be streamed.
+def find_blocks(
+    skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeName | None = None, task: Task = "causal_lm"
+) -> DecoderModel:
+    """Find embedding, layers and head in `skeleton`, made for `task`. Raises BadInput if the model cannot be streamed.
 
     `name` is the model's name in its spec. `gradient_dtype`: in which gradients leave the device; None: in the model's
     own dtype. The skeleton is changed: its parameters become unbound ones.
     """
-    embedding, head = _input_and_output(skeleton)
+    classifies = task == "classification"
+    embedding, head = _input_and_output(skeleton, has_output=not classifies)
     owner, layers = find_stack(skeleton)
-    tied = head.weight is embedding.weight
+    tied = head is not None and head.weight is embedding.weight
     outside, inside = _placed_parameters(skeleton, layers)
     for parameter in outside:
         parameter.unbind()
-    layer_runner = LayerRunner(skeleton, owner, layers)
+    layer_runner = LayerRunner(skeleton, skeleton if classifies else owner, layers)
+    if task != "causal_lm":
+        layer_runner.takes_positions = False  # samples are not packed, and the model's own code knows where they begin
     first = next(each for each in outside if each.unbound is embedding.weight)
     lookup = RowLookup(embedding)
     usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside}, first.name, lookup)
@@ -54,7 +62,8 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     before, after = _split(used, usage, first, tied=tied)
     if layer_runner.takes_positions:
         layer_runner.takes_positions = counts_positions_from_zero(layer_runner, used, vocab_size=first.shape[0])
-    reject_other_text(layer_runner, used, vocab_size=first.shape[0], has_other_parts=bool(unused))
+    if not classifies:
+        reject_other_text(layer_runner, used, vocab_size=first.shape[0], has_other_parts=bool(unused))
     found = [
         ("embedding", before),
         *((f"layer {index}", parameters) for index, parameters in enumerate(inside)),
@@ -81,6 +90,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         ),
         # Tables are there where no parameters give positions.
         batch_bytes=TOKEN_BYTES + (ROTARY_BYTES if sum(len(each.shape) > 1 for each in before) == 1 else 0),
+        loss_bytes=len(skeleton.config.id2label or ()) * _CLASS_BYTES if classifies else 0,
         looks_up_rows=usage.looks_up_rows,
         substitutes=usage.substitutes,
     )
@@ -89,6 +99,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
         layer_runner=layer_runner,
         spec=spec,
         traits=_layer_traits(skeleton.config, layers),
+        task=task,
         masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
         parameters=[each.parameters for each in cut],
         has_other_parts=bool(unused),
@@ -96,17 +107,17 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeNa
     )
 
 
-def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+def _input_and_output(skeleton: PreTrainedModel, *, has_output: bool) -> tuple[nn.Module, nn.Module | None]:
     try:
         embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         embedding, head = None, None
-    for module, role in ((embedding, "input embedding"), (head, "output head")):
+    for module, role in ((embedding, "input embedding"), *([(head, "output head")] if has_output else [])):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or (module is embedding and not weight.requires_grad):
-            raise BadInput(f"{type(skeleton).__name__} has no {role}; only causal language models can be fine-tuned")
-    assert embedding is not None and head is not None
-    return embedding, head
+            raise BadInput(f"{type(skeleton).__name__} has no {role}; only language models can be fine-tuned")
+    assert embedding is not None
+    return embedding, head if has_output else None
 
 
 def find_stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, ...]]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, initialization
 
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.sizes import Task
 
 
 class RandomSource:
@@ -22,9 +23,9 @@ class RandomSource:
     It has a skeleton of its own, because the run's skeleton may already hold placeholders.
     """
 
-    def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
+    def __init__(self, skeleton: PreTrainedModel, seed: int, task: Task = "causal_lm") -> None:
         with torch.random.fork_rng(devices=[]):
-            self._model = build_skeleton(skeleton.config, dtype="float32", attn_implementation="eager")
+            self._model = build_skeleton(skeleton.config, dtype="float32", attn_implementation="eager", task=task)
         self._seed = seed
         self._module_name: str | None = None
         self._parameters: dict[str, torch.Tensor] = {}

@@ -1,19 +1,22 @@
-"""Which kind of model a configuration describes, so that a model that is no causal language model is refused by name.
+"""Which kind of model a configuration describes, so that one that cannot be trained for a task is rejected by name.
 
 Invariant: what is known here about models comes from transformers' own tables of classes, and no family is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ratel_cli.errors import BadInput, excerpt
+from ratel_cli.sizes import Task
 
 _CAUSAL, _BARE, _MASKED = "FOR_CAUSAL_LM", "", "FOR_MASKED_LM"
+_CLASSIFIES = "FOR_SEQUENCE_CLASSIFICATION"
 _ENCODER_DECODER = "an encoder-decoder"
 _MULTIMODAL = ("a vision-language model", "a multimodal language model")
 _WORDS: Mapping[str, str] = {
@@ -21,7 +24,7 @@ _WORDS: Mapping[str, str] = {
     "FOR_MULTIMODAL_LM": _MULTIMODAL[1],
     "FOR_SEQ_TO_SEQ_CAUSAL_LM": _ENCODER_DECODER,
     _MASKED: "a masked language model, whose tokens see the tokens after them",
-    "FOR_SEQUENCE_CLASSIFICATION": "a sequence classifier",
+    _CLASSIFIES: "a sequence classifier",
     "FOR_TOKEN_CLASSIFICATION": "a token classifier",
     "FOR_SPEECH_SEQ_2_SEQ": "a speech recogniser",
     "FOR_CTC": "a speech recogniser",
@@ -32,13 +35,21 @@ _PAST_TABLES = ("FOR_PRETRAINING", "FOR_TEXT_ENCODING")
 """Tables with models of every kind."""
 
 
-def reject_other_kinds(config: PretrainedConfig) -> None:
-    """Raise BadInput unless transformers has a causal language model for `config` and its weights are such a model's.
+def reject_other_kinds(config: PretrainedConfig, task: Task = "causal_lm") -> None:
+    """Raise BadInput unless transformers has a model of `config` for the task, a causal language model say, and the
+    weights are such a model's. Classifiers are made from models of any kind.
 
     The class that made the weights is the first of `architectures`. A class that transformers does not know, and a bare
     model without a head, are left to the check of the weights.
     """
     declared = declared_class(config)
+    if task != "causal_lm":
+        table, words = (
+            (_MASKED, "masked language model") if task == "masked_lm" else (_CLASSIFIES, "sequence classifier")
+        )
+        if config.model_type not in _table(table):
+            raise BadInput(f"config.json: transformers has no {words} for the model type {config.model_type}")
+        return
     is_causal_type = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if is_causal_type and declared in _classes(_CAUSAL):
         return
@@ -62,7 +73,46 @@ def reject_other_kinds(config: PretrainedConfig) -> None:
         f"config.json: {shown} is {kind}; only causal language models can be fine-tuned",
         f"use the language model that it was made from, a {_names(_table(_CAUSAL)[config.model_type])[0]}"
         if is_decoder
-        else "use a decoder model; its config.json names a causal language model in architectures",
+        else _other_tasks(config)
+        or "use a decoder model; its config.json names a causal language model in architectures",
+    )
+
+
+def _other_tasks(config: PretrainedConfig) -> str | None:
+    """What the model can be trained for instead; None if it can for nothing."""
+    types = [
+        name
+        for name, table in (("mlm", _MASKED), ("classification", _CLASSIFIES))
+        if config.model_type in _table(table)
+    ]
+    return f"it trains on datasets of type: {' or '.join(types)}" if types and not config.is_encoder_decoder else None
+
+
+def classes_of(config: PretrainedConfig, labels: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of a classifier's classes: `labels`, else those of the model that `config` describes, which must be a
+    classifier then. Raises BadInput."""
+    if labels is not None:
+        return tuple(labels)
+    if declared_class(config) not in _classes(_CLASSIFIES):
+        raise BadInput(
+            "the classes are not known: the base model is no classifier",
+            "name them in the dataset, in order: `labels: [negative, positive]`",
+        )
+    names = cast(Mapping[int, str], config.id2label)
+    return tuple(str(names[index]) for index in range(len(names)))
+
+
+def declared_task(config: PretrainedConfig) -> Task:
+    """What the class that the configuration names is made for."""
+    declared = declared_class(config)
+    if declared in _classes(_CAUSAL):
+        return "causal_lm"
+    return (
+        "masked_lm"
+        if declared in _classes(_MASKED)
+        else "classification"
+        if declared in _classes(_CLASSIFIES)
+        else "causal_lm"
     )
 
 

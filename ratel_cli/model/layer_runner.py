@@ -1,4 +1,4 @@
-"""Runs the parts of a Hugging Face decoder one at a time, with the model's own code.
+"""Runs the parts of a Hugging Face model one at a time, with the model's own code.
 
 The owner is the module that holds the layers. Only its code knows how inputs become arguments of a layer and what
 follows the last layer. So a shim replaces every layer's `forward` on the instance, and the owner itself is called:
@@ -6,6 +6,7 @@ follows the last layer. So a shim replaces every layer's `forward` on the instan
 * `embed`:   the shims note each layer's arguments and pass the hidden states through;
 * `finish`:  the last shim returns the given output of the last layer, and the owner's own norm follows;
 * `logits`:  the owner's `forward` is replaced by its finished output, and the model's own head follows;
+* a classifier is its own owner: `finish` runs its head too, and gives the logits of rows;
 * `running_whole`: the shims give way, and each layer runs its own code when the model's code calls it.
 
 Invariants: hidden states go from layer to layer unchanged, or there is code between the layers; what else a layer gets
@@ -55,6 +56,8 @@ class LayerRunner:
         self._owner = owner
         self.layers = tuple(layers)
         self._forwards = tuple(layer.forward for layer in layers)
+        self.gives_logits = owner is model
+        """Whether the owner itself returns logits, one of each row: it is a classifier."""
         self.takes_positions = _takes_positions(owner, self.layers[0])
         """Whether the model gets position ids. If not, samples cannot be packed."""
         self.named_by_layers = frozenset(
@@ -124,7 +127,8 @@ class LayerRunner:
             self._wrap = wrap
             try:
                 finished = self._run_owner(input_ids, position_ids, injected=None)[1]
-                if last_hidden_state(finished).shape[:2] == input_ids.shape:
+                shape = last_hidden_state(finished).shape
+                if shape[:1] == input_ids.shape[:1] if self.gives_logits else shape[:2] == input_ids.shape:
                     return
             except BadInput as error:
                 rejection = rejection or error
@@ -172,12 +176,12 @@ class LayerRunner:
         finally:
             self._mark = None
 
-    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Embedded:
+    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput.
 
-        `input_ids` and `position_ids`: `[batch, tokens]`, int64.
+        `input_ids` and `position_ids`: `[batch, tokens]`, int64; so is `mask`, which is 0 for padding.
         """
-        return self._run_owner(input_ids, position_ids, injected=None)[0]
+        return self._run_owner(input_ids, position_ids, mask, injected=None)[0]
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         """The output of one decoder layer, and what it returns besides for later layers. Hidden states before and
@@ -188,20 +192,28 @@ class LayerRunner:
         assert isinstance(first, torch.Tensor)
         return first, extras[0] if extras and self._extras[index] is not None else None
 
-    def finish(self, hidden: torch.Tensor, input_ids: torch.Tensor, position_ids: torch.Tensor) -> object:
+    def finish(
+        self,
+        hidden: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> object:
         """The owner's output object, after the final norm, for the output of the last layer.
 
         `hidden`: `[batch, tokens, hidden_size]`; the others: `[batch, tokens]`. The owner also computes the embedding
         again, for nothing. Placeholders as its weights make that cheap, but the head may have bound the matrix. Raises
         BadInput.
         """
-        return self._run_owner(input_ids, position_ids, injected=hidden)[1]
+        return self._run_owner(input_ids, position_ids, mask, injected=hidden)[1]
 
     def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
         """The model's own head on `hidden` `[rows, tokens, hidden_size]`, a part of `finished`'s hidden states.
 
         Returns `[rows, tokens, vocabulary]`.
         """
+        if self.gives_logits:
+            return hidden
         output = _with_last_hidden_state(finished, hidden)
         with _instance_forward(self._owner, lambda *arguments, **keywords: output):
             placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
@@ -245,9 +257,16 @@ class LayerRunner:
         return forward
 
     def _run_owner(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, injected: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        injected: torch.Tensor | None,
     ) -> tuple[Embedded, object]:
         keywords = {"position_ids": position_ids} if self.takes_positions else {}
+        if mask is not None:
+            keywords["attention_mask"] = mask
         return self._run(lambda: self._owner(input_ids=input_ids, use_cache=False, **keywords), injected=injected)
 
     def _run(self, call: Callable[[], object], *, injected: torch.Tensor | None) -> tuple[Embedded, object]:
@@ -329,9 +348,12 @@ def _is_same(hidden: torch.Tensor, expected: torch.Tensor | None) -> bool:
 
 
 def last_hidden_state(finished: object) -> torch.Tensor:
-    """The hidden states `[batch, tokens, hidden_size]` in the owner's output, which are the head's input."""
+    """The hidden states `[batch, tokens, hidden_size]` in the owner's output, which are the head's input; of a
+    classifier the logits `[batch, classes]`."""
     assert isinstance(finished, ModelOutput | tuple)
-    hidden = finished["last_hidden_state"] if isinstance(finished, ModelOutput) else finished[0]
+    hidden = (
+        finished[0] if not isinstance(finished, ModelOutput) or "logits" in finished else finished["last_hidden_state"]
+    )
     assert isinstance(hidden, torch.Tensor)
     return hidden
 

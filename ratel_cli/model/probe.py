@@ -69,8 +69,9 @@ def probe_usage(
         layer_runner.at_layer = None
         _reject_between_layers(layer_runner, embedded, input_ids, position_ids)
     after = _used_for(logits, parameters)
+    handed = {each.untyped_storage()._cdata for call in embedded.calls for each in call.tensors}
     usage = Usage(
-        before=frozenset(watch.before),
+        before=frozenset(watch.before).union(name for storage, name in names.items() if storage in handed),
         after=after,
         looks_up_rows=looked_up is not None,
         substitutes=tuple(sorted(looked_up or ())),
@@ -98,7 +99,8 @@ def _reject_between_layers(
         marked = layer_runner.embed(input_ids, position_ids)
     for call, other in zip(embedded.calls, marked.calls, strict=True):
         for tensor, with_mark in zip(call.tensors, other.tensors, strict=True):
-            if _used_for(with_mark, {"mark": mark}) or not torch.equal(tensor, with_mark):
+            is_same = tensor is with_mark or torch.equal(tensor, with_mark)  # a parameter itself has no values here
+            if _used_for(with_mark, {"mark": mark}) or not is_same:
                 raise layer_runner.code_between_layers()
     if SAMPLE_TOKENS not in embedded.hidden.shape[1:3]:
         raise BadInput(

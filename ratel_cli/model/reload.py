@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -54,15 +54,15 @@ def load_export(
     *,
     dtype: torch.dtype | None,
     attention: str | None,
-    model_class: type[PreTrainedModel] | None = None,
+    model_class: type[Any] = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """The model that `from_pretrained` returns, ready for inference. `dtype` None: the dtype in config.json.
 
-    `model_class` loads it; None: transformers' class of causal language models. Raises IntegrityFailure if transformers
+    `model_class`: of transformers, loads it. Raises IntegrityFailure if transformers
     cannot load the model, or if a tensor is missing or unexpected.
     """
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
-    load = cast(Callable[..., object], (model_class or AutoModelForCausalLM).from_pretrained)
+    load = cast(Callable[..., object], model_class.from_pretrained)
     try:
         loaded = load(
             directory,

@@ -11,12 +11,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformers import GenerationConfig
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
 
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text
 from ratel_cli.model.directory import trusted_file
-from ratel_cli.model.skeleton import read_model_config
+from ratel_cli.model.skeleton import read_any_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
 from ratel_cli.sizes import DtypeName
@@ -59,6 +60,7 @@ def add_sidecars(
     base_dir: Path,
     spec: ModelSpec,
     architecture: str,
+    settings: Mapping[str, object],
     dtype: DtypeName,
     card: Card,
     num_updates: int,
@@ -66,11 +68,12 @@ def add_sidecars(
 ) -> None:
     """Put all sidecars into `staging`.
 
-    `architecture`: the class that loads the weights. `replaced`: by name, the text of files that the run has changed.
+    `architecture`: the class that loads the weights. `settings`: what config.json says besides.
+    `replaced`: by name, the text of files that the run has changed.
 
     Raises BadInput if a file of the base model cannot be used, EnvironmentFailure if one cannot be written.
     """
-    staging.write_text("config.json", _config(base_dir, architecture, dtype))
+    staging.write_text("config.json", _config(base_dir, {**settings, "architectures": [architecture], "dtype": dtype}))
     staging.write_text(CARD_NAME, card_text(card, spec, dtype=dtype, num_updates=num_updates))
     if card.picture is not None:
         staging.write_bytes(PICTURE_NAME, card.picture)
@@ -82,15 +85,21 @@ def add_sidecars(
     defaults = _generation_defaults(base_dir)
     if isinstance(defaults, Path):
         staging.copy(defaults, _GENERATION_NAME)
-    else:
+    elif _generates(architecture):
         staging.write_text(_GENERATION_NAME, defaults)
+
+
+def _generates(architecture: str) -> bool:
+    """Whether models of this class of transformers generate text."""
+    found = getattr(transformers, architecture, None)
+    return not (isinstance(found, type) and issubclass(found, PreTrainedModel)) or found.can_generate()
 
 
 def _generation_defaults(base_dir: Path) -> Path | str:
     """The file with the base model's defaults for generation; their text if it has none. Raises BadInput."""
     if (base_dir / _GENERATION_NAME).exists():
         return trusted_file(base_dir, _GENERATION_NAME)
-    return GenerationConfig.from_model_config(read_model_config(base_dir)).to_json_string()
+    return GenerationConfig.from_model_config(read_any_config(base_dir)).to_json_string()
 
 
 def _copied_names(base_dir: Path) -> list[str]:
@@ -98,8 +107,8 @@ def _copied_names(base_dir: Path) -> list[str]:
     return [str(path.relative_to(base_dir)) for path in paths]
 
 
-def _config(base_dir: Path, architecture: str, dtype: DtypeName) -> str:
-    """The base model's configuration with the new dtype and without references to code."""
+def _config(base_dir: Path, changes: Mapping[str, object]) -> str:
+    """The base model's configuration with some changes and without references to code."""
     path = trusted_file(base_dir, "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -109,6 +118,5 @@ def _config(base_dir: Path, architecture: str, dtype: DtypeName) -> str:
         raise BadInput(f"{path}: not a JSON object")
     for name in ("torch_dtype", "auto_map"):
         config.pop(name, None)
-    config["architectures"] = [architecture]
-    config["dtype"] = dtype
-    return json.dumps(config, indent=2) + "\n"
+    config.pop("num_labels" if "id2label" in changes else "", None)
+    return json.dumps({**config, **changes}, indent=2) + "\n"

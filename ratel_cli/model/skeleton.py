@@ -1,4 +1,4 @@
-"""A skeleton: a Hugging Face decoder without its weights, with parameters on the meta device and real buffers.
+"""A skeleton: a Hugging Face model without its weights, with parameters on the meta device and real buffers.
 
 Invariants: nothing here knows a model family, and weights take no memory: a 100B skeleton takes only the memory of its
 Python objects.
@@ -10,15 +10,22 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
@@ -26,10 +33,16 @@ from ratel_cli.model.flash_attention import KERNEL_PACKAGES
 from ratel_cli.model.kept_precision import keep_in_fp32
 from ratel_cli.model.kind import class_of, reject_other_kinds, text_config
 from ratel_cli.model.spec import check_depth
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import DtypeName, Task
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES_OF_DTYPES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
+_AUTO_CLASSES: dict[Task, type[Any]] = {
+    "causal_lm": AutoModelForCausalLM,
+    "masked_lm": AutoModelForMaskedLM,
+    "classification": AutoModelForSequenceClassification,
+}
+_ONE_CLASS: Literal["single_label_classification"] = "single_label_classification"
 _FACTORIES: frozenset[Callable[..., object]] = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
 )
@@ -46,11 +59,22 @@ _SCALES = ("initializer_range", "initializer_factor", "init_std", "init_method_s
 """Endings of keys whose values scale what the initialisers of transformers draw."""
 
 
-def read_model_config(directory: Path) -> PretrainedConfig:
-    """The configuration of a causal language model.
+def read_model_config(directory: Path, task: Task = "causal_lm") -> PretrainedConfig:
+    """The configuration of a model that can be trained for a task.
 
     Raises BadInput if transformers cannot read it without running remote code, or if it is a model of another kind.
     """
+    config = read_any_config(directory)
+    reject_other_kinds(config, task)
+    num_layers = getattr(text_config(config), "num_hidden_layers", None)
+    if isinstance(num_layers, int):
+        check_depth(num_layers)
+    return config
+
+
+def read_any_config(directory: Path) -> PretrainedConfig:
+    """The configuration of a model of any kind. Raises BadInput if transformers cannot read it without running remote
+    code."""
     check_sidecars(directory)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -59,15 +83,33 @@ def read_model_config(directory: Path) -> PretrainedConfig:
             f"{directory / 'config.json'}: not a model configuration that transformers knows: {_fact(error)}",
             "use a model that transformers supports by itself; a model's own code is never run",
         ) from error
-    reject_other_kinds(config)
-    num_layers = getattr(text_config(config), "num_hidden_layers", None)
-    if isinstance(num_layers, int):
-        check_depth(num_layers)
     return cast(PretrainedConfig, config)
 
 
-def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implementation: str) -> PreTrainedModel:
-    """Construct the model of `config` with meta parameters and real buffers.
+def name_classes(config: PretrainedConfig, labels: Sequence[str]) -> None:
+    """Let a configuration describe a classifier of these classes, of which a row has one."""
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: index for index, label in enumerate(labels)}
+    config.problem_type = _ONE_CLASS
+
+
+def class_settings(config: PretrainedConfig) -> dict[str, object]:
+    """What config.json says of the classes of a classifier; nothing for other models."""
+    if config.problem_type != _ONE_CLASS:
+        return {}
+    names = {str(index): label for index, label in (config.id2label or {}).items()}
+    return {"id2label": names, "label2id": config.label2id, "problem_type": _ONE_CLASS}
+
+
+def loading_class(config: PretrainedConfig, task: Task) -> type[Any]:
+    """The class that loads the weights of such a model for a task."""
+    return (class_of(config) if task == "causal_lm" else None) or _AUTO_CLASSES[task]
+
+
+def build_skeleton(
+    config: PretrainedConfig, *, dtype: DtypeName, attn_implementation: str, task: Task = "causal_lm"
+) -> PreTrainedModel:
+    """Construct the model of `config` for a task, with meta parameters and real buffers.
 
     `torch.device("meta")` would lose the values of buffers too (rotary frequencies, causal masks), so only the
     registration of parameters is replaced. Raises BadInput if the model is no decoder or cannot be built.
@@ -81,7 +123,7 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
         with _parameters_on_meta(), warnings.catch_warnings():
             # Said below by name, with what to change.
             warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-            model = _construct(config, attn_implementation, dtype=DTYPES[dtype])
+            model = _construct(config, attn_implementation, task, dtype=DTYPES[dtype])
     except Exception as error:
         raise _not_built(config, error) from error
     _reject_empty_parameters(model)
@@ -90,13 +132,13 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
     return model
 
 
-def supported_attention(config: PretrainedConfig, wanted: str) -> str:
+def supported_attention(config: PretrainedConfig, wanted: str, task: Task = "causal_lm") -> str:
     """`wanted` if the model can use this attention implementation here, else `sdpa`, else `eager`, which all can."""
-    others = (name for name in (wanted, "sdpa") if why_unsupported(config, name) is None)
+    others = (name for name in (wanted, "sdpa") if why_unsupported(config, name, task) is None)
     return next(others, "eager")
 
 
-def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
+def why_unsupported(config: PretrainedConfig, attention: str, task: Task = "causal_lm") -> str | None:
     """Why the model cannot use this attention implementation on this machine; None if it can.
 
     Where a package of kernels is missing, transformers would look for one on the hub, so it is not asked then.
@@ -106,17 +148,17 @@ def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
         return f"{attention} needs the package {package.name}, which is not installed"
     try:
         with torch.device("meta"):
-            _construct(copy.deepcopy(config), attention)
+            _construct(copy.deepcopy(config), attention, task)
     except Exception:  # noqa: BLE001  if the config itself is wrong, building with eager reports it
         return f"{config.model_type} does not support {attention} attention"
     return None
 
 
-def _construct(config: PretrainedConfig, attention: str, **options: object) -> PreTrainedModel:
-    model_class = class_of(config)
-    if model_class is not None:
+def _construct(config: PretrainedConfig, attention: str, task: Task, **options: object) -> PreTrainedModel:
+    model_class = loading_class(config, task)
+    if issubclass(model_class, PreTrainedModel):
         return cast(PreTrainedModel, model_class._from_config(config, attn_implementation=attention, **options))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False, **options)
+    model = model_class.from_config(config, attn_implementation=attention, trust_remote_code=False, **options)
     return cast(PreTrainedModel, model)
 
 

@@ -58,7 +58,9 @@ def _sequences(report: DataReport) -> tuple[str, str]:
 def sample_title(sample: ShownSample) -> str:
     """The line above a sample."""
     with_loss = sum(sample.has_loss)
-    return f"{sample.dataset}, sample {sample.number}: {len(sample.input_ids)} tokens, {with_loss} with loss"
+    loss = f"{with_loss} {'that may be masked' if sample.may_be_masked else 'with loss'}"
+    fact = loss if sample.label is None else f"class {sample.label}"
+    return f"{sample.dataset}, sample {sample.number}: {len(sample.input_ids)} tokens, {fact}"
 
 
 def reject_lines(rejects: Sequence[Reject]) -> list[str]:

@@ -18,7 +18,9 @@ class EvaluationReport:
     """Whose weights they are, such as `outputs/my-run, step 40`."""
     data: str
     loss: float
-    """Mean cross-entropy over the tokens with loss."""
+    """Mean cross-entropy over the tokens with loss; of a classifier over the rows."""
+    accuracy: float | None
+    """The share of the rows that a classifier gives their class; None for other models."""
     perplexity: float
     """e to the power of the loss."""
     num_samples: int
@@ -43,12 +45,17 @@ def evaluation_rows(found: EvaluationReport) -> list[tuple[str, str]]:
     packing = f"packed into {sequences} of {found.sequence_len}" if found.is_packed else f"in {sequences}, not packed"
     rejected = f", {counted(found.num_rejected, 'row')} rejected" if found.num_rejected else ""
     speed = f"{format_token_rate(found.num_tokens / found.seconds)}, {format_traffic(found.bytes_read)} of weights read"
+    of_task = (
+        ("perplexity", _perplexity(found.perplexity))
+        if found.accuracy is None
+        else ("accuracy", f"{100 * found.accuracy:.2f} % of the rows")
+    )
     return [
         ("model", found.model),
         ("data", f"{found.data}: {counted(found.num_samples, 'sample')}{rejected}"),
         ("tokens", f"{found.num_tokens}, {found.num_loss_tokens} with loss, {packing}"),
         ("loss", f"{found.loss:.4f}"),
-        ("perplexity", _perplexity(found.perplexity)),
+        of_task,
         ("time", f"{format_seconds(found.seconds)}, {speed}"),
     ]
 

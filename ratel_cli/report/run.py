@@ -94,9 +94,10 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int = PLAIN_COLUMN
     return _fitted(parts, width)
 
 
-def evaluation_line(step: int, loss: float) -> str:
+def evaluation_line(step: int, loss: float, accuracy: float | None = None) -> str:
     """One line about an evaluation on the held-out samples."""
-    return f"eval loss {loss:.4f} after step {step}"
+    share = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
+    return f"eval loss {loss:.4f}{share} after step {step}"
 
 
 def saved_line(step: int, dropped: Sequence[int]) -> str:

@@ -139,6 +139,11 @@ def key_figures(report: RunReport) -> list[Figure]:
         figures.append(
             Figure(name="eval loss", value=value, context=f"best {number(best.eval_loss)}, step {best.step}")
         )
+        accuracies = [(each.eval_accuracy, each.step) for each in evaluated if each.eval_accuracy is not None]
+        if accuracies:
+            share, step = max(accuracies, key=lambda each: each[0])
+            context = f"best {percent(share)}, step {step}"
+            figures.append(Figure(name="accuracy", value=percent(accuracies[-1][0]), context=context))
     figures += [
         Figure(
             name="speed",

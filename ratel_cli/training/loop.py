@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.data.dataset import TrainingData
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.loss import NOTHING_EVALUATED
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
@@ -171,12 +172,12 @@ class TrainingLoop:
             self._save_if_due()
             # 6. evaluate
             try:
-                eval_loss = self._evaluate() if self._eval_is_due(metrics.step) else None
+                evaluated = self._evaluate(metrics) if self._eval_is_due(metrics.step) else metrics
             except Interrupted:
                 yield metrics  # the step counts, without its evaluation
                 raise
             # 7. report
-            yield replace(metrics, eval_loss=eval_loss)
+            yield evaluated
 
     def follow(self, take_over: Callable[[], StepEngine[MicroBatch]], settings: LoopSettings) -> None:
         """Run the steps that come on another engine.
@@ -371,20 +372,24 @@ class TrainingLoop:
         is_time = step == self._settings.num_steps or (every is not None and step % every == 0)
         return is_time and self._data.num_eval_samples > 0
 
-    def _evaluate(self) -> float | None:
-        """The mean loss over the held-out samples, computed with as many micro-batches at a time as a step has."""
+    def _evaluate(self, metrics: StepMetrics) -> StepMetrics:
+        """The metrics with those of the held-out samples: their mean loss, and of a classifier its accuracy. As many
+        micro-batches are computed at a time as a step has."""
         self._callbacks.before_evaluation(self._progress.step)
-        total, num_targets = 0.0, 0
+        total, num_targets = NOTHING_EVALUATED, 0
         waiting: list[MicroBatch] = []
         for batch in self._data.eval_batches():
             self._callbacks.check_stop()
             waiting.append(batch)
             num_targets += batch.num_targets
             if len(waiting) == self._settings.micro_batches_per_step:
-                total += self._engine.evaluate(waiting)
+                total = total.and_of(self._engine.evaluate(waiting))
                 waiting = []
         if waiting:
-            total += self._engine.evaluate(waiting)
+            total = total.and_of(self._engine.evaluate(waiting))
         self._timeline.take()
         self._count_bytes()
-        return total / num_targets if num_targets else None
+        if not num_targets:
+            return metrics
+        accuracy = None if total.num_right is None else total.num_right / num_targets
+        return replace(metrics, eval_loss=total.loss / num_targets, eval_accuracy=accuracy)

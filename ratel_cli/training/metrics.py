@@ -66,6 +66,8 @@ class StepMetrics:
     """True if the gradients were scaled down to `max_grad_norm`."""
     eval_loss: float | None
     """The mean over the target tokens of the held-out samples; None if the step was not evaluated."""
+    eval_accuracy: float | None = None
+    """The share of the held-out samples that a classifier gave their class; None for other models."""
 
     def to_json(self) -> dict[str, object]:
         """The content of one line. Values that are not finite are null, as JSON has no NaN. None is left out."""
@@ -104,6 +106,7 @@ class StepMetrics:
             applied=fields.flag("applied"),
             clipped=fields.flag("clipped"),
             eval_loss=None if fields.optional("eval_loss") is None else fields.number("eval_loss"),
+            eval_accuracy=None if fields.optional("eval_accuracy") is None else fields.number("eval_accuracy"),
         )
 
 

@@ -118,6 +118,11 @@ def _items(value: object, rule: Json, schema: Object, root: Object, at: str) -> 
         yield from violations(each, rule, root, f"{at}.{number}")
 
 
+def _min_items(value: object, rule: Json, schema: Object, root: Object, at: str) -> Iterator[str]:
+    if isinstance(value, list) and len(value) < rule:
+        yield f"{at}: fewer than {rule} items"
+
+
 _CHECKS = {
     "type": _type,
     "$ref": _ref,
@@ -136,4 +141,5 @@ _CHECKS = {
     "additionalProperties": _additional,
     "propertyNames": _names,
     "items": _items,
+    "minItems": _min_items,
 }

@@ -17,7 +17,8 @@ from tests.test_input_files import compressed
 
 OF_THE_INTERFACE = """
     base_model model_shape cost_model random_init datasets test_datasets streaming chat_template chat_template_jinja
-    special_tokens train_on_inputs sequence_len excess_length_strategy sample_packing shuffle
+    special_tokens train_on_inputs sequence_len excess_length_strategy sample_packing mlm_probability
+    shuffle
     micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate lr_scheduler
     lr_scheduler_kwargs warmup_steps warmup_ratio optimizer adam_beta1 adam_beta2 adam_epsilon weight_decay
     max_grad_norm dtype gradient_dtype device attn_implementation activations head_chunk optimizer_overlap

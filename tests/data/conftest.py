@@ -125,7 +125,9 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, notices: list[str])
             **changes,
         }
         items = [DatasetSource(path=str(item)) if isinstance(item, Path) else item for item in sources]
-        settings = DataSettings(**{field.name: arguments.pop(field.name) for field in fields(DataSettings)})  # type: ignore[arg-type]
+        settings = DataSettings(
+            **{each.name: arguments.pop(each.name) for each in fields(DataSettings) if each.name in arguments}
+        )  # type: ignore[arg-type]
         return load_training_data(items, settings, **arguments)  # type: ignore[arg-type]
 
     return run

@@ -369,6 +369,8 @@ def load_data(config: Path, *, row_multiple: int = 1) -> TrainingData:
             shuffle=settings.shuffle,
             seed=settings.seed,
             val_set_size=settings.val_set_size,
+            task=settings.task,
+            mlm_probability=settings.mlm_probability,
         ),
         tokenizer=cast(EncodeTokenizer, AutoTokenizer.from_pretrained(settings.base_model)),
         train_on_inputs=settings.train_on_inputs,

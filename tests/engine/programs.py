@@ -114,6 +114,9 @@ class _Finished:
         targets = self.targets.reshape(1, -1, hidden.shape[-1])
         return self.net.loss_sum(hidden, targets[:, first : first + hidden.shape[1]])
 
+    def num_right(self, hidden: torch.Tensor, first: int) -> None:
+        return None
+
 
 class NetProgram:
     """The net, cut at its layers. An unbound parameter has no values, so that using it fails."""
@@ -280,4 +283,4 @@ def net_trained(
     on_device = [[batch.to(torch.device(device)) for batch in batches] for batches in steps]
     net = Net(width, first=first)
     decayed = {name for name in weights if name.endswith("weight")}
-    return train_module(net, net, weights, on_device, recipe, decayed=decayed)
+    return train_module(net.to(recipe.dtype), net, weights, on_device, recipe, decayed=decayed)

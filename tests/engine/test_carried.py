@@ -41,7 +41,7 @@ def test_evaluation_is_the_plain_loss(tmp_path: Path, family: str) -> None:
     config, recipe = mixed_config(family), mixed_recipe(family, "float32", max_grad_norm=None)
     steps = random_steps(1, 3, packed=packs(config))
     with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
-        total = ratel.engine.evaluate(steps[0])
+        total = ratel.engine.evaluate(steps[0]).loss
         assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
     assert total / sum(batch.num_targets for batch in steps[0]) == reference(config, steps, recipe).losses[0]
 

@@ -192,7 +192,7 @@ def test_losses_of_many_micro_batches_in_one_pass_and_in_several(tmp_path: Path,
             with BlockReader(model, FileBlocks(source), pool, device=CPU) as reader:
                 forward = BlockwiseForward(model, reader)
                 losses = forward.losses(batches, held_bytes=held_bytes, chunk_tokens=64, progress=passed.append)
-                assert [loss.total for loss in losses] == wanted
+                assert [loss.sums.loss for loss in losses] == wanted
                 assert sum(passed) == len(batches) * len(model.spec.segments)
                 reads.append(reader.bytes_read)
         assert reads[0] < reads[1], "several passes"

@@ -291,7 +291,7 @@ def test_evaluation_is_the_plain_loss_and_changes_nothing(tmp_path: Path) -> Non
     recipe = Recipe()
     with machine(tmp_path / "a", config, recipe, weights=initial_weights(config)) as ratel:
         read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
-        total = ratel.engine.evaluate(steps[0])
+        total = ratel.engine.evaluate(steps[0]).loss
         assert ratel.queue.written_bytes == written
         assert ratel.queue.read_bytes > read
     with machine(tmp_path / "b", quiet, recipe, weights=initial_weights(config)) as ratel:

@@ -159,7 +159,7 @@ def test_evaluation_gets_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     opened = Opened(monkeypatch)
     with gpu_machine(tmp_path, config, recipe, placement=AHEAD) as ratel:
         engine: StepEngine[MicroBatch] = ratel.engine
-        total = engine.evaluate(batches)
+        total = engine.evaluate(batches).loss
     wanted = reference(config, [batches], recipe, device=GPU.type)
     assert total / sum(batch.num_targets for batch in batches) == wanted.losses[0]
     distinct = len(torch.unique(torch.cat([batch.input_ids for batch in batches])))

@@ -186,6 +186,6 @@ def test_evaluation_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     recipe = Recipe(dtype=torch.bfloat16)
     [batches] = random_steps(1, 3)
     with gpu_machine(tmp_path, config, recipe) as ratel:
-        total = ratel.engine.evaluate(batches)
+        total = ratel.engine.evaluate(batches).loss
     wanted = reference(config, [batches], recipe, device=GPU.type)
     assert total / sum(batch.num_targets for batch in batches) == wanted.losses[0]

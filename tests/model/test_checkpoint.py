@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME
+from ratel_cli.model.find_blocks import find_blocks
+from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.skeleton import build_skeleton, name_classes
+from ratel_cli.model.spec import ModelSpec
+from tests.library.encoders import encoder_config, saved_encoder
 from tests.model.tiny import (
     FAMILIES,
     Tensors,
@@ -192,3 +198,48 @@ def test_quantised_weights(tmp_path: Path) -> None:
     skeleton.config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(BadInput, match="quantised"):
         CheckpointSource(tmp_path, skeleton, spec)
+
+
+def classifier_of(directory: Path) -> tuple[PreTrainedModel, ModelSpec]:
+    """A skeleton that classifies, for the files of a model of masked tokens."""
+    config = encoder_config("bert")
+    name_classes(config, ["no", "yes"])
+    skeleton = build_skeleton(config, dtype="float32", attn_implementation="sdpa", task="classification")
+    return skeleton, find_blocks(skeleton, name="bert", task="classification").spec
+
+
+def test_a_head_that_the_files_do_not_have_is_drawn(tmp_path: Path) -> None:
+    """By the model's own initialiser, the same again from the same seed; the rest is read, and the export has both."""
+    saved_encoder(tmp_path, "bert", "masked_lm")
+    skeleton, spec = classifier_of(tmp_path)
+    found = []
+    for seed in (1, 1, 2):
+        with CheckpointSource(
+            tmp_path, skeleton, spec, new_head=RandomSource(skeleton, seed, "classification")
+        ) as source:
+            assert set(source.drawn) == {
+                "bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias",
+            }  # fmt: skip
+            found.append(source.read("classifier.weight", 0, 64))
+            assert not source.kept_tensors()
+            layout = source.layout("float32")
+            read = source.read("bert.encoder.layer.0.attention.self.query.weight", 0, 32 * 32)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert 0.01 < float(found[0].std()) < 0.03
+    wanted = load_file(tmp_path / WEIGHTS_NAME)["bert.encoder.layer.0.attention.self.query.weight"]
+    assert torch.equal(read, wanted.reshape(-1))
+    assert {tensor.name for shard in layout.shards for tensor in shard.tensors} == set(spec_names(spec))
+    assert layout.settings["id2label"] == {"0": "no", "1": "yes"}
+
+
+def test_a_layer_that_the_files_do_not_have_is_not_drawn(tmp_path: Path) -> None:
+    saved_encoder(tmp_path, "bert", "masked_lm")
+    rewrite(tmp_path, lambda tensors: tensors.pop("bert.encoder.layer.1.output.dense.weight"))
+    skeleton, spec = classifier_of(tmp_path)
+    with pytest.raises(BadInput, match=r"tensor .* is missing"):
+        CheckpointSource(tmp_path, skeleton, spec, new_head=RandomSource(skeleton, 1, "classification"))
+
+
+def spec_names(spec: ModelSpec) -> list[str]:
+    return [each.name for block in spec.blocks for each in block.parameters]

@@ -12,6 +12,7 @@ FOUND = EvaluationReport(
     model="run, step 4",
     data="rows.jsonl",
     loss=1.0,
+    accuracy=None,
     perplexity=2.72,
     num_samples=8,
     num_rejected=0,
@@ -32,3 +33,9 @@ FOUND = EvaluationReport(
 )
 def test_perplexities_are_written_out(perplexity: float, words: str) -> None:
     assert dict(evaluation_rows(replace(FOUND, perplexity=perplexity)))["perplexity"] == words
+
+
+def test_a_classifier_has_an_accuracy_in_place_of_a_perplexity() -> None:
+    rows = dict(evaluation_rows(replace(FOUND, accuracy=0.9375)))
+    assert rows["accuracy"] == "93.75 % of the rows"
+    assert "perplexity" not in rows

@@ -20,6 +20,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.run.files import user_cache
 from ratel_cli.run.inputs.base_model import Base, build_base, read_base
 from ratel_cli.run.inputs.model_description import ModelDescription, describe_model, description_file
+from ratel_cli.sizes import Task
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.tiers import thinned
 
@@ -97,9 +98,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configs whose skeletons were built."""
     found: list[RunConfig] = []
 
-    def counting(config: RunConfig) -> Base:
+    def counting(config: RunConfig, task: Task | None = None) -> Base:
         found.append(config)
-        return build_base(config)
+        return build_base(config, task)
 
     monkeypatch.setattr(ratel_cli.run.inputs.base_model, "build_base", counting)
     return found

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.loss import EvaluatedSums
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import SpanLabel, StepTimes, Timeline
@@ -158,12 +159,12 @@ class FakeEngine:
         self._unsettled = False
         self._events.append("settle")
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> EvaluatedSums:
         samples = tuple(sample for batch in batches for sample in batch.sample_ids)
         self.evaluated.append(samples)
         self._events.append("evaluate")
         with self._timeline.during("compute", SpanLabel(text="forward", block=0, stage="forward")):
-            return float(sum(sample**2 for sample in samples))
+            return EvaluatedSums(float(sum(sample**2 for sample in samples)), None)
 
 
 class FakeData:

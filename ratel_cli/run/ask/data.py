@@ -7,6 +7,7 @@ run are used if they are there.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import groupby, islice
 from operator import itemgetter
@@ -28,7 +29,7 @@ from ratel_cli.run.files.run_directory import TOKENS_NAME
 from ratel_cli.run.inputs.base_model import prepare_process, read_base
 from ratel_cli.run.inputs.inputs import SHOWS_REJECTS, load_data, shared_tokens, temporary_records
 from ratel_cli.run.inputs.tokenizer import read_tokenizer
-from ratel_cli.sizes import IGNORED_TARGET
+from ratel_cli.sizes import IGNORED_TARGET, Task
 
 
 class RowsRejected(BadInput):
@@ -54,6 +55,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
                 config,
                 tokenizer,
                 packing=packing,
+                labels=base.labels,
                 cache_dir=directory / TOKENS_NAME,
                 rejects_path=directory / REJECTS_NAME,
                 rejects_shown_by=SHOWS_REJECTS,
@@ -65,18 +67,26 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
             if not rejects:
                 raise
             raise RowsRejected(error, rejects) from error
-        return _report(config, data, tokenizer, num_samples=num_samples, rejects=_read_rejects(directory, num_rejects))
+        rejects = _read_rejects(directory, num_rejects)
+        return _report(config, data, tokenizer, base.labels, num_samples=num_samples, rejects=rejects)
 
 
 def _report(
-    config: RunConfig, data: TrainingData, tokenizer: Tokenizer, *, num_samples: int, rejects: list[Reject]
+    config: RunConfig,
+    data: TrainingData,
+    tokenizer: Tokenizer,
+    labels: Sequence[str],
+    *,
+    num_samples: int,
+    rejects: list[Reject],
 ) -> DataReport:
     names = [dataset.path for dataset in config.datasets]
     test_names = [dataset.path for dataset in config.test_datasets]
     wanted = first_samples(data.cache, names, num_samples)
+    first_label = 1 if config.task == "causal_lm" else 0
     return DataReport(
-        sets=statistics_of(data.cache, names),
-        test_sets=statistics_of(data.eval_cache, test_names) if test_names else [],
+        sets=statistics_of(data.cache, names, first_label=first_label),
+        test_sets=statistics_of(data.eval_cache, test_names, first_label=first_label) if test_names else [],
         num_samples=data.num_samples,
         num_tokens=data.num_tokens,
         num_sequences=data.num_sequences,
@@ -84,22 +94,31 @@ def _report(
         steps_per_epoch=data.steps_per_epoch,
         packing_efficiency=data.packing_efficiency,
         is_packed=data.is_packed,
-        samples=[_shown(data.cache, tokenizer, each) for each in wanted],
+        samples=[_shown(data.cache, tokenizer, config.task, labels, each) for each in wanted],
         rejects=rejects,
     )
 
 
-def _shown(cache: TokenCache, tokenizer: Tokenizer, place: tuple[str, int, int]) -> ShownSample:
+def _shown(
+    cache: TokenCache, tokenizer: Tokenizer, task: Task, labels: Sequence[str], place: tuple[str, int, int]
+) -> ShownSample:
     dataset, number, sample_id = place
     (sample,) = cache.read(np.array([sample_id]))
     ids = [int(each) for each in sample.input_ids]
     has_loss = [False, *(int(label) != IGNORED_TARGET for label in sample.labels[1:])]
+    label = labels[int(sample.labels[0])] if task == "classification" else None
     parts = []
     for flag, group in groupby(zip(has_loss, ids, strict=True), key=itemgetter(0)):
         part = [each for _, each in group]
         parts.append((_decoded(tokenizer, part), flag))
     return ShownSample(
-        dataset=dataset, number=number, parts=tuple(parts), input_ids=tuple(ids), has_loss=tuple(has_loss)
+        dataset=dataset,
+        number=number,
+        parts=tuple(parts),
+        input_ids=tuple(ids),
+        has_loss=tuple(has_loss),
+        label=label,
+        may_be_masked=task == "masked_lm",
     )
 
 

@@ -21,6 +21,7 @@ from ratel_cli.data.dataset import TrainingData
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import open_device
 from ratel_cli.engine.forward import BlockwiseForward
+from ratel_cli.engine.loss import NOTHING_EVALUATED
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import Diverged
 from ratel_cli.hardware.gpu import compute_device, determinism
@@ -79,6 +80,7 @@ def _read_rows(
         config,
         tokenizer,
         packing=is_packed,
+        labels=base.labels,
         cache_dir=Path(directory),
         rejects_path=None,
         rejects_shown_by=rejects_shown_by,
@@ -95,7 +97,7 @@ def _evaluate(
     chunk_tokens = tokens_per_chunk(spec.vocab_size, _chunk_bytes(config))
     memory = _fit(context, streamed, rows, chunk_tokens, is_packed=is_packed)
     num_batches = -(-rows.num_sequences // _batch_size(config))
-    total, num_targets, start = 0.0, 0, perf_counter()
+    total, num_targets, start = NOTHING_EVALUATED, 0, perf_counter()
     with (
         open_device(context.device, Timeline()) as opened,
         opened.translate_errors(),
@@ -106,9 +108,9 @@ def _evaluate(
         for found in forward.losses(
             _batches(rows), held_bytes=memory.left_bytes, chunk_tokens=chunk_tokens, progress=advance
         ):
-            total += found.total
+            total = total.and_of(found.sums)
             num_targets += found.batch.num_targets
-    loss = total / num_targets
+    loss = total.loss / num_targets
     if not math.isfinite(loss):
         raise Diverged(
             f"{data}: the loss is {loss}: logits are not finite",
@@ -118,6 +120,7 @@ def _evaluate(
         model=streamed.name,
         data=data,
         loss=loss,
+        accuracy=None if total.num_right is None else total.num_right / num_targets,
         perplexity=math.exp(min(loss, 700.0)),
         num_samples=rows.num_samples,
         num_rejected=rows.rejected,

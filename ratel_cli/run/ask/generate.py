@@ -77,6 +77,8 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
     ):
         streamed = open_streamed(context, named, request.step)
         base = streamed.base
+        if base.model.task != "causal_lm":
+            raise BadInput(f"{base.model.spec.architecture} generates no text: it does not predict the next token")
         tokenizer = read_fitting_tokenizer(config, base, log)
         ids = encode_prompts(tokenizer, request.prompts, raw=request.raw, notice=log.notice)
         _check_lengths(ids, request, base, log)

@@ -16,7 +16,8 @@ from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
 from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.skeleton import DTYPES, read_model_config
+from ratel_cli.model.kind import declared_task
+from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
@@ -64,8 +65,13 @@ def completed(named: NamedModel) -> RunConfig:
     """
     if named.directory is None or named.given is None:
         return named.config
-    model_config = read_model_config(named.directory)
     update: dict[str, object] = {}
+    task = declared_task(read_any_config(named.directory))
+    if task != "causal_lm" and "datasets.0.type" not in named.given:
+        [rows] = named.config.datasets
+        kind = "mlm" if task == "masked_lm" else "classification"
+        update["datasets"] = (rows.model_copy(update={"type": kind}),)
+    model_config = read_model_config(named.directory, named.config.model_copy(update=update).task)
     dtype = next((name for name, each in DTYPES.items() if each == getattr(model_config, "dtype", None)), None)
     if dtype is not None and "dtype" not in named.given:
         update["dtype"] = dtype

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -29,16 +30,17 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, exc
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
-from ratel_cli.model.kind import class_of
+from ratel_cli.model.kind import declared_task
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
 from ratel_cli.model.shards import ShardReader
-from ratel_cli.model.skeleton import DTYPES, read_model_config
+from ratel_cli.model.skeleton import DTYPES, loading_class, read_any_config, read_model_config
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
 from ratel_cli.run.inputs.base_model import check_model, prepare_process
 from ratel_cli.run.train.open import OpenedRun, open_run
+from ratel_cli.sizes import Task
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 from ratel_cli.training.stopping import StopRequest
@@ -65,7 +67,9 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
             return checks
         checks += _check_files(config.output_dir, context.stop, log)
-        model, loading = _load(config.output_dir, dtype=DTYPES[config.dtype], attention=run.base.attention)
+        model, loading = _load(
+            config.output_dir, task=config.task, dtype=DTYPES[config.dtype], attention=run.base.attention
+        )
         return [*checks, loading, *_compare(run, whole, model)]
 
 
@@ -77,7 +81,7 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
             f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
         )
     with StopRequest() as stop:
-        return [*_check_files(directory, stop, log), _load(directory, dtype=None, attention=None)[1]]
+        return [*_check_files(directory, stop, log), _load(directory, task=None, dtype=None, attention=None)[1]]
 
 
 def _generations(run: OpenedRun) -> list[Generation]:
@@ -175,7 +179,15 @@ def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
     return Check(what="other files", num_bytes=num_bytes, checked=counted(len(written), "file"), verdict=verdict)
 
 
-def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) -> tuple[PreTrainedModel | None, Check]:
+def _loading_class(directory: Path, task: Task | None) -> type[Any]:
+    """The class that loads the model; None: for the task of the class that its config.json names."""
+    wanted = task or declared_task(read_any_config(directory))
+    return loading_class(read_model_config(directory, wanted), wanted)
+
+
+def _load(
+    directory: Path, *, task: Task | None, dtype: torch.dtype | None, attention: str | None
+) -> tuple[PreTrainedModel | None, Check]:
     """The model, loaded by transformers; None if that fails, or there is not enough memory."""
     num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     check = Check(what="transformers", num_bytes=num_bytes, checked="from_pretrained", verdict="")
@@ -186,7 +198,7 @@ def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) 
     try:
         with ExitStack() as resources:
             open_shards(resources, find_weight_files(directory))
-        model_class = class_of(read_model_config(directory))
+        model_class = _loading_class(directory, task)
         model = load_export(directory, dtype=dtype, attention=attention, model_class=model_class)
     except (BadInput, IntegrityFailure) as failure:
         return None, replace(check, verdict=failure.message, is_wrong=True)
@@ -260,6 +272,9 @@ def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedMod
     num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
     positions = torch.arange(num_tokens).unsqueeze(0)
     tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size
+    if decoder.task == "classification":
+        # Two rows: the product of a single one with the head's matrix depends on where in memory the matrix is.
+        tokens, positions = torch.cat([tokens, tokens.flip(1)]), positions.repeat(2, 1)
     context = run.context
     blocks = GenerationBlocks(generation)
     with BlockReader(decoder, blocks, context.pool, device=device, check_stop=context.stop.check) as reader:

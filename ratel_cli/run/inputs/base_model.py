@@ -23,9 +23,17 @@ from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
+from ratel_cli.model.kind import classes_of
+from ratel_cli.model.skeleton import (
+    build_skeleton,
+    name_classes,
+    read_model_config,
+    supported_attention,
+    why_unsupported,
+)
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.files.run_directory import as_recorded_by_run
+from ratel_cli.sizes import Task
 from ratel_cli.store.store import Store
 
 
@@ -39,6 +47,8 @@ class Base:
     attention: str
     """The attention kernel that is used."""
     model: DecoderModel
+    labels: tuple[str, ...] = ()
+    """The names of a classifier's classes."""
 
 
 def prepare_process() -> None:
@@ -53,23 +63,30 @@ def silence_transformers() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def read_base(config: RunConfig, log: RunLog) -> Base:
-    """Find the config's base model and build its skeleton. Raises BadInput, EnvironmentFailure."""
-    base = build_base(config)
+def read_base(config: RunConfig, log: RunLog, task: Task | None = None) -> Base:
+    """Find the config's base model and build its skeleton. `task`: instead of that of its datasets. Raises BadInput,
+    EnvironmentFailure."""
+    base = build_base(config, task)
     if base.attention != config.attn_implementation:
-        log.notice(f"{why_unsupported(base.config, config.attn_implementation)}; using {base.attention}")
+        why = why_unsupported(base.config, config.attn_implementation, base.model.task)
+        log.notice(f"{why}; using {base.attention}")
     return base
 
 
-def build_base(config: RunConfig) -> Base:
+def build_base(config: RunConfig, task: Task | None = None) -> Base:
     """Like `read_base`, but without the notice about another attention kernel."""
     assert config.base_model is not None
+    task = task or config.task
     directory = resolve_base_model(config.base_model)
-    model_config = read_model_config(directory)
-    attention = supported_attention(model_config, config.attn_implementation)
-    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
-    model = find_blocks(skeleton, name=Path(config.base_model).name, gradient_dtype=config.resolved_gradient_dtype)
-    if model.looks_ahead:
+    model_config = read_model_config(directory, task)
+    labels = classes_of(model_config, config.labels) if task == "classification" else ()
+    if labels:
+        name_classes(model_config, labels)
+    attention = supported_attention(model_config, config.attn_implementation, task)
+    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
+    name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
+    model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task)
+    if task == "causal_lm" and model.looks_ahead:
         raise BadInput(
             f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
             "set is_decoder: true in the model's config.json" if hasattr(model_config, "is_decoder") else None,
@@ -79,6 +96,7 @@ def build_base(config: RunConfig) -> Base:
         config=model_config,
         attention=attention,
         model=model,
+        labels=labels,
     )
 
 
@@ -96,8 +114,9 @@ def open_weights(
                 f"random_init: the other parts of {spec.architecture} would have no weights",
                 "set base_model to a directory with a language model's config.json, or remove random_init",
             )
-        return RandomSource(skeleton, config.seed), layout_of_model(skeleton, spec, config.dtype)
-    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec))
+        return RandomSource(skeleton, config.seed, base.model.task), layout_of_model(skeleton, spec, config.dtype)
+    new_head = None if base.model.task == "causal_lm" else RandomSource(skeleton, config.seed, base.model.task)
+    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec, new_head=new_head))
     install_buffers(skeleton, source.read_buffers())
     return source, source.layout(config.dtype)
 

@@ -189,7 +189,7 @@ def _read_data(
     config: RunConfig, base: Base, tokenizer: Tokenizer, resources: ExitStack, log: RunLog, *, dry_run: bool
 ) -> TrainingData:
     """The data of a run on this model. Raises BadInput, EnvironmentFailure."""
-    if config.sample_packing and not base.model.packs:
+    if config.sample_packing and not base.model.packs and config.task == "causal_lm":
         log.notice(why_not_packed(base.config.model_type, base.attention))
     records = _records(config, resources, dry_run=dry_run)
     rejects = names_of_rejects(config) if is_claimed(config) and not dry_run else []
@@ -199,6 +199,7 @@ def _read_data(
             tokenizer,
             packing=config.sample_packing and base.model.packs,
             row_multiple=base.model.row_multiple,
+            labels=base.labels,
             cache_dir=records / TOKENS_NAME,
             rejects_path=records / REJECTS_NAME if rejects else None,
             rejects_shown_by=None if rejects else SHOWS_REJECTS,
@@ -216,6 +217,7 @@ def load_data(
     *,
     packing: bool,
     row_multiple: int = 1,
+    labels: Sequence[str] = (),
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
@@ -224,12 +226,13 @@ def load_data(
 ) -> TrainingData:
     """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
 
-    `log` shows how far reading is. `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the
+    `labels`: the names of the classes. `log` shows how far reading is.
+    `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the
     user, if it is not this file.
     """
     size, number = config.split or config.split_by(1).known_split
     return load_training_data(
-        _sources(config.datasets),
+        _sources(config.datasets, labels),
         DataSettings(
             sequence_len=config.sequence_len,
             micro_batch_size=size,
@@ -238,6 +241,8 @@ def load_data(
             shuffle=config.shuffle,
             seed=config.seed,
             val_set_size=config.val_set_size,
+            task=config.task,
+            mlm_probability=config.mlm_probability,
         ),
         tokenizer=tokenizer,
         train_on_inputs=config.train_on_inputs,
@@ -249,7 +254,7 @@ def load_data(
         shared=shared,
         open_bar=bars_of(log),
         row_multiple=row_multiple,
-        test_sources=_sources(config.test_datasets),
+        test_sources=_sources(config.test_datasets, labels),
         stream_steps=config.max_steps if config.streaming else None,
     )
 
@@ -269,8 +274,8 @@ def temporary_records(config: RunConfig, resources: ExitStack) -> Path:
     return temporary
 
 
-def _sources(datasets: Sequence[DatasetConfig]) -> list[DatasetSource]:
-    return [DatasetSource(**item.model_dump()) for item in datasets]
+def _sources(datasets: Sequence[DatasetConfig], labels: Sequence[str] = ()) -> list[DatasetSource]:
+    return [DatasetSource(**{**item.model_dump(), "labels": item.labels or tuple(labels) or None}) for item in datasets]
 
 
 def _records(config: RunConfig, resources: ExitStack, *, dry_run: bool) -> Path:

@@ -69,7 +69,8 @@ def description_file(config: RunConfig) -> Path:
     assert config.base_model is not None
     content = _config_text(config.base_model)
     software = software_versions("ratel-cli", "torch", "transformers")
-    return user_cache_file("model", [content, config.dtype, config.attn_implementation, software])
+    of_task = [] if config.task == "causal_lm" else [config.task, *(config.labels or ())]
+    return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, *of_task])
 
 
 def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:

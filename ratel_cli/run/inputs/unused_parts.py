@@ -1,4 +1,4 @@
-"""What a base model's directory has that a run neither trains nor uses, in sentences for the user.
+"""What a base model's directory has that a run neither trains nor uses, or lacks, in sentences for the user.
 
 Invariant: each kind of thing is reported once, whatever their number.
 """
@@ -21,8 +21,11 @@ _MAX_PARTS = 6
 
 
 def unused_parts(directory: Path, source: CheckpointSource | RandomSource) -> list[str]:
-    """The sentences about tensors that are only kept, and about an adapter beside the model."""
+    """The sentences about a head that is drawn, tensors that are only kept, and an adapter beside the model."""
     sentences: list[str] = []
+    if isinstance(source, CheckpointSource) and source.drawn:
+        names = sorted({name.rpartition(".")[0] for name in source.drawn})
+        sentences.append(f"the base model has no weights for {_listed(names)}: they are drawn from `seed`")
     if isinstance(source, CheckpointSource) and (kept := source.kept_tensors()):
         parts = _parts(kept, source.read_names())
         sentences.append(

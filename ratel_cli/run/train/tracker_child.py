@@ -43,7 +43,7 @@ _QUIET_ENVIRONMENT = {
 }
 """These packages report nothing about their own use, unless the user's environment says otherwise."""
 _TRAIN = {"loss": "train/loss", "learning_rate": "train/learning_rate", "grad_norm": "train/grad_norm"}
-_EVAL = {"eval_loss": "eval/loss"}
+_EVAL = {"eval_loss": "eval/loss", "eval_accuracy": "eval/accuracy"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

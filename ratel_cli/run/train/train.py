@@ -174,7 +174,7 @@ class Training(Closing):
                 panel.show_work(None)
                 if metrics.eval_loss is not None:
                     panel.show_evaluation(metrics.step, metrics.eval_loss)
-                    self._log.say(evaluation_line(metrics.step, metrics.eval_loss))
+                    self._log.say(evaluation_line(metrics.step, metrics.eval_loss, metrics.eval_accuracy))
                 # A step that was clipped leaves its update to the next one.
                 is_typical = not loop.is_committed and previous is not None and previous.clipped == metrics.clipped
                 followed = self._new_plan(metrics, recording, is_typical=is_typical)

@@ -1,0 +1,195 @@
+"""`ratel finetune` on encoders: masked tokens and classes, the weights of plain PyTorch, and every command after it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder, trained_by_pytorch, write_encoder_rows
+from tests.e2e.runs import (
+    assert_rejected,
+    curve,
+    export_hash,
+    exported,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel,
+    recipe_of,
+    run_until_killed,
+    succeed,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KEYS: dict[str, object] = {
+    "sequence_len": 32,
+    "sample_packing": False,
+    "micro_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 5,
+    "learning_rate": 2e-3,
+    "max_grad_norm": 0.5,
+    "warmup_steps": 0,
+    "warmup_ratio": None,
+    "lr_scheduler": "constant",
+}
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("models") / "bert")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder_rows(tmp_path_factory.mktemp("data") / "texts.jsonl")
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory, bert: Path) -> Path:
+    """A BERT with a head for the classes."""
+    directory = Path(shutil.copytree(bert, tmp_path_factory.mktemp("models") / "classifier"))
+    torch.manual_seed(5)
+    names = dict(enumerate(CLASSES))
+    model = AutoModelForSequenceClassification.from_pretrained(bert, id2label=names)
+    model.save_pretrained(directory)
+    return directory
+
+
+def mlm(rows: Path) -> dict[str, object]:
+    return {**KEYS, "datasets": [{"path": str(rows), "type": "mlm"}]}
+
+
+def classes(rows: Path, **keys: object) -> dict[str, object]:
+    return {**KEYS, "datasets": [{"path": str(rows), "type": "classification", **keys}]}
+
+
+def check_same(config: Path, base: Path, task: str, dtype: str) -> None:
+    steps = [load_data(config).step(step) for step in range(len(metrics(config)))]
+    trained = trained_by_pytorch(base, task, load_file(base / "model.safetensors"), steps, recipe_of(config))
+    weights = exported(config)
+    assert [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(DTYPES[dtype]))] == []
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_masked_tokens(make_config: MakeConfig, bert: Path, texts: Path, dtype: str) -> None:
+    """Rows of any length, padded; other tokens masked in each epoch."""
+    config = make_config(base=bert, dtype=dtype, **mlm(texts))
+    succeed(config)
+    check_same(config, bert, "masked_lm", dtype)
+    loaded = AutoModelForMaskedLM.from_pretrained(output_of(config))
+    assert type(loaded).__name__ == json.loads((output_of(config) / "config.json").read_text())["architectures"][0]
+    assert not (output_of(config) / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_classes(make_config: MakeConfig, classifier: Path, texts: Path, dtype: str) -> None:
+    """The base model is a classifier: its classes are those of the rows, by name or by number."""
+    config = make_config(base=classifier, dtype=dtype, **classes(texts, labels=list(CLASSES)))
+    succeed(config)
+    check_same(config, classifier, "classification", dtype)
+
+
+@pytest.mark.full
+def test_a_classifier_is_made_and_used(make_config: MakeConfig, bert: Path, texts: Path) -> None:
+    """From a model of masked tokens. Its accuracy is what plain transformers finds with the export."""
+    changes: dict[str, object] = {"max_steps": 60, "val_set_size": 12, "eval_steps": 3, "max_grad_norm": 1.0}
+    config = make_config(base=bert, **{**classes(texts, labels=list(CLASSES)), **changes})
+    stderr = succeed(config)
+    assert "no weights for bert.pooler.dense, classifier: they are drawn from `seed`" in stderr
+    evaluated = [line["eval_accuracy"] for line in metrics(config) if "eval_accuracy" in line]
+    assert len(evaluated) == 20
+    assert evaluated[0] < 0.8
+    assert evaluated[-1] == 1.0
+    assert f"accuracy {100 * evaluated[-1]:.2f} %" in stderr
+    described = json.loads((output_of(config) / "config.json").read_text())
+    assert described["id2label"] == {str(index): name for index, name in enumerate(CLASSES)}
+    model = AutoModelForSequenceClassification.from_pretrained(output_of(config)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    rows = encoder_rows()
+    with torch.no_grad():
+        logits = model(**tokenizer([row["text"] for row in rows], return_tensors="pt", padding=True)).logits
+    wanted = torch.tensor([number % 3 for number in range(len(rows))])
+    share = float((logits.argmax(-1) == wanted).float().mean())
+    report = json.loads(ratel("eval", output_of(config), texts, "--json").stdout)
+    assert report["accuracy"] == pytest.approx(share, abs=1e-6)
+    assert report["num_loss_tokens"] == len(rows)
+    verified = ratel("verify", config)
+    assert verified.code == 0, verified.stdout + verified.stderr
+    assert "bit for bit" in verified.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["mlm", "classification"])
+def test_killed_and_resumed(make_config: MakeConfig, bert: Path, texts: Path, kind: str) -> None:
+    """The same tokens are masked, and the same head was drawn."""
+    keys = mlm(texts) if kind == "mlm" else classes(texts, labels=list(CLASSES))
+    whole, killed = (make_config(name, base=bert, **{**keys, "max_steps": 9}) for name in ("whole", "killed"))
+    succeed(whole)
+    run_until_killed(killed, kill_at="commit.written:5")
+    succeed(killed)
+    assert curve(killed) == curve(whole)
+    assert export_hash(killed) == export_hash(whole)
+
+
+@pytest.mark.full
+def test_the_other_commands(make_config: MakeConfig, bert: Path, texts: Path, tmp_path: Path) -> None:
+    """check, plan, data and export know the task; generate says that there is nothing to generate."""
+    config = make_config(base=bert, **{**mlm(texts), "max_steps": 2, "val_set_size": 4})
+    for command in ("check", "plan"):
+        ended = ratel(command, config)
+        assert ended.code == 0, ended.stderr
+    assert "that may be masked" in ratel("data", config).stdout
+    succeed(config)
+    assert_rejected(ratel("generate", config, "the film"), 2, "BertForMaskedLM generates no text")
+    assert ratel("export", config, "-o", tmp_path / "again").code == 0
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == exported(config).keys()
+    verified = ratel("verify", config)
+    assert "bit for bit" in verified.stdout, verified.stdout
+    plain = Path(shutil.copytree(tmp_path / "again", tmp_path / "plain", ignore=shutil.ignore_patterns("ratel.*")))
+    report = ratel("eval", plain, texts, "--json")
+    assert json.loads(report.stdout)["accuracy"] is None, report.stderr
+    data = ratel("data", make_config("classes", base=bert, **classes(texts, labels=list(CLASSES))))
+    assert "class dull" in data.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": None}, "the classes are not known"),
+        ({"labels": ["dull", "warm"]}, "must be one of the classes"),
+        ({"field_label": "kind", "labels": list(CLASSES)}, "'kind' is missing"),
+        ({"labels": ["only"]}, "labels"),
+        ({"type": "completion", "labels": list(CLASSES)}, "`labels` are the classes of"),
+    ],
+)
+def test_classes_that_do_not_fit(
+    make_config: MakeConfig, bert: Path, texts: Path, change: dict[str, object], message: str
+) -> None:
+    config = make_config(base=bert, **classes(texts, **change))
+    ended = finetune(config)
+    assert ended.code == 2
+    assert message in ended.stderr
+
+
+def test_datasets_of_different_tasks(make_config: MakeConfig, bert: Path, texts: Path) -> None:
+    sets = [{"path": str(texts), "type": kind} for kind in ("mlm", "completion")]
+    assert_rejected(finetune(make_config(base=bert, datasets=sets)), 2, "another task than that of the other datasets")
+
+
+def test_models_that_do_not_fit(make_config: MakeConfig, base: Path, bert: Path, texts: Path) -> None:
+    """A decoder has no mask token, and an encoder predicts no next token: the hint names what it can learn."""
+    assert_rejected(finetune(make_config("one", **mlm(texts))), 2, "no masked language model for the model type llama")
+    ended = finetune(make_config("two", base=bert))
+    assert_rejected(ended, 2, "BertForMaskedLM (bert) is a masked language model")
+    assert "datasets of type: mlm or classification" in ended.stderr
