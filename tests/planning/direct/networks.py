@@ -1,0 +1,35 @@
+"""The oracle's networks as layers of the planner."""
+
+from __future__ import annotations
+
+import random
+
+from ratel_cli.planning.direct.timeline import ACCESS_MODES, AccessMode, DirectLayer
+from tests.planning.direct.direct_oracle import Network, random_network
+
+
+def layers_of(net: Network) -> list[DirectLayer]:
+    return [
+        DirectLayer(
+            upload=net["U"][n],
+            forward=net["F"][n],
+            backward=net["B"][n],
+            direct_forward=net["H"][n],
+            direct_backward=net["HB"][n],
+            forward_link=net["R"][n],
+            backward_link=net["RB"][n],
+            then_forward=net["A"][n],
+            then_backward=net["AB"][n],
+        )
+        for n in range(len(net["U"]))
+    ]
+
+
+def random_networks(count: int, *, least: int, most: int, shares_link: bool) -> list[Network]:
+    """Each has `least` to `most` layers; the same for everyone who asks."""
+    draw = random.Random(f"{count} {least} {most} {shares_link}")
+    return [random_network(draw, draw.randint(least, most), shares_link=shares_link) for _ in range(count)]
+
+
+def mode_names(numbers: list[int]) -> list[AccessMode]:
+    return [ACCESS_MODES[number] for number in numbers]
