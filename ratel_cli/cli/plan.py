@@ -119,7 +119,7 @@ def _block(page: RunLog, title: str, lines: list[str]) -> None:
     if lines:
         page.say(f"\n{title}")
         for line in lines:
-            page.say(f"  {line}")
+            page.say(f"  {line}".rstrip())
 
 
 def _check(forecast: Forecast, advices: tuple[Advice, ...]) -> None:

@@ -159,6 +159,9 @@ def plan(
         ),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare with what other systems would offload.")] = False,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Print what reading weights in host memory would gain.")
+    ] = False,
     largest: Annotated[bool, typer.Option("--largest", help="Print the largest model that fits.")] = False,
     prices: Annotated[
         bool, typer.Option("--prices", help="Print price and speed for different numbers of SSDs.")
@@ -168,5 +171,5 @@ def plan(
     from ratel_cli.cli import plan as command
     from ratel_cli.run.ask.plan_questions import Questions
 
-    questions = Questions(compare=compare, largest=largest, prices=prices)
+    questions = Questions(compare=compare, direct=direct, largest=largest, prices=prices)
     command.run(config, overrides or [], hardware, plot, questions, as_json=as_json, overwrite=overwrite)

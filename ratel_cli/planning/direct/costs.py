@@ -112,7 +112,7 @@ class _Costs:
             read_bytes = self._matrix_bytes(block, parameter, tokens=self.workload.micro_batch_tokens)
             yield self._use(
                 block,
-                parameter.name,
+                f"{parameter.name} (head)" if block in self.spec.lent.blocks else parameter.name,
                 parameter.num_elements,
                 forward=share * seconds / 3,
                 backward=share * 2 * seconds / 3,

@@ -9,8 +9,9 @@ may be kept. The gradients to keep are those that save the most time within thes
 The table has a column for every byte. What is computed here are its steps: the pairs of bytes and time that no other
 pair beats in time with as few bytes. One front answers every reserve factor, so that a larger one is never slower.
 
-Invariants: the kept bytes are at most S_req of all. With up to `_MOST_STEPS` steps the result is exact; with more,
-the bytes are divided into that many parts, and each part keeps its last step.
+Invariants: the kept bytes are at most S_req of all. With up to `_MOST_STEPS` steps the result is exact (fewer where
+there are many hundreds of gradients); with more, the bytes are divided into that many parts, and each part keeps its
+last step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 
-_MOST_STEPS = 2000
+_LEAST_STEPS, _MOST_STEPS, _MOST_WORK = 50, 2000, 1_000_000
+"""The most steps of the table for few and for many gradients, and their product with the number of gradients, which
+takes some seconds."""
 
 _Kept = tuple[int, "_Kept"] | None
 """The places of the kept gradients, the last one first."""
@@ -58,13 +61,14 @@ class GradientFront:
         self.total_bytes = sum(each.num_bytes for each in gradients)
         self._most_seconds = sum(each.direct_backward for each in gradients)
         steps: list[_Step] = [(0, 0.0, None)]
+        most = max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_WORK // max(1, len(gradients))))
         for number, each in enumerate(gradients):
             saved = each.direct_backward - each.backward
             if saved > 0.0:
                 more: list[_Step] = [
                     (kept + each.num_bytes, gain + saved, (number, chain)) for kept, gain, chain in steps
                 ]
-                steps = _thinned(list(_steps(steps, more)), self.total_bytes)
+                steps = _thinned(list(_steps(steps, more)), self.total_bytes, most)
         self._steps = steps
 
     def plan(self, reserve: float) -> GradientPlan:
@@ -83,11 +87,11 @@ def _steps(without: Iterable[_Step], with_it: Iterable[_Step]) -> Iterator[_Step
             yield step
 
 
-def _thinned(steps: list[_Step], total_bytes: int) -> list[_Step]:
-    """The steps, or the first, and the last one of each of `_MOST_STEPS` parts of the bytes."""
-    if len(steps) <= _MOST_STEPS:
+def _thinned(steps: list[_Step], total_bytes: int, most: int) -> list[_Step]:
+    """The steps, or the first, and the last one of each of `most` parts of the bytes."""
+    if len(steps) <= most:
         return steps
-    last_of_part = {step[0] * _MOST_STEPS // (total_bytes + 1): step for step in steps}
+    last_of_part = {step[0] * most // (total_bytes + 1): step for step in steps}
     return [steps[0], *(step for step in last_of_part.values() if step is not steps[0])]
 
 

@@ -3,8 +3,8 @@
 The search goes through the layers in the order of forward. Of the choices so far three numbers matter to what follows:
 the seconds spent, those of backward included; how far the link is ahead; and the uploads for backward that still need a
 window. A choice that is no better than another one in any of the three is dropped. For up to `EXACT_LAYERS` layers
-nothing else is dropped, so the result is the best of all 3^L. Beyond, only some hundred choices go on: half of them
-have the least time that is still possible, the others lie apart in the two other numbers (`_thinned`).
+nothing else is dropped, so the result is the best of all 3^L. Beyond, only some hundred choices go on (`_thinned`), and
+the plan is improved by changing one mode at a time.
 
 Invariants: a plan is never slower than uploading everything, nor than the paper's own plan: both are among those that
 are compared. Among equal plans the one that uploads everything is taken.
@@ -32,11 +32,13 @@ from ratel_cli.planning.papers.memferry import printed_plan
 
 EXACT_LAYERS = 12
 """The most layers for which every choice is compared."""
-_LEAST_WIDTH, _WIDTH_BY_LAYERS = 300, 30_000
-"""Choices that go on from layer to layer beyond that: so many at least, and more for fewer layers, in about the same
-time."""
-_LINK_WORTH = 0.3
-"""Seconds of a step that a second of the link may save; tried on random networks of 18 to 26 layers."""
+_LEAST_WIDTH, _MOST_WIDTH, _MOST_CHOICES = 10, 300, 300_000
+"""The fewest and the most choices that go on from layer to layer beyond that, and the sum over all layers, which
+takes some seconds."""
+_LINK_WORTHS = (0.0, 0.3, 0.6, 1.0)
+"""Seconds of a step that a second of the link may save."""
+_MOST_STEPS = 3_000_000
+"""Layers that are computed to improve a plan change by change: some seconds."""
 _LEAST_GAIN = 1e-9
 """The share of a step by which a plan must be faster than uploading everything: less is rounding."""
 
@@ -70,9 +72,11 @@ def plan_direct(layers: Sequence[DirectLayer], *, width: int | None = None) -> D
     without = timeline(layers, uploaded)
     best: tuple[AccessMode, ...] = uploaded
     best_time = without
-    most = width or max(_LEAST_WIDTH, _WIDTH_BY_LAYERS // max(1, len(layers)))
-    others = [printed_plan(layers), *_searched(layers, None if is_exact else most)]
-    for modes in others:
+    most = width or max(_LEAST_WIDTH, min(_MOST_WIDTH, _MOST_CHOICES // max(1, len(layers))))
+    found = _searched(layers, None if is_exact else most)
+    if not is_exact:
+        found = [_improved(layers, modes) for modes in found]
+    for modes in (printed_plan(layers), *found):
         time = timeline(layers, modes)
         if time.fits and time.total < best_time.total * (1 - _LEAST_GAIN):
             best, best_time = modes, time
@@ -139,9 +143,9 @@ class _Bound:
         """The least that a step may take with this state before them."""
         return state[0] + max(self.forward, self.link - state[1]) + self.backward
 
-    def worth(self, state: _State) -> float:
-        """The same, where a second of the link counts as a part of a second of the step."""
-        return self.seconds(state) - _LINK_WORTH * (state[1] - state[2])
+    def worth(self, state: _State, link_worth: float) -> float:
+        """The same, where a second of the link counts as this part of a second of the step."""
+        return self.seconds(state) - link_worth * (state[1] - state[2])
 
 
 def _bounds(layers: Sequence[DirectLayer]) -> list[_Bound]:
@@ -160,21 +164,23 @@ def _bounds(layers: Sequence[DirectLayer]) -> list[_Bound]:
 
 
 def _thinned(states: list[_State], bound: _Bound, width: int) -> list[_State]:
-    """At most `width` of the states: a quarter each by two rules of what may come, and the fastest of each cell of a
-    grid over the seconds ahead and the uploads for backward."""
+    """At most `width` of the states: a third are the fastest of each cell of a grid over the seconds ahead and the
+    uploads for backward; the others may lead to the shortest step, whatever a second of the link is worth."""
     most_ahead, most_moved = max(state[1] for state in states), max(state[2] for state in states)
-    num_cells = width**0.5
-    cells: dict[tuple[int, int], _State] = {}
+    num_cells, cells = width**0.5, dict[tuple[int, int], _State]()
     while num_cells > 1:
         cells = {}
         for state in states:  # the fastest first
             cell = _cell(state[1], most_ahead, num_cells), _cell(state[2], most_moved, num_cells)
             cells.setdefault(cell, state)
-        if len(cells) <= width // 2:
+        if len(cells) <= width // 3:
             break
         num_cells *= 0.8
-    by_time, by_worth = nsmallest(width // 4, states, key=bound.seconds), nsmallest(width // 4, states, key=bound.worth)
-    return list({id(state): state for state in (*by_time, *by_worth, *cells.values())}.values())
+    chosen = list(cells.values())
+    share = (width - len(chosen)) // len(_LINK_WORTHS)
+    for worth in _LINK_WORTHS:
+        chosen += nsmallest(share, states, key=lambda state: bound.worth(state, worth))
+    return list({id(state): state for state in chosen}.values())
 
 
 def _cell(number: float, most: float, num_cells: float) -> int:
@@ -192,6 +198,25 @@ def _finished(last: DirectLayer, states: Iterable[_State]) -> list[_Chain]:
             if fits_window(moved, window) and (best is None or total < best[0]):
                 best = total, (mode, chain)
     return [] if best is None else [best[1]]
+
+
+def _improved(layers: Sequence[DirectLayer], modes: Sequence[AccessMode]) -> tuple[AccessMode, ...]:
+    """The plan after each change of one mode that makes the step faster, until there is none or it takes too long."""
+    chosen, best = list(modes), timeline(layers, modes).total
+    left, last_change, number = _MOST_STEPS // len(layers), 0, 0
+    while left > 0 and number - last_change < len(layers):
+        place = number % len(layers)
+        for mode in ACCESS_MODES:
+            before = chosen[place]
+            if mode != before:
+                chosen[place], left = mode, left - 1
+                time = timeline(layers, chosen)
+                if time.fits and time.total < best * (1 - _LEAST_GAIN):
+                    best, last_change = time.total, number
+                else:
+                    chosen[place] = before
+        number += 1
+    return tuple(chosen)
 
 
 def _modes(chain: _Chain) -> tuple[AccessMode, ...]:

@@ -1,4 +1,5 @@
-"""The questions of `ratel plan`: other strategies (`--compare`), the largest model (`--largest`), prices (`--prices`).
+"""The questions of `ratel plan`: other strategies (`--compare`), reading weights in place (`--direct`), the largest
+model (`--largest`), prices (`--prices`).
 
 Each answer has lines for people and content for `--json`. docs/planning.md says what the questions mean.
 """
@@ -16,6 +17,7 @@ from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
 from ratel_cli.report.plan import aligned
+from ratel_cli.run.ask.direct_question import direct_answer
 from ratel_cli.units import (
     counted,
     format_bytes,
@@ -34,6 +36,7 @@ class Questions:
     """Which questions the user asks."""
 
     compare: bool = False
+    direct: bool = False
     largest: bool = False
     prices: bool = False
 
@@ -52,6 +55,7 @@ def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) ->
     """The answers to all questions that the user asks."""
     asked = (
         (questions.compare, _compare),
+        (questions.direct, _direct),
         (questions.largest, _largest),
         (questions.prices, _prices),
     )
@@ -113,6 +117,12 @@ def _strategy_json(outcome: Outcome, tokens: int) -> dict[str, object]:
     point = asdict(outcome.point)
     seconds = outcome.point.seconds
     return {"strategy": outcome.strategy, "tokens_per_second": tokens / seconds, **point}
+
+
+def _direct(forecaster: Forecaster, forecast: Forecast) -> Answer:
+    """What a GPU would gain that reads weights in host memory."""
+    lines, content = direct_answer(forecaster, forecast)
+    return Answer(key="direct", title="weights read in place, in host memory (MemFerry)", lines=lines, content=content)
 
 
 def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:

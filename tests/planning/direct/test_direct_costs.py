@@ -100,7 +100,7 @@ def test_uploads_are_all_weights() -> None:
     assert len(found) == 1 + 6 * LAYERS + 2
     rows = 100 * H
     assert sum(each.weight_bytes for each in found) == 2 * (SPEC.num_parameters + rows)
-    assert [each.parameter for each in found[-2:]] == ["norm.weight", "embedding.weight"]
+    assert [each.parameter for each in found[-2:]] == ["norm.weight", "embedding.weight (head)"]
 
 
 def test_gradients_come_down_for_each_micro_batch() -> None:

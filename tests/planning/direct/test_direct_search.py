@@ -65,10 +65,10 @@ def test_many_layers_are_within_a_percent(shares_link: bool) -> None:
 
 
 @LINKS
-def test_layers_without_number(shares_link: bool) -> None:
-    """The times of a model with 400 parameters, of nine kinds."""
+def test_a_deep_model(shares_link: bool) -> None:
+    """The times of a model with 135 parameters, of nine kinds."""
     [net] = random_networks(1, least=9, most=9, shares_link=shares_link)
-    layers = layers_of(net) * 44
+    layers = layers_of(net) * 15
     plan = plan_direct(layers)
     assert plan.time.fits and 0 <= plan.gain < 1
     assert plan.time.total <= timeline(layers, printed_plan(layers)).total * ROUNDING
