@@ -94,6 +94,22 @@ def test_computing_is_that_of_the_cost_model(number: int) -> None:
     assert sum(each.backward + each.then_backward for each in of_paper) == pytest.approx(2 * forward)
 
 
+def test_measured_times_are_divided_by_flops() -> None:
+    """A layer's measured forward and backward, among its matrices and attention."""
+    step = workload(512, number=2)
+    estimate = analytic_profile(SPEC, step, traits=TRAITS)
+    [layer] = estimate.profiles
+    measured = replace(layer, forward_seconds=0.1, recomputed_seconds=0.08, backward_seconds=0.2)
+    profile = replace(estimate, source="recorded", profiles=(measured,), embedding_seconds=0.02, head_seconds=0.3)
+    found = list(weight_uses(SPEC, profile, step, GPU, is_paper=False))
+    share = 2 * 512 * 4 * H * H / layer.flops_forward
+    fc1 = named(found, "fc1.weight").layer
+    assert (fc1.forward, fc1.backward) == (pytest.approx(0.2 * share), pytest.approx(2 * 0.28 * share))
+    assert (found[0].layer.forward, found[0].layer.backward) == (pytest.approx(0.02), pytest.approx(0.02))
+    forward = sum(use.layer.forward + use.layer.then_forward for use in found)
+    assert forward == pytest.approx(2 * (0.01 + LAYERS * 0.1 + 0.3 / 3))
+
+
 def test_uploads_are_all_weights() -> None:
     """The matrix of a head that is that of the embedding goes up for the head; vectors too."""
     found = uses(workload(100))
