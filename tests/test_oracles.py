@@ -13,6 +13,7 @@ ORACLES: dict[str, tuple[str, ...]] = {
     "tests/reference.py": (),
     "tests/config/json_schema_oracle.py": (),
     "tests/planning/direct/direct_oracle.py": (),
+    "tests/planning/direct/direct_program.py": (),
     "tests/kernels/oracle.py": ("ratel_cli._native",),  # the kernels that are judged
     "tests/store/format_reader.py": (),
     "tests/store/power.py": (

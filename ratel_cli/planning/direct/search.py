@@ -4,7 +4,7 @@ The search goes through the layers in the order of forward. Of the choices so fa
 the seconds spent, those of backward included; how far the link is ahead; and the uploads for backward that still need a
 window. A choice that is no better than another one in any of the three is dropped. For up to `EXACT_LAYERS` layers
 nothing else is dropped, so the result is the best of all 3^L. Beyond, only some hundred choices go on (`_thinned`), and
-the plan is improved by changing one mode at a time.
+the plan is improved by changing the mode of one layer, or of two layers, at a time.
 
 Invariants: a plan is never slower than uploading everything, nor than the paper's own plan: both are among those that
 are compared. Among equal plans the one that uploads everything is taken.
@@ -13,9 +13,10 @@ are compared. Among equal plans the one that uploads everything is taken.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from itertools import combinations
 
 from ratel_cli.planning.direct.timeline import (
     ACCESS_MODES,
@@ -37,7 +38,7 @@ _LEAST_WIDTH, _MOST_WIDTH, _MOST_CHOICES = 10, 300, 300_000
 takes some seconds."""
 _LINK_WORTHS = (0.0, 0.3, 0.6, 1.0)
 """Seconds of a step that a second of the link may save."""
-_MOST_STEPS = 3_000_000
+_MOST_STEPS = 2_000_000
 """Layers that are computed to improve a plan change by change: some seconds."""
 _LEAST_GAIN = 1e-9
 """The share of a step by which a plan must be faster than uploading everything: less is rounding."""
@@ -201,22 +202,37 @@ def _finished(last: DirectLayer, states: Iterable[_State]) -> list[_Chain]:
 
 
 def _improved(layers: Sequence[DirectLayer], modes: Sequence[AccessMode]) -> tuple[AccessMode, ...]:
-    """The plan after each change of one mode that makes the step faster, until there is none or it takes too long."""
+    """The plan after every change that makes the step faster, until there is none or it takes too long."""
     chosen, best = list(modes), timeline(layers, modes).total
-    left, last_change, number = _MOST_STEPS // len(layers), 0, 0
-    while left > 0 and number - last_change < len(layers):
-        place = number % len(layers)
-        for mode in ACCESS_MODES:
-            before = chosen[place]
-            if mode != before:
-                chosen[place], left = mode, left - 1
-                time = timeline(layers, chosen)
-                if time.fits and time.total < best * (1 - _LEAST_GAIN):
-                    best, last_change = time.total, number
-                else:
-                    chosen[place] = before
-        number += 1
+    left, is_better = _MOST_STEPS // len(layers), True
+    while is_better:
+        is_better = False
+        for change in _changes(chosen):
+            if left <= 0:
+                return tuple(chosen)
+            left -= 1
+            before = [(place, chosen[place]) for place, _ in change]
+            for place, mode in change:
+                chosen[place] = mode
+            time = timeline(layers, chosen)
+            if time.fits and time.total < best * (1 - _LEAST_GAIN):
+                best, is_better = time.total, True
+            else:
+                for place, mode in before:
+                    chosen[place] = mode
     return tuple(chosen)
+
+
+def _changes(modes: list[AccessMode]) -> Iterator[tuple[tuple[int, AccessMode], ...]]:
+    """One layer in another mode, or two layers in each other's. Follows what becomes of `modes` meanwhile."""
+    places = range(len(modes))
+    for place in places:
+        for mode in ACCESS_MODES:
+            if mode != modes[place]:
+                yield ((place, mode),)
+    for first, second in combinations(places, 2):
+        if modes[first] != modes[second]:
+            yield (first, modes[second]), (second, modes[first])
 
 
 def _modes(chain: _Chain) -> tuple[AccessMode, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from ratel_cli.planning.direct.timeline import ACCESS_MODES, AccessMode, DirectLayer
 from tests.planning.direct.direct_oracle import Network, random_network
@@ -23,6 +24,20 @@ def layers_of(net: Network) -> list[DirectLayer]:
         )
         for n in range(len(net["U"]))
     ]
+
+
+def network_of(layers: Sequence[DirectLayer]) -> Network:
+    return {
+        "U": [layer.upload for layer in layers],
+        "F": [layer.forward for layer in layers],
+        "B": [layer.backward for layer in layers],
+        "H": [layer.direct_forward for layer in layers],
+        "HB": [layer.direct_backward for layer in layers],
+        "R": [layer.forward_link for layer in layers],
+        "RB": [layer.backward_link for layer in layers],
+        "A": [layer.then_forward for layer in layers],
+        "AB": [layer.then_backward for layer in layers],
+    }
 
 
 def random_networks(count: int, *, least: int, most: int, shares_link: bool) -> list[Network]:

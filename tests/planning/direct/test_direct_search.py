@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from ratel_cli.model.spec import LayerTraits
+from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.direct.costs import weight_uses
 from ratel_cli.planning.direct.search import EXACT_LAYERS, plan_direct
 from ratel_cli.planning.direct.timeline import timeline
 from ratel_cli.planning.papers.memferry import printed_plan
+from ratel_cli.planning.placement import Workload
+from tests.hardware.profiles import WITH_GPU
 from tests.planning.direct.direct_oracle import Network, every_total
-from tests.planning.direct.networks import layers_of, random_networks
+from tests.planning.direct.direct_program import lower_bound
+from tests.planning.direct.networks import layers_of, network_of, random_networks
 
 LINKS = pytest.mark.parametrize("shares_link", [True, False])
 WITHIN = 1.01
@@ -64,11 +70,39 @@ def test_many_layers_are_within_a_percent(shares_link: bool) -> None:
         assert plan.time.total <= timeline(layers, printed_plan(layers)).total * ROUNDING
 
 
+@pytest.mark.full
+@LINKS
+def test_deep_networks_are_within_a_percent_of_a_bound(shares_link: bool) -> None:
+    """An integer program bounds what any plan takes, for as many layers as a small model has."""
+    for net in random_networks(10, least=20, most=50, shares_link=shares_link):
+        plan, bound = plan_direct(layers_of(net)), lower_bound(net, gap=1e-3)
+        assert bound / ROUNDING <= plan.time.total <= WITHIN * bound
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [128, 512])
+def test_a_gpt_is_within_a_percent_of_a_bound(tokens: int) -> None:
+    """The 75 parameters of a GPT with 12 layers."""
+    spec = spec_from_shape(name="gpt", num_layers=12, hidden_size=768, vocab_size=50257)
+    step = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=tokens)
+    profile = analytic_profile(spec, step, traits=LayerTraits(num_heads=12, head_dim=64))
+    layers = [use.layer for use in weight_uses(spec, profile, step, WITH_GPU, is_paper=True)]
+    plan, bound = plan_direct(layers), lower_bound(network_of(layers), gap=3e-3)
+    assert plan.gain > 0.2
+    assert bound / ROUNDING <= plan.time.total <= WITHIN * bound
+
+
+def test_the_bound_holds_for_the_best_of_all_plans() -> None:
+    for shares_link in (True, False):
+        for net in random_networks(20, least=1, most=6, shares_link=shares_link):
+            assert lower_bound(net, gap=1e-6) <= float(every_total(net)[1].min()) * ROUNDING
+
+
 @LINKS
 def test_a_deep_model(shares_link: bool) -> None:
-    """The times of a model with 135 parameters, of nine kinds."""
+    """The times of a model with 72 parameters, of nine kinds."""
     [net] = random_networks(1, least=9, most=9, shares_link=shares_link)
-    layers = layers_of(net) * 15
+    layers = layers_of(net) * 8
     plan = plan_direct(layers)
     assert plan.time.fits and 0 <= plan.gain < 1
     assert plan.time.total <= timeline(layers, printed_plan(layers)).total * ROUNDING
