@@ -16,6 +16,8 @@ Backward. Weights of DFGB layers go up in the order of backward, in the window b
 and the first gradient, which is that of the last layer. A copy that is made while a layer is read in place does no
 harm: both only read. What goes up by then is there when its layer needs it, except for the last layer, which waits.
 
+Left out is what all plans have alike: gradients, which go the other way on the link, and the update.
+
 Invariants: where plans are compared, they are compared by `timeline`. Waiting is the only time beside computing.
 """
 
