@@ -42,7 +42,7 @@ from ratel_cli.config.values import (
     TrainOnInputs,
     WarmupSteps,
 )
-from ratel_cli.sizes import SPLIT_KEYS, DtypeName, Task
+from ratel_cli.sizes import SPLIT_KEYS, TASKS, DtypeName, Task
 from ratel_cli.units import counted
 
 __all__ = [
@@ -245,7 +245,7 @@ class RunConfig(Section):
     def task(self) -> Task:
         """What the model learns to predict; the type of the datasets says it."""
         types = {each.type for each in self.datasets}
-        return "masked_lm" if "mlm" in types else "classification" if "classification" in types else "causal_lm"
+        return next((task for name, task in TASKS.items() if name in types), "causal_lm")
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -443,7 +443,7 @@ def _task_contradictions(config: RunConfig) -> list[Contradiction]:
     """What is wrong about datasets that are for different tasks, or have different classes."""
     found = []
     sets = (*config.datasets, *config.test_datasets)
-    tasks = {each.type if each.type in ("mlm", "classification") else "other" for each in sets}
+    tasks = {each.type if each.type in TASKS else "other" for each in sets}
     if len(tasks) > 1:
         message = f"`type: {min(tasks - {'other'})}` is another task than that of the other datasets"
         hint = "give all `datasets` and `test_datasets` the same type"

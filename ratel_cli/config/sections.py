@@ -114,12 +114,15 @@ class DatasetConfig(Section):
 
     path: PathOrHubId
     """A JSONL, JSON, CSV, TSV, Parquet or text file, a directory or glob pattern of such files, or a hub id."""
-    type: Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification"] = "auto"
+    type: Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification", "seq2seq"] = (
+        "auto"
+    )
     """How a row becomes tokens. `completion`: plain text, or prompt and completion. `chat_template`: a list of
     messages, or another form of conversation, in the format of the model's chat template. `alpaca`: instruction, input
     and output. `tokens`: token ids. `auto`: one of these, decided by the columns of the first row, and printed. `mlm`:
     plain text, of which an encoder such as BERT learns the tokens that are masked. `classification`: a text and its
-    class, which a classifier learns; its head is drawn if the base model has none."""
+    class, which a classifier learns; its head is drawn if the base model has none. `seq2seq`: prompt and completion,
+    which an encoder-decoder such as T5 learns to write."""
     split: str = Field(default="train", min_length=1)
     """The split of a hub dataset, and a part of its rows if you add one: `train[:20%]`, `train[100:200]`. Local files
     have no splits, but such parts."""
@@ -133,7 +136,7 @@ class DatasetConfig(Section):
     """The names of all classes, in order, for `classification`: `[negative, positive]`. Default: those of the base
     model, if it is a classifier."""
     field_prompt: Column = "prompt"
-    """The column with the prompt, which has no loss: a text, or a list of messages."""
+    """The column with the prompt, which has no loss: a text, or a list of messages. For `seq2seq` the source."""
     field_completion: Column = "completion"
     """The column with the answer to `field_prompt`, which has loss: a text, or a list of messages. With
     `type: chat_template` two texts are a user's and an assistant's turn."""

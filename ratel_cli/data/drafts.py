@@ -84,4 +84,14 @@ class RowDraft:
     """What of its row is not used."""
 
 
-Draft = TextDraft | ChatDraft | TokensDraft | RowDraft
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairDraft:
+    """A text that an encoder reads, and the text that a decoder writes to it."""
+
+    source: str
+    target: str
+    remarks: tuple[Remark, ...] = ()
+    """What of its row is not used."""
+
+
+Draft = TextDraft | ChatDraft | TokensDraft | RowDraft | PairDraft

@@ -20,7 +20,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.chat_pool import ChatPool, Rendering
-from ratel_cli.data.drafts import ChatDraft, Draft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, PairDraft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.prompt_tokens import PromptTokens
 from ratel_cli.data.remarks import Remark
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
@@ -124,6 +124,7 @@ class SampleEncoder(Closing):
         texts = [draft for draft in begun.drafts if isinstance(draft, TextDraft)]
         text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(begun)
         row_answers = self._encode_rows([draft for draft in begun.drafts if isinstance(draft, RowDraft)])
+        pair_answers = self._encode_pairs([draft for draft in begun.drafts if isinstance(draft, PairDraft)])
         answers: list[Encoded | Unusable] = []
         for draft in begun.drafts:
             if isinstance(draft, TextDraft):
@@ -132,6 +133,8 @@ class SampleEncoder(Closing):
                 answer = next(chat_answers)
             elif isinstance(draft, RowDraft):
                 answer = next(row_answers)
+            elif isinstance(draft, PairDraft):
+                answer = next(pair_answers)
             else:
                 answer = self._encode_tokens(draft)
             if isinstance(answer, Encoded) and draft.remarks:
@@ -176,6 +179,34 @@ class SampleEncoder(Closing):
                 is_dropped = excess_tokens and not self._truncates
                 samples = () if is_dropped else (self._row(ids[:room], draft.label),)
                 yield Encoded(samples=samples, excess_tokens=excess_tokens)
+
+    def _encode_pairs(self, drafts: Sequence[PairDraft]) -> Iterator[Encoded | Unusable]:
+        """Both texts with the tokenizer's special tokens, as it has them for sources and for targets, each of at most
+        `sequence_len` tokens. The source has no labels, and comes first."""
+        if not drafts:
+            return
+        sources = self._whole([draft.source for draft in drafts], as_target=False)
+        targets = self._whole([draft.target for draft in drafts], as_target=True)
+        for (source, cut), (target, more) in zip(sources, targets, strict=True):
+            excess_tokens = max(cut, more)
+            if excess_tokens and not self._truncates:
+                yield Encoded(samples=(), excess_tokens=excess_tokens)
+                continue
+            input_ids = np.array([*source, *target], dtype=np.int32)
+            labels = np.array([*[IGNORED_TARGET] * len(source), *target], dtype=np.int32)
+            yield Encoded(samples=(Sample(input_ids=input_ids, labels=labels),), excess_tokens=excess_tokens)
+
+    def _whole(self, texts: list[str], *, as_target: bool) -> Iterator[tuple[list[int], int]]:
+        """The tokens of each text, with special ones, and how many more there would be."""
+        whole = cast(list[list[int]], _with_special(self._tokenizer, texts, as_target=as_target)["input_ids"])
+        for text, ids in zip(texts, whole, strict=True):
+            excess_tokens = len(ids) - self._sequence_len
+            if excess_tokens <= 0:
+                yield ids, 0
+                continue
+            limits = {"truncation": True, "max_length": self._sequence_len}
+            cut = _with_special(self._tokenizer, [text], as_target=as_target, **limits)["input_ids"]
+            yield cast(list[list[int]], cut)[0], excess_tokens
 
     def _row(self, ids: list[int], label: int | None) -> Sample:
         input_ids = np.array([*self._prefix, *ids, *self._suffix], dtype=np.int32)
@@ -336,6 +367,24 @@ _NOT_SEPARATE = (
 )
 
 
+def _with_special(
+    tokenizer: Tokenizer, texts: list[str], *, as_target: bool, **limits: bool | int
+) -> Mapping[str, object]:
+    """What the tokenizer returns for sources, or for targets, with its special tokens. Raises BadInput if it fails."""
+    call = cast(Callable[..., Mapping[str, object]], tokenizer)
+    try:
+        return call(**{"text_target" if as_target else "text": texts}, return_attention_mask=False, **limits)
+    except Exception as error:  # `tokenizers` raises no other type
+        raise _fails(error) from error
+
+
+def _fails(error: Exception) -> BadInput:
+    return BadInput(
+        f"the tokenizer fails on a text: {excerpt(str(error))}",
+        hint="use the tokenizer files that belong to the model",
+    )
+
+
 def tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets: bool) -> Mapping[str, object]:
     """What the tokenizer returns for some texts. `special`: with the tokens that it adds by itself; `offsets`: with the
     characters of each token. Raises BadInput if it fails.
@@ -350,10 +399,7 @@ def tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets:
             verbose=False,
         )
     except Exception as error:  # `tokenizers` raises no other type
-        raise BadInput(
-            f"the tokenizer fails on a text: {excerpt(str(error))}",
-            hint="use the tokenizer files that belong to the model",
-        ) from error
+        raise _fails(error) from error
 
 
 def _as_array(char_spans: list[tuple[int, int]]) -> npt.NDArray[np.int64]:

@@ -19,7 +19,7 @@ from ratel_cli.data.conversations import (
     question_and_answer,
     text_in,
 )
-from ratel_cli.data.drafts import ChatDraft, Draft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, PairDraft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.media import has_mark, has_media_parts, media_column, without_marks
 from ratel_cli.data.rows import DatasetSource, Media
@@ -29,9 +29,9 @@ from ratel_cli.sizes import IGNORED_TARGET
 
 Kind = Literal[
     "completion", "prompt_completion", "alpaca", "messages", "chat_completion", "instruction", "question_answer",
-    "tokens", "mlm", "classification",
+    "tokens", "mlm", "classification", "seq2seq",
 ]  # fmt: skip
-_PLAIN = ("completion", "mlm", "classification")
+_PLAIN = ("completion", "mlm", "classification", "seq2seq")
 """Kinds that read texts, whatever other columns a row has."""
 _SHOWN_CLASSES = 6
 _CONVERSATIONS = ("messages", "chat_completion", "instruction", "question_answer")
@@ -104,8 +104,8 @@ class RowFormat:
                 return question_and_answer(record, (self.columns[0], self.columns[1]), self.turns)
             case "tokens":
                 return _tokens(record)
-            case "mlm" | "classification":
-                return _row_draft(record, self.columns, self.labels)
+            case "mlm" | "classification" | "seq2seq":
+                return _row_draft(self.kind, record, self.columns, self.labels)
 
     def describe(self, *, train_on_inputs: TrainOnInputs = False) -> str:
         """What is read from which columns, and what has loss. For a notice."""
@@ -115,6 +115,8 @@ class RowFormat:
         end = unread if self.turns.chooses_turns and self.kind not in _CONVERSATIONS else ""
         if self.kind == "mlm":
             return f"type mlm: texts in the column {first}, loss on tokens that are masked{end}"
+        if self.kind == "seq2seq":
+            return f"type seq2seq: texts in the column {first}, loss on those in {last}{end}"
         if self.kind == "classification":
             classes = ", ".join(map(printable, self.labels[:_SHOWN_CLASSES]))
             more = ", ..." if len(self.labels) > _SHOWN_CLASSES else ""
@@ -206,6 +208,8 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
             return RowFormat(kind="mlm", columns=(source.field,))
         case "classification":
             return RowFormat(kind="classification", columns=(source.field, source.field_label))
+        case "seq2seq":
+            return RowFormat(kind="seq2seq", columns=(source.field_prompt, source.field_completion))
         case "chat_template":
             history = (source.field_history,) if source.field_history is not None else ()
             turns = RowFormat(kind="instruction", columns=(*columns, *history))
@@ -285,12 +289,17 @@ def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | N
     return None
 
 
-def _row_draft(record: dict[str, object], columns: tuple[str, ...], labels: tuple[str, ...]) -> RowDraft:
-    """Of the columns of a text and, if there is a second one, of its class. Raises Unusable."""
-    text = text_in(record, columns[0])
-    if not text.strip():
+def _row_draft(
+    kind: Kind, record: dict[str, object], columns: tuple[str, ...], labels: tuple[str, ...]
+) -> RowDraft | PairDraft:
+    """Of the columns of a text and, if there is a second one, of its class or of what is written to it. Raises
+    Unusable."""
+    texts = [text_in(record, column) for column in columns if kind != "classification" or column == columns[0]]
+    if not all(text.strip() for text in texts):
         raise Unusable("the text to train on is empty")
-    return RowDraft(text=text, label=None if len(columns) == 1 else _class_of(record, columns[1], labels))
+    if kind == "seq2seq":
+        return PairDraft(source=texts[0], target=texts[1])
+    return RowDraft(text=texts[0], label=None if kind == "mlm" else _class_of(record, columns[1], labels))
 
 
 def _class_of(record: dict[str, object], column: str, labels: tuple[str, ...]) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ratel_cli.data.encode import Sample
+from ratel_cli.data.encode import Sample, TokenIds
 from ratel_cli.sizes import IGNORED_TARGET, Task
 from ratel_cli.units import align_up
 
@@ -45,6 +45,10 @@ class MicroBatch:
     """
     mask: torch.Tensor | None = None
     """int64 `[batch, tokens]`, 0 for padding; None where no token sees padding."""
+    is_pair: bool = False
+    """Whether the targets are those of a second text, `[batch, target tokens]`, which a decoder writes."""
+    decoder_ids: torch.Tensor | None = None
+    """int64 `[batch, target tokens]`: what that decoder gets; None: what the model makes of the targets."""
     sample_ids: tuple[int, ...]
     """The numbers of the samples, one sequence after another."""
     num_targets: int
@@ -64,6 +68,29 @@ class MicroBatch:
             num_tokens=input_ids.numel(),
         )
 
+    @property
+    def others(self) -> dict[str, torch.Tensor]:
+        """What a model gets besides tokens and positions, by the names that transformers has for it."""
+        named = {"attention_mask": self.mask, "decoder_input_ids": self.decoder_ids}
+        return {name: each for name, each in named.items() if each is not None}
+
+    @property
+    def looked_up(self) -> torch.Tensor:
+        """All tokens that are looked up: `[batch, tokens]`, or of two stacks in one line `[tokens]`."""
+        if self.decoder_ids is None:
+            return self.input_ids
+        return torch.cat([self.input_ids.reshape(-1), self.decoder_ids.reshape(-1)])
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of all lines, padding included; of two stacks those of both."""
+        return self.input_ids.numel() + (self.targets.numel() if self.is_pair else 0)
+
+    @property
+    def width(self) -> int:
+        """Tokens of a line, of the wider stack if there are two."""
+        return max(each.shape[1] for each in (self.input_ids, self.decoder_ids) if each is not None)
+
     def to(self, device: torch.device) -> Self:
         """The same with its tensors on a device."""
         return replace(
@@ -72,6 +99,7 @@ class MicroBatch:
             targets=self.targets.to(device),
             position_ids=self.position_ids.to(device),
             mask=None if self.mask is None else self.mask.to(device),
+            decoder_ids=None if self.decoder_ids is None else self.decoder_ids.to(device),
         )
 
 
@@ -169,6 +197,9 @@ def assemble(
     """
     lengths = [len(sample.input_ids) for sample in samples]
     width = align_up(max(lengths), multiple) if packed_tokens is None else packed_tokens
+    if task == "seq2seq":
+        numbers = [int(number) for sequence in sequences for number in sequence]
+        return _pairs(numbers, samples, padding_id=padding_id, multiple=multiple)
     input_ids = np.full((len(sequences), width), padding_id, dtype=np.int64)
     targets = np.full((len(sequences), width), IGNORED_TARGET, dtype=np.int64)
     position_ids = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
@@ -199,3 +230,34 @@ def assemble(
         num_targets=int((targets != IGNORED_TARGET).sum()),
         num_tokens=sum(lengths),
     )
+
+
+def _pairs(numbers: Sequence[int], samples: Sequence[Sample], *, padding_id: int, multiple: int) -> MicroBatch:
+    """A micro-batch of two texts a line: of each sample the tokens without a label, and behind them those with one."""
+    sources, targets = [], []
+    for sample in samples:
+        is_target = sample.labels != IGNORED_TARGET
+        sources.append(sample.input_ids[~is_target])
+        targets.append(sample.labels[is_target])
+    input_ids, mask = _padded(sources, padding_id, multiple)
+    labels, _ = _padded(targets, IGNORED_TARGET, multiple)
+    return MicroBatch(
+        input_ids=input_ids,
+        targets=labels,
+        position_ids=torch.arange(input_ids.shape[1]).repeat(len(samples), 1),
+        mask=mask,
+        is_pair=True,
+        sample_ids=tuple(numbers),
+        num_targets=int((labels != IGNORED_TARGET).sum()),
+        num_tokens=sum(len(sample.input_ids) for sample in samples),
+    )
+
+
+def _padded(lines: Sequence[TokenIds], padding: int, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lines in a tensor of the width of the longest one, in whole chunks, and a mask that is 0 for what fills them up;
+    int64 `[lines, tokens]`."""
+    width = align_up(max(map(len, lines)), multiple)
+    values, mask = np.full((len(lines), width), padding, dtype=np.int64), np.zeros((len(lines), width), dtype=np.int64)
+    for index, line in enumerate(lines):
+        values[index, : len(line)], mask[index, : len(line)] = line, 1
+    return torch.from_numpy(values), torch.from_numpy(mask)

@@ -26,7 +26,7 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
 from ratel_cli.input_files import SUFFIXES, CountedFile, uncompressed_name
 from ratel_cli.progress import OpenBar, no_bar, no_progress
 
-DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification"]
+DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification", "seq2seq"]
 TextUnit = Literal["line", "file"]
 Media = Literal["reject", "ignore"]
 RowStream = Generator[Row | Reject, None, None]

@@ -115,7 +115,9 @@ def _layers(program: AnyProgram, embedded: Embedded) -> list[tuple[LayerActivati
     found = []
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         calls = tuple(call.changed(fake.from_tensor) for call in embedded.calls)
-        extras = tuple(each if each is None else fake.from_tensor(each) for each in embedded.extras)
+        extras = tuple(
+            tuple(each if each is None else fake.from_tensor(each) for each in of_layer) for of_layer in embedded.extras
+        )
         carried = Carried(replace(embedded, calls=calls, extras=extras))
         for index, layer in enumerate(program.spec.layers):
             kind = (layer.block_kinds, *(each.shape for each in layer.parameters), embedded.cost_key(index))
@@ -212,7 +214,7 @@ def _layer(
                 carried.forward(index, run)
             with _ActivationWatch(weights, holds_products=True) as holding:
                 carried.forward(index, run)
-        least_bytes = max(parameter.nbytes for parameter in parameters) // 2
+        least_bytes = max((parameter.nbytes for parameter in parameters), default=0) // 2
         with (
             _NoDropoutInAttention(),
             _Moved() as moved,

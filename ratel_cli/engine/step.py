@@ -436,6 +436,9 @@ class StepEngine(Closing, Generic[AnyBatch]):
                     if embedded.hidden.requires_grad:
                         roots.tensors.insert(0, embedded.hidden)
                         roots.gradients.insert(0, gradients[number])
+                    of_second: list[torch.Tensor | None] = []
+                    if lookup_sum is not None and embedded.second is not None:
+                        of_second = roots.gradients_of(embedded.second, weights.trained)
                     with state.partial_sums.added_to(weights, number) as shared_roots:
                         found: list[torch.Tensor | None] = list(
                             torch.autograd.grad(
@@ -445,11 +448,16 @@ class StepEngine(Closing, Generic[AnyBatch]):
                                 allow_unused=True,
                             )
                         )
-                        if lookup_sum is not None and found[0] is not None:
-                            lookup_sum.add_embedding(found[0] if rows is not None else found[0][state.distinct_tokens])
+                        if lookup_sum is not None:
+                            chosen = slice(None) if rows is not None else state.distinct_tokens
+                            parts = [each[chosen] for each in (*of_second[:1], found[0]) if each is not None]
+                            if parts:
+                                lookup_sum.add_embedding(*parts)
                             found[0] = None
+                            for place, each in enumerate(of_second[1:], start=1):
+                                found[place] = _sum(each, found[place])
                         total.add(found)
-                    del embedded, roots, shared_roots, found
+                    del embedded, roots, shared_roots, found, of_second
             self._hand_over(total, weights)
 
     def _decide(self, loss_total: float) -> tuple[float, str | None]:
@@ -500,3 +508,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """
         if self._device.is_host:
             self._pool.trim(keep_bytes=self._spare_bytes)
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients, as autograd adds them."""
+    return second if first is None else first if second is None else first + second

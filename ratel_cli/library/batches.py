@@ -17,8 +17,9 @@ from ratel_cli.sizes import IGNORED_TARGET
 Tensors = Mapping[str, torch.Tensor]
 """`input_ids`, int64 `[batch, tokens]`; of the same shape `labels`, with -100 where there is no loss, by default the
 tokens themselves; `attention_mask`, 1 for tokens and 0 for padding, which must come last in each line; `position_ids`.
-As with transformers, the label of a token is what the token before it must predict; of a model of masked tokens what it
-must itself predict; of a classifier labels are `[batch]`, the class of each line. Both of these need labels."""
+As with transformers, the label of a token is what the token before it must predict. Other tasks need labels: of masked
+tokens what each must itself predict; of a classifier `[batch]`, the class of each line; of an encoder-decoder `[batch,
+target tokens]`, and `decoder_input_ids` of the same shape are by default the labels, moved on by one."""
 _KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
@@ -31,29 +32,18 @@ def micro_batches(batches: Tensors | Sequence[Tensors], *, model: DecoderModel) 
 
 
 def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
-    is_causal, classifies = model.task == "causal_lm", model.task == "classification"
-    unknown = sorted(batch.keys() - set(_KEYS))
+    is_causal = model.task == "causal_lm"
+    names = (*_KEYS, "decoder_input_ids") if model.task == "seq2seq" else _KEYS
+    unknown = sorted(batch.keys() - set(names))
     missing = [name for name in ("input_ids", *([] if is_causal else ["labels"])) if name not in batch]
     if unknown or missing:
         found = f"unknown: {', '.join(map(repr, unknown))}" if unknown else f"{missing[0]!r} is missing"
-        raise BadInput(f"a batch has tensors called {', '.join(map(repr, _KEYS))}; {found}")
+        raise BadInput(f"a batch has tensors called {', '.join(map(repr, names))}; {found}")
     tokens = _integers(batch, "input_ids", None)
     if tokens.shape[1] % model.row_multiple:
         chunks = f"but the model computes lines in chunks of {model.row_multiple} tokens"
         raise BadInput(f"'input_ids' is {list(tokens.shape)}, {chunks}", "pad each line to a multiple of that")
-    if classifies:
-        labels = _classes(batch["labels"], tokens)
-    else:
-        labels = _integers(batch, "labels", tokens) if "labels" in batch else tokens
-    num_tokens, num_labels = model.spec.vocab_size, model.num_outputs
-    for name, values, number, ignored in (
-        ("input_ids", tokens, num_tokens, 0),
-        ("labels", labels, num_labels, IGNORED_TARGET),
-    ):
-        wrong = values[((values < 0) | (values >= number)) & (values != ignored)]
-        if wrong.numel():
-            what = "classes" if number is num_labels and classifies else "tokens"
-            raise BadInput(f"{name!r} has {int(wrong[0])}, but the model's {what} are 0 to {number - 1}")
+    _check_values("input_ids", tokens, model.spec.vocab_size)
     mask = _integers(batch, "attention_mask", tokens) if "attention_mask" in batch else torch.ones_like(tokens)
     if not bool(((mask == 0) | (mask == 1)).all() and (not is_causal or (mask.diff(dim=1) <= 0).all())):
         raise BadInput("'attention_mask' must be 1 for tokens and then 0 for padding, in each line; pad on the right")
@@ -63,20 +53,52 @@ def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
         if not model.layer_runner.takes_positions and not torch.equal(given, positions):
             raise BadInput("the model takes no 'position_ids'; leave them out")
         positions = given
-    if is_causal:
-        targets = torch.full_like(tokens, IGNORED_TARGET)
-        targets[:, :-1] = labels.masked_fill(mask == 0, IGNORED_TARGET)[:, 1:]
-    else:
-        targets = labels
+    targets = _targets(batch, tokens, mask, model)
     return MicroBatch(
         input_ids=tokens,
         targets=targets,
         position_ids=positions,
         mask=None if is_causal else mask,
+        is_pair=model.task == "seq2seq",
+        decoder_ids=_decoder_ids(batch, targets, model) if model.task == "seq2seq" else None,
         sample_ids=(),
         num_targets=int((targets != IGNORED_TARGET).sum()),
         num_tokens=int(mask.sum()),
     )
+
+
+def _targets(batch: Tensors, tokens: torch.Tensor, mask: torch.Tensor, model: DecoderModel) -> torch.Tensor:
+    """What each output is compared with: `[batch, tokens]`, of an encoder-decoder `[batch, target tokens]`."""
+    if model.task == "classification":
+        labels = _classes(batch["labels"], tokens)
+    elif model.task == "seq2seq":
+        labels = _integers(batch, "labels", None)
+    else:
+        labels = _integers(batch, "labels", tokens) if "labels" in batch else tokens
+    _check_values("labels", labels, model.num_outputs, "classes" if model.task == "classification" else "tokens")
+    if len(labels) != len(tokens):
+        raise BadInput(f"'labels' has {len(labels)} lines, but 'input_ids' has {len(tokens)}")
+    if model.task != "causal_lm":
+        return labels
+    targets = torch.full_like(tokens, IGNORED_TARGET)
+    targets[:, :-1] = labels.masked_fill(mask == 0, IGNORED_TARGET)[:, 1:]
+    return targets
+
+
+def _decoder_ids(batch: Tensors, labels: torch.Tensor, model: DecoderModel) -> torch.Tensor:
+    """What the decoder gets: by default the labels, moved on by one, as the model's own code makes them."""
+    if "decoder_input_ids" not in batch:
+        return model.decoder_ids(labels)
+    given = _integers(batch, "decoder_input_ids", labels, "labels")
+    _check_values("decoder_input_ids", given, model.spec.vocab_size)
+    return given
+
+
+def _check_values(name: str, values: torch.Tensor, number: int, what: str = "tokens") -> None:
+    ignored = IGNORED_TARGET if name == "labels" else 0
+    wrong = values[((values < 0) | (values >= number)) & (values != ignored)]
+    if wrong.numel():
+        raise BadInput(f"{name!r} has {int(wrong[0])}, but the model's {what} are 0 to {number - 1}")
 
 
 def _classes(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -88,11 +110,11 @@ def _classes(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return targets
 
 
-def _integers(batch: Tensors, name: str, like: torch.Tensor | None) -> torch.Tensor:
+def _integers(batch: Tensors, name: str, like: torch.Tensor | None, of: str = "input_ids") -> torch.Tensor:
     """The tensor of that name, int64 on the CPU."""
     values = batch[name]
     if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.is_floating_point() or not values.numel():
         raise BadInput(f"{name!r} must be a tensor of integers, [batch, tokens], with at least one of each")
     if like is not None and values.shape != like.shape:
-        raise BadInput(f"{name!r} is {list(values.shape)}, but 'input_ids' is {list(like.shape)}")
+        raise BadInput(f"{name!r} is {list(values.shape)}, but {of!r} is {list(like.shape)}")
     return values.detach().to(device="cpu", dtype=torch.long).contiguous()

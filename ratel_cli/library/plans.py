@@ -19,11 +19,10 @@ LEAST = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=2)
 
 def workload_of(batches: Sequence[MicroBatch], known: Workload | None) -> Workload:
     """The shape of a full step with these micro-batches, and at least that of `known`."""
-    shapes = [each.input_ids.shape for each in batches]
     found = Workload(
-        micro_batch_size=max(rows for rows, _ in shapes),
+        micro_batch_size=max(each.input_ids.shape[0] for each in batches),
         num_micro_batches=len(batches),
-        sequence_len=max(tokens for _, tokens in shapes),
+        sequence_len=max(each.width for each in batches),
     )
     if known is None:
         return found

@@ -22,6 +22,7 @@ from ratel_cli.model.carried import Embedded
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 from ratel_cli.model.trials import ordinary_tokens, trying
+from ratel_cli.model.two_stacks import TwoStackRunner
 
 _TOKENS = 12
 _ROW_TOKENS = 4
@@ -82,6 +83,39 @@ def reject_other_text(
         raise BadInput(
             f"{name}: its head computes the logits of a token from other tokens too; such models cannot be streamed"
         )
+
+
+def reject_other_pairs(runner: TwoStackRunner, outside: Sequence[StandsIn], *, vocab_size: int) -> None:
+    """Raise BadInput unless the model does with two texts what its stacks do one after the other: it calls the layers
+    of both with the same, and makes the same logits of the last one's output. `outside`: as above."""
+    source, target = (ordinary_tokens(runner.model, vocab_size, tokens, 1) for tokens in (_TOKENS, _ROW_TOKENS))
+    positions = torch.arange(_TOKENS).unsqueeze(0)
+    others = {"decoder_input_ids": target, "attention_mask": torch.ones_like(source)}
+    try:
+        with trying(runner.decoder) as stand_ins, stand_ins.bound(outside):
+            embedded = runner.embed(source, positions, others)
+            hidden = stand_ins.random((1, _ROW_TOKENS, embedded.hidden.shape[-1]))
+            finished = runner.finish(hidden, source, positions, others)
+            wanted = runner.logits(finished, last_hidden_state(finished))
+            found_calls, found = runner.run_model(source, others, hidden)
+    except CANNOT_RUN as error:
+        raise _no_pairs(runner, f"it cannot run on two texts alone ({type(error).__name__})") from error
+    own = [call for index, call in enumerate(embedded.calls) if index != runner.bridge]
+    states = embedded.extras[runner.bridge][0]
+    same = all(
+        len(one.tensors) == len(other.tensors)
+        and all(
+            a is states or (a.shape == b.shape and torch.equal(a, b))
+            for a, b in zip(one.tensors, other.tensors, strict=True)
+        )
+        for one, other in zip(own, found_calls, strict=True)
+    )
+    if not same or not torch.equal(wanted, found):
+        raise _no_pairs(runner, "it does not do with two texts what its encoder and its decoder do")
+
+
+def _no_pairs(runner: TwoStackRunner, reason: str) -> BadInput:
+    return BadInput(f"{type(runner.model).__name__}: {reason}; such models cannot be streamed")
 
 
 def _no_part(name: str, reason: str) -> BadInput:

@@ -24,8 +24,8 @@ Argument: TypeAlias = (
     " | MutableMapping[object, Argument] | None"
 )
 Contents: TypeAlias = "dict[object, Argument]"
-LayerOutput: TypeAlias = "tuple[torch.Tensor, Argument]"
-"""The hidden states behind a layer, and what it returns besides for later layers."""
+LayerOutput: TypeAlias = "tuple[torch.Tensor, tuple[Argument, ...]]"
+"""The hidden states behind a layer, and what it returns besides for later layers: as many as its `extras`."""
 RunLayer: TypeAlias = "Callable[[LayerCall], LayerOutput]"
 
 
@@ -62,9 +62,11 @@ class Embedded:
     """The first hidden states; `[batch, tokens, hidden_size]` in most models."""
     calls: tuple[LayerCall, ...]
     """The arguments of each layer, in order."""
-    extras: tuple[torch.Tensor | None, ...]
-    """By layer: what stands among the arguments of later layers for what it returns besides hidden states; None if no
-    layer gets that."""
+    extras: tuple[tuple[torch.Tensor | None, ...], ...]
+    """By layer: what stands among the arguments of later layers for each value that it returns besides hidden states;
+    None for one that no layer gets."""
+    second: torch.Tensor | None = None
+    """The first hidden states of a second stack, which has looked its own tokens up; None if there is none."""
 
     @cached_property
     def carried(self) -> tuple[torch.Tensor, ...]:
@@ -79,12 +81,12 @@ class Embedded:
     @cached_property
     def links_layers(self) -> bool:
         """Whether a layer may read what layers below have left or returned."""
-        return bool(self.mappings) or any(each is not None for each in self.extras)
+        return bool(self.mappings) or any(each is not None for extras in self.extras for each in extras)
 
     def cost_key(self, index: int) -> tuple[object, ...]:
         """Equal for layers, counted from 0, that cost the same if they are of one kind: they get the same tensors, or
         alike parts of them."""
-        extras, call = {id(each) for each in self.extras}, self.calls[index]
+        extras, call = {id(each) for of_layer in self.extras for each in of_layer}, self.calls[index]
         tensors = (
             "extra" if id(each) in extras else (each.untyped_storage()._cdata, each.shape) for each in call.tensors
         )
@@ -99,6 +101,14 @@ class Roots(NamedTuple):
     """Of each tensor: what later uses have added up."""
     inputs: list[torch.Tensor]
     """Leaves that get a gradient."""
+
+    def gradients_of(self, root: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of parameters through one root, which is a root no longer."""
+        place = next((place for place, each in enumerate(self.tensors) if each is root), None)
+        if place is None:
+            return [None for _ in parameters]
+        tensor, gradient = self.tensors.pop(place), self.gradients.pop(place)
+        return list(torch.autograd.grad(tensor, parameters, gradient, allow_unused=True))
 
 
 class Carried:
@@ -119,8 +129,13 @@ class Carried:
                 mapping[key] = changed(value, leaf_of)
         self._before: dict[int, list[Contents]] = {}
         """By layer: the contents of the mappings when it began."""
-        self._layer_of_extra = {id(extra): layer for layer, extra in enumerate(embedded.extras) if extra is not None}
-        self._extras: dict[int, Argument] = {}
+        self._place_of_extra = {
+            id(extra): (layer, place)
+            for layer, extras in enumerate(embedded.extras)
+            for place, extra in enumerate(extras)
+            if extra is not None
+        }
+        self._extras: dict[int, tuple[Argument, ...]] = {}
         """By layer: what it has returned besides hidden states, as later layers get it."""
 
     @property
@@ -135,15 +150,15 @@ class Carried:
         """
         before = self._contents()
         try:
-            output, extra = run(self._call(index))
+            output, extras = run(self._call(index))
         except BaseException:
             self._restore(before)  # it may be run again
             raise
         for mapping, was in zip(self._mappings, before, strict=True):
             for key in _set_since(was, mapping):
                 mapping[key] = changed(mapping[key], _leaf)
-        if self._layer_of_extra:
-            self._extras[index] = changed(extra, _leaf)
+        if self._place_of_extra:
+            self._extras[index] = tuple(changed(each, _leaf) for each in extras)
         if has_backward:
             self._before[index] = before
         return output
@@ -156,12 +171,12 @@ class Carried:
     def replay(self, index: int, run: RunLayer) -> tuple[torch.Tensor, Roots]:
         """Run a layer once more, for its backward. Returns its output and what else its backward begins with."""
         after, before = self._contents(), self._before.pop(index)
-        returned = self._extras.pop(index, None)
+        returned = self._extras.pop(index, ())
         self._restore(before)
         call = self._call(index)
-        output, extra = run(call)
+        output, extras = run(call)
         roots = Roots([], [], [])
-        for made, leaf in zip(tensors_of(extra), tensors_of(returned), strict=True):
+        for made, leaf in zip(tensors_of(extras), tensors_of(returned), strict=True):
             _add_root(roots, made, leaf)
         for was, left, mapping in zip(before, after, self._mappings, strict=True):
             for key in _set_since(was, mapping):
@@ -183,10 +198,10 @@ class Carried:
 
     def _call(self, index: int) -> LayerCall:
         def returned(tensor: torch.Tensor) -> Argument:
-            layer = self._layer_of_extra.get(id(tensor))
-            return tensor if layer is None else self._extras[layer]
+            found = self._place_of_extra.get(id(tensor))
+            return tensor if found is None else self._extras[found[0]][found[1]]
 
-        return self._calls[index].changed(returned) if self._layer_of_extra else self._calls[index]
+        return self._calls[index].changed(returned) if self._place_of_extra else self._calls[index]
 
     def _contents(self) -> list[Contents]:
         return [dict(mapping) for mapping in self._mappings]

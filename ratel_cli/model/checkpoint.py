@@ -270,7 +270,9 @@ class CheckpointSource(Closing):
             for twin in present[1:]:
                 self._check_equal(present[0], twin, parameter.num_elements)
         of_head = {each.name for block in spec.head.blocks for each in block.parameters}
-        if self._new_head is not None and of_head.issuperset(missing):
+        constants = self._skeleton._keys_to_ignore_on_save or ()
+        computed = {name for name in spec.frozen_names if any(re.search(each, name) for each in constants)}
+        if self._new_head is not None and (of_head | computed).issuperset(missing):
             self.drawn = tuple(missing)
         elif missing:
             raise BadInput(

@@ -1,5 +1,5 @@
-"""A Hugging Face model with one stack of layers as a program: weights are bound to one segment at a time, and the
-model's own code runs. It is a decoder, an encoder that learns masked tokens, or a classifier of rows.
+"""A Hugging Face model as a program: weights are bound to one segment at a time, and the model's own code runs. It is a
+decoder, an encoder that learns masked tokens, a classifier of rows, or an encoder and a decoder.
 
 1. `bind` gives a block its weights. When all blocks of a segment have theirs, it can run. The embedding can be given
    some rows of its matrix alone.
@@ -23,21 +23,22 @@ from transformers import PreTrainedModel
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.model.binding import PlacedParameter, bound_views
 from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
-from ratel_cli.model.layer_runner import LayerRunner, TokenLoss, last_hidden_state, loss_sum
+from ratel_cli.model.layer_runner import TokenLoss, last_hidden_state, loss_sum
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.trials import Trial
+from ratel_cli.model.two_stacks import AnyRunner
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.sizes import Task
+from ratel_cli.sizes import IGNORED_TARGET, Task
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedTokens:
     """Hidden states of one micro-batch behind the final norm, for the head and the loss."""
 
-    layer_runner: LayerRunner
+    layer_runner: AnyRunner
     result: object
     """What the owner returned."""
     targets: torch.Tensor
@@ -92,7 +93,7 @@ class DecoderModel:
         self,
         *,
         skeleton: PreTrainedModel,
-        layer_runner: LayerRunner,
+        layer_runner: AnyRunner,
         spec: ModelSpec,
         traits: LayerTraits,
         task: Task,
@@ -123,6 +124,19 @@ class DecoderModel:
     def num_outputs(self) -> int:
         """Classes of a classifier, tokens of other models."""
         return len(self.skeleton.config.id2label or ()) if self.task == "classification" else self.spec.vocab_size
+
+    def decoder_ids(self, labels: torch.Tensor) -> torch.Tensor:
+        """What the decoder of an encoder-decoder gets where it has to predict `labels`, both `[batch, target tokens]`:
+        the same, moved on by one, by the model's own code. Without such code the token comes first that the model's
+        config names, and padding takes the place of -100."""
+        make = getattr(self.skeleton, "prepare_decoder_input_ids_from_labels", None)
+        if make is not None:
+            made: torch.Tensor = make(labels=labels)
+            return made
+        config = self.skeleton.config
+        moved = labels.roll(1, dims=1)
+        moved[:, 0] = config.decoder_start_token_id
+        return moved.masked_fill(moved == IGNORED_TARGET, config.pad_token_id)
 
     @cached_property
     def packs(self) -> bool:
@@ -168,14 +182,7 @@ class DecoderModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-        placed = list(self._parameters)
-        for block in (*self.spec.embedding.blocks, *self.spec.head.blocks):
-            placed[block.index] = tuple(
-                replace(each, unbound=placeholder(each.unbound, device)) for each in placed[block.index]
-            )
-            for parameter in placed[block.index]:
-                parameter.unbind()
-        self._parameters = tuple(placed)
+        self._parameters = tuple(tuple(_moved(each, device) for each in of_block) for of_block in self._parameters)
 
     def train(self, mode: bool) -> bool:
         """Switch dropout on or off. Returns whether it was on before."""
@@ -186,6 +193,8 @@ class DecoderModel:
     def sample(self, num_tokens: int) -> MicroBatch:
         """A micro-batch of one row with two samples, all of token 0, every one of them a target."""
         first = num_tokens // 2
+        if self.task != "causal_lm":
+            first = num_tokens
         positions = torch.cat([torch.arange(first), torch.arange(num_tokens - first)]).unsqueeze(0)
         tokens = torch.zeros_like(positions)
         if self.task == "causal_lm":
@@ -197,16 +206,18 @@ class DecoderModel:
             MicroBatch.of_tokens(tokens, positions),
             targets=tokens,
             mask=mask,
+            decoder_ids=tokens if self.task == "seq2seq" else None,
             num_targets=1 if classifies else num_tokens,
         )
 
     def looked_up(self, batch: MicroBatch) -> torch.Tensor:
         """The tokens `[batch, tokens]` that the embedding looks up."""
-        return batch.input_ids
+        return self._filled(batch).looked_up
 
     def begin(self, batch: MicroBatch) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput."""
-        return self.layer_runner.embed(batch.input_ids, batch.position_ids, batch.mask)
+        batch = self._filled(batch)
+        return self.layer_runner.embed(batch.input_ids, batch.position_ids, batch.others)
 
     def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         """The output of a decoder layer, counted from 0, and what it returns besides for later layers."""
@@ -215,10 +226,17 @@ class DecoderModel:
     def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens | FinishedRows:
         """The last layer's output `[batch, tokens, hidden_size]` behind the final norm, or the logits of rows. Raises
         BadInput."""
-        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids, batch.mask)
+        batch = self._filled(batch)
+        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids, batch.others)
         if self.layer_runner.gives_logits:
             return FinishedRows(last_hidden_state(finished).unsqueeze(0), batch.targets[:, 0])
         return FinishedTokens(self.layer_runner, finished, batch.targets, self.loss)
+
+    def _filled(self, batch: MicroBatch) -> MicroBatch:
+        """The batch with what a decoder gets beside an encoder, if it does not say that itself."""
+        if self.task != "seq2seq" or batch.decoder_ids is not None:
+            return batch
+        return replace(batch, decoder_ids=self.decoder_ids(batch.targets))
 
     def module(self, index: int) -> nn.Module:
         """A decoder layer, counted from 0."""
@@ -249,6 +267,15 @@ class DecoderModel:
                 parameter.unbind()
         if segment.index == 0:
             self._lookup.unbind()
+
+
+def _moved(parameter: PlacedParameter, device: torch.device) -> PlacedParameter:
+    """A parameter that is not bound, with its placeholder on a device; without one as it is."""
+    if parameter.unbound.is_meta:
+        return parameter
+    moved = replace(parameter, unbound=placeholder(parameter.unbound, device))
+    moved.unbind()
+    return moved
 
 
 def placeholder(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:

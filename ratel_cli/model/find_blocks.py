@@ -1,4 +1,4 @@
-"""Finds the blocks of any Hugging Face model with one stack of layers.
+"""Finds the blocks of any Hugging Face model with one stack of layers, or with an encoder and a decoder.
 
 `find_blocks` turns a skeleton into a `DecoderModel`. It finds the embedding, the list of layers, and the parameters
 before and after the layers (`probe` runs the model to learn these), and lays out the `ModelSpec`.
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.around_layers import reject_other_text, reject_what_passes_all_layers
+from ratel_cli.model.around_layers import reject_other_pairs, reject_other_text, reject_what_passes_all_layers
 from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
 from ratel_cli.model.decoder import DecoderModel, placeholder
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
@@ -27,6 +27,7 @@ from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.model.trials import carried_bytes, counts_positions_from_zero
+from ratel_cli.model.two_stacks import TwoStackRunner
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, Task
 
 _CLASS_BYTES = 32
@@ -41,6 +42,8 @@ def find_blocks(
     `name` is the model's name in its spec. `gradient_dtype`: in which gradients leave the device; None: in the model's
     own dtype. The skeleton is changed: its parameters become unbound ones.
     """
+    if task == "seq2seq":
+        return _find_two_stacks(skeleton, name, gradient_dtype)
     classifies = task == "classification"
     embedding, head = _input_and_output(skeleton, has_output=not classifies)
     owner, layers = find_stack(skeleton)
@@ -105,6 +108,93 @@ def find_blocks(
         has_other_parts=bool(unused),
         lookup=lookup,
     )
+
+
+def _find_two_stacks(skeleton: PreTrainedModel, name: str, gradient_dtype: DtypeName | None) -> DecoderModel:
+    """The same in an encoder-decoder: both stacks, with what is behind the encoder's layers between them."""
+    embedding, head = _input_and_output(skeleton, has_output=True)
+    assert head is not None
+    tied = head.weight is embedding.weight
+    encoder, decoder = (_stack_in(skeleton, module) for module in (skeleton.get_encoder(), skeleton.get_decoder()))
+    layers = (*encoder[1], *decoder[1])
+    outside, inside = _placed_parameters(skeleton, layers)
+    for parameter in outside:
+        parameter.unbind()
+    runner = TwoStackRunner(skeleton, encoder, decoder)
+    first = next(each for each in outside if each.unbound is embedding.weight)
+    by_name = {each.name: each.unbound for each in outside}
+    no_lookup = RowLookup(runner.layers[runner.bridge])
+    below, above = (probe_usage(each, by_name, first.name, no_lookup)[0] for each in (runner.encoder, runner.decoder))
+    parts = [
+        [each for each in outside if each.name in names and (each is not first or place == 0)]
+        for place, names in enumerate((below.before | above.before, below.after, above.after))
+    ]
+    parts[0].sort(key=lambda each: each is not first)
+    used = [each for part in parts for each in part]
+    if len(used) != len({each.name for each in used}) or (first.name in above.after and not tied):
+        raise BadInput(
+            f"{type(skeleton).__name__}: a parameter outside its layers is used in several places; only a tied"
+            " embedding may be"
+        )
+    unused = [each for each in outside if each not in used]
+    for parameter in unused:
+        parameter.put(nn.Parameter(parameter.unbound.to("meta"), requires_grad=False))  # code that reads it fails
+    reject_what_passes_all_layers(runner.decoder, used, vocab_size=first.shape[0])
+    reject_other_pairs(runner, used, vocab_size=first.shape[0])
+    number = len(encoder[1])
+    found = [
+        ("embedding", parts[0]),
+        *((f"encoder layer {index}", parameters) for index, parameters in enumerate(inside[:number])),
+        ("end of the encoder", parts[1]),
+        *((f"decoder layer {index}", parameters) for index, parameters in enumerate(inside[number:])),
+        ("head", [*parts[2], *(parts[0][:1] if tied else [])]),
+    ]
+    with torch.no_grad():
+        embedded = runner.embed(torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long), torch.arange(SAMPLE_TOKENS)[None])
+    dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
+    cut = cut_into_blocks(found, dtype)
+    carried = carried_bytes(
+        runner,
+        embedded,
+        used,
+        [parameters for _, parameters in found[1:-1]],
+        vocab_size=first.shape[0],
+        num_probed=SAMPLE_TOKENS,
+        value_bytes=VALUE_BYTES[dtype],
+    )
+    width = embedded.hidden.numel() // SAMPLE_TOKENS
+    spec = ModelSpec(
+        name=name,
+        architecture=type(skeleton).__name__,
+        blocks=laid_out(cut, dtype=dtype, gradient_dtype=gradient_dtype, looked_up=first),
+        segment_names=tuple(name for name, _ in found),
+        dtype=dtype,
+        hidden_size=width,
+        vocab_size=first.shape[0],
+        carried_bytes=carried + width * VALUE_BYTES[dtype],  # the decoder's first hidden states
+        batch_bytes=2 * TOKEN_BYTES,
+        looks_up_rows=False,
+    )
+    return DecoderModel(
+        skeleton=skeleton,
+        layer_runner=runner,
+        spec=spec,
+        traits=_layer_traits(skeleton.config, layers),
+        task="seq2seq",
+        masks_separate=False,
+        parameters=[each.parameters for each in cut],
+        has_other_parts=bool(unused),
+        lookup=no_lookup,
+    )
+
+
+def _stack_in(skeleton: PreTrainedModel, owner: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """One of two stacks: the module that takes tokens, and its layers. Raises BadInput."""
+    lists = _nearest_lists(owner)
+    if not lists or "input_ids" not in inspect.signature(owner.forward).parameters:
+        raise BadInput(f"{type(skeleton).__name__}: its {type(owner).__name__} is no list of layers that takes tokens")
+    found = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
+    return owner, tuple(found[1])
 
 
 def _input_and_output(skeleton: PreTrainedModel, *, has_output: bool) -> tuple[nn.Module, nn.Module | None]:

@@ -13,16 +13,23 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.models.auto import modeling_auto
 
 from ratel_cli.errors import BadInput, excerpt
-from ratel_cli.sizes import Task
+from ratel_cli.sizes import TASKS, Task
 
 _CAUSAL, _BARE, _MASKED = "FOR_CAUSAL_LM", "", "FOR_MASKED_LM"
 _CLASSIFIES = "FOR_SEQUENCE_CLASSIFICATION"
+_PAIRS = "FOR_SEQ_TO_SEQ_CAUSAL_LM"
+_OF_TASKS: Mapping[Task, tuple[str, str]] = {
+    "masked_lm": (_MASKED, "masked language model"),
+    "classification": (_CLASSIFIES, "sequence classifier"),
+    "seq2seq": (_PAIRS, "encoder-decoder"),
+}
+"""For a task: its table of transformers, and what its models are."""
 _ENCODER_DECODER = "an encoder-decoder"
 _MULTIMODAL = ("a vision-language model", "a multimodal language model")
 _WORDS: Mapping[str, str] = {
     "FOR_IMAGE_TEXT_TO_TEXT": _MULTIMODAL[0],
     "FOR_MULTIMODAL_LM": _MULTIMODAL[1],
-    "FOR_SEQ_TO_SEQ_CAUSAL_LM": _ENCODER_DECODER,
+    _PAIRS: _ENCODER_DECODER,
     _MASKED: "a masked language model, whose tokens see the tokens after them",
     _CLASSIFIES: "a sequence classifier",
     "FOR_TOKEN_CLASSIFICATION": "a token classifier",
@@ -44,9 +51,7 @@ def reject_other_kinds(config: PretrainedConfig, task: Task = "causal_lm") -> No
     """
     declared = declared_class(config)
     if task != "causal_lm":
-        table, words = (
-            (_MASKED, "masked language model") if task == "masked_lm" else (_CLASSIFIES, "sequence classifier")
-        )
+        table, words = _OF_TASKS[task]
         if config.model_type not in _table(table):
             raise BadInput(f"config.json: transformers has no {words} for the model type {config.model_type}")
         return
@@ -80,12 +85,9 @@ def reject_other_kinds(config: PretrainedConfig, task: Task = "causal_lm") -> No
 
 def _other_tasks(config: PretrainedConfig) -> str | None:
     """What the model can be trained for instead; None if it can for nothing."""
-    types = [
-        name
-        for name, table in (("mlm", _MASKED), ("classification", _CLASSIFIES))
-        if config.model_type in _table(table)
-    ]
-    return f"it trains on datasets of type: {' or '.join(types)}" if types and not config.is_encoder_decoder else None
+    tasks = [task for task, (table, _) in _OF_TASKS.items() if config.model_type in _table(table)]
+    types = [name for name, task in TASKS.items() if task in tasks and config.is_encoder_decoder == (task == "seq2seq")]
+    return f"it trains on datasets of type: {' or '.join(types)}" if types else None
 
 
 def classes_of(config: PretrainedConfig, labels: Sequence[str] | None) -> tuple[str, ...]:
@@ -107,13 +109,7 @@ def declared_task(config: PretrainedConfig) -> Task:
     declared = declared_class(config)
     if declared in _classes(_CAUSAL):
         return "causal_lm"
-    return (
-        "masked_lm"
-        if declared in _classes(_MASKED)
-        else "classification"
-        if declared in _classes(_CLASSIFIES)
-        else "causal_lm"
-    )
+    return next((task for task, (table, _) in _OF_TASKS.items() if declared in _classes(table)), "causal_lm")
 
 
 def declared_class(config: PretrainedConfig) -> str | None:

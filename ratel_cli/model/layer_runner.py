@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -31,15 +31,15 @@ from ratel_cli.model.carried import Argument, Embedded, LayerCall, LayerOutput
 from ratel_cli.model.module_state import ModuleState
 from ratel_cli.sizes import IGNORED_TARGET
 
-_WRAPS: tuple[Callable[[torch.Tensor, object], object], ...] = (
-    lambda hidden, extra: hidden,
-    lambda hidden, extra: (hidden,),
-    lambda hidden, extra: (hidden, extra),
-)
-"""What a layer may return: bare hidden states, or a tuple that begins with them. The owner may hand what follows them
-to the next layer (`model.carried`)."""
+_NUMBERS_OF_EXTRAS = (None, 0, 1, 2)
+"""What a layer may return: bare hidden states (None), or a tuple that begins with them, and has as many values behind
+them. The owner may hand these to the next layer (`model.carried`)."""
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NotImplementedError)
 """What a model's code raises if it is called with something that it is not made for, such as stand-ins."""
+
+
+Others: TypeAlias = Mapping[str, torch.Tensor]
+"""What an owner gets besides tokens and positions, by name."""
 
 
 class Forward(Protocol):
@@ -64,7 +64,7 @@ class LayerRunner:
             name for layer in self.layers for name in inspect.signature(layer.forward).parameters
         )
         """Keywords that a layer's own code names."""
-        self._wrap = _WRAPS[0]
+        self._num_extras: int | None = None
         self._calls: list[LayerCall] = []
         self._first: torch.Tensor | None = None
         """The hidden states that the first layer got."""
@@ -73,8 +73,12 @@ class LayerRunner:
         self._injected: torch.Tensor | None = None
         self._mark: torch.Tensor | None = None
         """What is added to hidden states in each layer. For trials."""
-        self._extras: tuple[torch.Tensor | None, ...] = (None,) * len(layers)
-        """What each shim returns besides its hidden states."""
+        self._extras: tuple[tuple[torch.Tensor | None, ...], ...] = ((),) * len(layers)
+        """What each shim returns besides its hidden states, and other layers get."""
+        self.others: Callable[[torch.Tensor], Mapping[str, object]] = lambda input_ids: {}
+        """What the owner gets besides tokens where nothing is given."""
+        self.of_model: Callable[[torch.Tensor], Mapping[str, object]] = lambda input_ids: {}
+        """What the model gets besides tokens for its head."""
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
@@ -101,30 +105,30 @@ class LayerRunner:
         """
         with self._layers_unchanged():
             self._try_outputs(input_ids, position_ids)
-            if self._wrap is _WRAPS[-1]:
+            if self._num_extras:
                 self._find_extras(input_ids, position_ids)
 
     def _find_extras(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Find out whether the owner hands a layer what another one returns besides its hidden states."""
         without = self.embed(input_ids, position_ids)
-        self._extras = tuple(torch.zeros((), dtype=torch.long) for _ in self.layers)
+        number = self._num_extras or 0
+        self._extras = tuple(tuple(torch.zeros((), dtype=torch.long) for _ in range(number)) for _ in self.layers)
         try:
             found = self.embed(input_ids, position_ids)
         except CANNOT_RUN as error:
             raise self.code_between_layers() from error
         handed = {id(each) for call in found.calls for each in call.tensors}
-        if handed.isdisjoint(map(id, self._extras)):
-            self._extras = without.extras
-            if any(
-                len(one.tensors) != len(other.tensors) for one, other in zip(without.calls, found.calls, strict=True)
-            ):
-                raise self.code_between_layers()
+        self._extras = tuple(tuple(each if id(each) in handed else None for each in extras) for extras in self._extras)
+        if not any(each is not None for extras in self._extras for each in extras) and any(
+            len(one.tensors) != len(other.tensors) for one, other in zip(without.calls, found.calls, strict=True)
+        ):
+            raise self.code_between_layers()
 
     def _try_outputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         rejection: BadInput | None = None
         failure: Exception | None = None
-        for wrap in _WRAPS:
-            self._wrap = wrap
+        for self._num_extras in _NUMBERS_OF_EXTRAS:
+            self._extras = ((None,) * (self._num_extras or 0),) * len(self.layers)
             try:
                 finished = self._run_owner(input_ids, position_ids, injected=None)[1]
                 shape = last_hidden_state(finished).shape
@@ -176,12 +180,13 @@ class LayerRunner:
         finally:
             self._mark = None
 
-    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None) -> Embedded:
+    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, others: Others | None = None) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput.
 
-        `input_ids` and `position_ids`: `[batch, tokens]`, int64; so is `mask`, which is 0 for padding.
+        `input_ids` and `position_ids`: `[batch, tokens]`, int64. `others`: what the owner gets besides, such as an
+        `attention_mask` of the same shape, which is 0 for padding.
         """
-        return self._run_owner(input_ids, position_ids, mask, injected=None)[0]
+        return self._run_owner(input_ids, position_ids, others, injected=None)[0]
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         """The output of one decoder layer, and what it returns besides for later layers. Hidden states before and
@@ -190,14 +195,15 @@ class LayerRunner:
             output = self._forwards[index](hidden, *call.arguments, **call.keywords)
         first, *extras = output if isinstance(output, tuple | list) else (output,)
         assert isinstance(first, torch.Tensor)
-        return first, extras[0] if extras and self._extras[index] is not None else None
+        wanted = zip(extras, self._extras[index], strict=False)
+        return first, tuple(each if stands_for is not None else None for each, stands_for in wanted)
 
     def finish(
         self,
         hidden: torch.Tensor,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        others: Others | None = None,
     ) -> object:
         """The owner's output object, after the final norm, for the output of the last layer.
 
@@ -205,7 +211,7 @@ class LayerRunner:
         again, for nothing. Placeholders as its weights make that cheap, but the head may have bound the matrix. Raises
         BadInput.
         """
-        return self._run_owner(input_ids, position_ids, mask, injected=hidden)[1]
+        return self._run_owner(input_ids, position_ids, others, injected=hidden)[1]
 
     def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
         """The model's own head on `hidden` `[rows, tokens, hidden_size]`, a part of `finished`'s hidden states.
@@ -217,15 +223,28 @@ class LayerRunner:
         output = _with_last_hidden_state(finished, hidden)
         with _instance_forward(self._owner, lambda *arguments, **keywords: output):
             placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            result = self.model(input_ids=placeholder, use_cache=False)
+            result = self.model(**{"input_ids": placeholder, "use_cache": False, **self.of_model(placeholder)})
         logits = result.logits
         assert isinstance(logits, torch.Tensor)
         return logits
 
-    def run_model(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Embedded, torch.Tensor]:
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[list[LayerCall]]:
+        """A context in which a call of the owner by other code notes what its layers get."""
+        self._start(None)
+        try:
+            yield self._calls
+        finally:
+            self._start(None)
+
+    def run_model(
+        self, input_ids: torch.Tensor, hidden: torch.Tensor, others: Others | None = None
+    ) -> tuple[Embedded, torch.Tensor]:
         """What `embed` gives if the whole model is called instead of the owner, and the logits `[batch, tokens,
         vocabulary]` that it makes of `hidden`, the output of the last layer. Raises BadInput."""
-        embedded, result = self._run(lambda: self.model(input_ids=input_ids, use_cache=False), injected=hidden)
+        embedded, result = self._run(
+            lambda: self.model(input_ids=input_ids, use_cache=False, **(others or {})), injected=hidden
+        )
         logits = result.logits  # type: ignore[attr-defined]
         assert isinstance(logits, torch.Tensor)
         return embedded, logits
@@ -260,13 +279,13 @@ class LayerRunner:
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        others: Others | None = None,
         *,
         injected: torch.Tensor | None,
     ) -> tuple[Embedded, object]:
-        keywords = {"position_ids": position_ids} if self.takes_positions else {}
-        if mask is not None:
-            keywords["attention_mask"] = mask
+        keywords = {**self.others(input_ids), **(others or {})}
+        if self.takes_positions:
+            keywords["position_ids"] = position_ids
         return self._run(lambda: self._owner(input_ids=input_ids, use_cache=False, **keywords), injected=injected)
 
     def _run(self, call: Callable[[], object], *, injected: torch.Tensor | None) -> tuple[Embedded, object]:
@@ -303,7 +322,7 @@ class LayerRunner:
             last = index == len(self.layers) - 1
             output = self._injected if last and self._injected is not None else hidden
             self._expected = output if self._mark is None else output + self._mark
-            return self._wrap(self._expected, self._extras[index])
+            return self._expected if self._num_extras is None else (self._expected, *self._extras[index])
 
         return forward
 

@@ -16,9 +16,10 @@ import torch
 from transformers import PretrainedConfig
 
 from ratel_cli.model.carried import Carried
-from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
+from ratel_cli.model.layer_runner import CANNOT_RUN
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 from ratel_cli.model.trials import one_of_each_kind
+from ratel_cli.model.two_stacks import AnyRunner
 
 _TOKENS = (67, 61, 31, 13, 7, 5, 3)
 """The first that the model has positions for is tried. Prime numbers, and more than most chunks have: some layers take
@@ -27,7 +28,7 @@ _LONGEST_CHUNK = 1024
 
 
 def row_multiple(
-    layer_runner: LayerRunner,
+    layer_runner: AnyRunner,
     outside: Sequence[StandsIn],
     layers: Sequence[Sequence[StandsIn]],
     *,

@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -41,6 +42,7 @@ _AUTO_CLASSES: dict[Task, type[Any]] = {
     "causal_lm": AutoModelForCausalLM,
     "masked_lm": AutoModelForMaskedLM,
     "classification": AutoModelForSequenceClassification,
+    "seq2seq": AutoModelForSeq2SeqLM,
 }
 _ONE_CLASS: Literal["single_label_classification"] = "single_label_classification"
 _FACTORIES: frozenset[Callable[..., object]] = frozenset(
@@ -115,7 +117,7 @@ def build_skeleton(
     registration of parameters is replaced. Raises BadInput if the model is no decoder or cannot be built.
     """
     for part in {id(each): each for each in (config, text_config(config))}.values():
-        _reject_unsupported(part)
+        _reject_unsupported(part, task)
         _reject_contradictions(part)
     config = copy.deepcopy(config)  # from_config writes its arguments into it
     config.use_cache = False
@@ -179,7 +181,7 @@ def _fact(error: Exception) -> str:
     return excerpt(" ".join(lines[: end + 1]), 300) or type(error).__name__
 
 
-def _reject_unsupported(config: PretrainedConfig) -> None:
+def _reject_unsupported(config: PretrainedConfig, task: Task) -> None:
     """Reject options whose loss terms or outputs the block-wise step would silently drop."""
     for option, meaning in (
         ("output_router_logits", "the auxiliary router loss"),
@@ -191,16 +193,16 @@ def _reject_unsupported(config: PretrainedConfig) -> None:
                 f"config.json sets {option}: true, but {meaning} would need all layers in memory at once",
                 f"set {option}: false in the model's config.json",
             )
-    for option in ("layerdrop", "layer_dropout"):
+    for option in ("layerdrop", "layer_dropout", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, option, 0.0):
             raise BadInput(
                 f"config.json sets {option}: layers that are skipped at random are not supported",
                 f"set {option}: 0 in the model's config.json",
             )
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and task != "seq2seq":
         raise BadInput(
-            f"config.json: {config.model_type} is an encoder-decoder; only causal language models can be fine-tuned",
-            "use a decoder model; its config.json names a causal language model in architectures",
+            f"config.json: {config.model_type} is an encoder-decoder; it cannot be trained for this task",
+            "it trains on datasets of type: seq2seq",
         )
 
 

@@ -34,6 +34,7 @@ from ratel_cli.model.carried import Carried, Embedded
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
 from ratel_cli.model.probe import special_tokens
 from ratel_cli.model.stand_ins import StandIns, StandsIn
+from ratel_cli.model.two_stacks import AnyRunner
 
 _SAMPLES = (67, 10, 19)
 """Tokens of each packed sample."""
@@ -46,7 +47,7 @@ their sums are ordered depends on the other tokens."""
 class Trial:
     """A model whose parameters are unbound and on the CPU, to be tried."""
 
-    layer_runner: LayerRunner
+    layer_runner: AnyRunner
     outside: Sequence[StandsIn]
     """The parameters outside the layers."""
     layers: Sequence[Sequence[StandsIn]]
@@ -123,7 +124,7 @@ def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[Stan
 
 
 @contextlib.contextmanager
-def trying(layer_runner: LayerRunner) -> Iterator[StandIns]:
+def trying(layer_runner: AnyRunner) -> Iterator[StandIns]:
     """A context in which the model computes with stand-ins, without draws."""
     training = layer_runner.model.training
     layer_runner.model.eval()
@@ -159,7 +160,7 @@ def _is_same(outputs: Sequence[torch.Tensor], num_tokens: int, watched: slice) -
 
 
 def one_of_each_kind(
-    layer_runner: LayerRunner, layers: Sequence[Sequence[StandsIn]], embedded: Sequence[Embedded]
+    layer_runner: AnyRunner, layers: Sequence[Sequence[StandsIn]], embedded: Sequence[Embedded]
 ) -> list[int]:
     """The first layer of each kind."""
     kinds: dict[object, int] = {}
@@ -191,7 +192,7 @@ def _modules(layer: nn.Module, index: int) -> tuple[object, ...]:
 
 
 def carried_bytes(
-    layer_runner: LayerRunner,
+    layer_runner: AnyRunner,
     probed: Embedded,
     outside: Sequence[StandsIn],
     layers: Sequence[Sequence[StandsIn]],

@@ -277,7 +277,7 @@ def _attention_flops(traits: LayerTraits, tokens: int, sequence_len: int) -> int
 def _activations(spec: ModelSpec, layer: Segment) -> LayerActivations:
     """An estimate of what nothing has measured: that of a Llama, whose vectors are in fp32 at times."""
     saved, compute_bytes = segment_activation_bytes(spec, layer, tokens=1), spec.dtype_bytes
-    made = 2 * max(output_width(parameter) for parameter in layer.parameters) * compute_bytes
+    made = 2 * max((output_width(parameter) for parameter in layer.parameters), default=0) * compute_bytes
     more = spec.hidden_size * compute_bytes + made
     return LayerActivations(
         saved_per_token=saved,

@@ -237,7 +237,7 @@ class TrainingLoop:
             after=after,
             seconds=seconds,
             times=times,
-            num_computed_tokens=sum(batch.input_ids.numel() for batch in batches),
+            num_computed_tokens=sum(batch.num_computed_tokens for batch in batches),
             read_bytes=self._queue.read_bytes - self._counted_bytes[0],
             written_bytes=self._queue.written_bytes - self._counted_bytes[1],
         )

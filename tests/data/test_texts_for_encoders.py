@@ -13,12 +13,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from ratel_cli.data.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
-from ratel_cli.data.drafts import RowDraft, Unusable
+from ratel_cli.data.drafts import PairDraft, RowDraft, Unusable
 from ratel_cli.data.encode import Encoded, SampleEncoder
 from ratel_cli.data.formats import decide_format
+from ratel_cli.data.packing import assemble
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
-from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder, write_encoder_rows
+from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder, save_pair_model, write_encoder_rows
 
 TEXT = "the film was grey and flat and slow, so we left"
 SETTINGS = DataSettings(
@@ -39,7 +40,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def encoded(
-    tokenizer: Tokenizer, draft: RowDraft, *, sequence_len: int = 64, truncates: bool = True
+    tokenizer: Tokenizer, draft: RowDraft | PairDraft, *, sequence_len: int = 64, truncates: bool = True
 ) -> Encoded | Unusable:
     with SampleEncoder(tokenizer, sequence_len=sequence_len, train_on_inputs=False, truncates=truncates) as encoder:
         [found] = encoder.encode([draft])
@@ -123,10 +124,10 @@ def draft_of(value: object, labels: Sequence[str]) -> RowDraft:
     return found
 
 
-@pytest.mark.parametrize("kind", ["mlm", "classification"])
+@pytest.mark.parametrize("kind", ["mlm", "classification", "seq2seq"])
 @pytest.mark.parametrize("text", ["", "  ", None, 3])
 def test_texts_that_are_none(kind: str, text: object) -> None:
-    record: dict[str, object] = {"text": text, "label": 0}
+    record: dict[str, object] = {"text": text, "label": 0, "prompt": "a", "completion": text}
     source = DatasetSource(path="p", type=kind, labels=CLASSES)  # type: ignore[arg-type]
     with pytest.raises(Unusable):
         decide_format(source, record, has_chat_template=False).draft(record)
@@ -204,6 +205,57 @@ def test_what_belongs_to_a_task_changes_only_its_fingerprint(tmp_path: Path, tok
     causal = replace(SETTINGS, task="causal_lm")
     assert causal.described() == replace(causal, mlm_probability=0.3).described()
     assert not {"task", "mlm_probability"} & causal.described().keys()
+
+
+@pytest.fixture(scope="module")
+def pair_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return cast(Tokenizer, AutoTokenizer.from_pretrained(save_pair_model(tmp_path_factory.mktemp("t5"))))
+
+
+@pytest.mark.parametrize(("sequence_len", "excess"), [(64, 0), (6, 0), (5, 1), (2, 4)])
+def test_two_texts_are_a_source_without_labels_and_a_target(
+    pair_tokenizer: Tokenizer, sequence_len: int, excess: int
+) -> None:
+    """Each is truncated by itself, as transformers does."""
+    draft = PairDraft(source="turn: red blue green tall", target="tall green blue red")
+    limits = {"truncation": True, "max_length": sequence_len}
+    source = pair_tokenizer([draft.source], **limits)["input_ids"][0]  # type: ignore[call-arg, index]
+    target = pair_tokenizer(text_target=[draft.target], **limits)["input_ids"][0]  # type: ignore[call-arg, index]
+    found = encoded(pair_tokenizer, draft, sequence_len=sequence_len)
+    assert isinstance(found, Encoded)
+    [sample] = found.samples
+    assert sample.input_ids.tolist() == [*source, *target]
+    assert sample.labels.tolist() == [*[-100] * len(source), *target]
+    assert found.excess_tokens == excess
+    dropped = encoded(pair_tokenizer, draft, sequence_len=sequence_len, truncates=False)
+    assert isinstance(dropped, Encoded)
+    assert len(dropped.samples) == (excess == 0)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_a_batch_of_pairs_pads_both_texts(pair_tokenizer: Tokenizer, multiple: int) -> None:
+    rows = [("turn: red blue green", "green blue red"), ("turn: red", "red")]
+    samples = []
+    for source, target in rows:
+        found = encoded(pair_tokenizer, PairDraft(source=source, target=target))
+        assert isinstance(found, Encoded)
+        samples += found.samples
+    batch = assemble(
+        [np.array([4]), np.array([7])], samples, packed_tokens=None, padding_id=0, multiple=multiple, task="seq2seq"
+    )
+    assert batch.is_pair
+    assert batch.sample_ids == (4, 7)
+    assert batch.input_ids.shape[1] == (5 if multiple == 1 else 8)
+    assert batch.targets.shape[1] == 4
+    assert batch.mask is not None
+    for line, (source, target) in enumerate(rows):
+        wanted, labels = whole(pair_tokenizer, source), whole(pair_tokenizer, target)
+        assert batch.input_ids[line].tolist() == [*wanted, *[0] * (batch.input_ids.shape[1] - len(wanted))]
+        assert batch.mask[line].tolist() == [*[1] * len(wanted), *[0] * (batch.input_ids.shape[1] - len(wanted))]
+        assert batch.targets[line].tolist() == [*labels, *[-100] * (4 - len(labels))]
+    assert batch.num_targets == 6
+    assert batch.num_tokens == 5 + 4 + 3 + 2
+    assert batch.num_computed_tokens == batch.input_ids.numel() + batch.targets.numel()
 
 
 def test_a_tokenizer_without_a_mask_token(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tiny BERT with its tokenizer, and rows with a text and its class."""
+"""A tiny BERT and a tiny T5 with their tokenizers, rows with a text and its class, and rows of two texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
 
 from ratel_cli.data.packing import MicroBatch
 from tests.library.encoders import AUTO_CLASSES
@@ -71,6 +80,41 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
+def pair_rows() -> list[dict[str, object]]:
+    """Some words, and the same in the other order: sources of 5 to 8 tokens, targets of 3 to 6."""
+    words = ["red", "blue", "green", "tall", "small", "cold", "round"]
+    rows: list[dict[str, object]] = []
+    for number in range(48):
+        chosen = [words[(number * step + step) % 7] for step in range(1, 3 + number % 4)]
+        rows.append({"question": "turn: " + " ".join(chosen), "answer": " ".join(reversed(chosen))})
+    return rows
+
+
+def write_pair_rows(path: Path) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in pair_rows()), encoding="utf-8")
+    return path
+
+
+def save_pair_model(directory: Path) -> Path:
+    """A T5 whose head is its embedding, which both stacks look tokens up in."""
+    backend = Tokenizer(models.WordLevel(unk_token="<unk>"))  # type: ignore[arg-type]
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordLevelTrainer(special_tokens=["<pad>", "</s>", "<unk>"], show_progress=False)
+    backend.train_from_iterator([str(text) for row in pair_rows() for text in row.values()], trainer)
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="</s>"
+    )
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
+        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    T5ForConditionalGeneration(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 def trained_by_pytorch(
     base: Path, task: str, weights: dict[str, torch.Tensor], steps: Sequence[Sequence[MicroBatch]], recipe: Recipe
 ) -> Trained:
@@ -81,7 +125,8 @@ def trained_by_pytorch(
     decayed = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
 
     def loss_sum(batch: MicroBatch) -> torch.Tensor:
-        logits = model(input_ids=batch.input_ids, attention_mask=batch.mask).logits
+        of_decoder = {"labels": batch.targets} if task == "seq2seq" else {}
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.mask, **of_decoder).logits
         targets = batch.targets[:, 0] if task == "classification" else batch.targets.reshape(-1)
         return cross_entropy(logits.reshape(len(targets), -1).float(), targets, ignore_index=-100, reduction="sum")
 

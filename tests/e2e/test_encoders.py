@@ -9,10 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder, trained_by_pytorch, write_encoder_rows
+from tests.e2e.encoders import (
+    CLASSES,
+    encoder_rows,
+    pair_rows,
+    save_encoder,
+    save_pair_model,
+    trained_by_pytorch,
+    write_encoder_rows,
+    write_pair_rows,
+)
 from tests.e2e.runs import (
     assert_rejected,
     curve,
@@ -72,6 +86,21 @@ def classes(rows: Path, **keys: object) -> dict[str, object]:
     return {**KEYS, "datasets": [{"path": str(rows), "type": "classification", **keys}]}
 
 
+@pytest.fixture(scope="session")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair_model(tmp_path_factory.mktemp("models") / "t5")
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair_rows(tmp_path_factory.mktemp("data") / "pairs.jsonl")
+
+
+def seq2seq(rows: Path) -> dict[str, object]:
+    columns = {"field_prompt": "question", "field_completion": "answer"}
+    return {**KEYS, "datasets": [{"path": str(rows), "type": "seq2seq", **columns}]}
+
+
 def check_same(config: Path, base: Path, task: str, dtype: str) -> None:
     steps = [load_data(config).step(step) for step in range(len(metrics(config)))]
     trained = trained_by_pytorch(base, task, load_file(base / "model.safetensors"), steps, recipe_of(config))
@@ -98,6 +127,59 @@ def test_classes(make_config: MakeConfig, classifier: Path, texts: Path, dtype: 
     config = make_config(base=classifier, dtype=dtype, **classes(texts, labels=list(CLASSES)))
     succeed(config)
     check_same(config, classifier, "classification", dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_two_texts(make_config: MakeConfig, t5: Path, pairs: Path, dtype: str) -> None:
+    """An encoder-decoder whose head is its embedding, which is looked up twice: three sums in the order of autograd."""
+    config = make_config(base=t5, dtype=dtype, **seq2seq(pairs))
+    succeed(config)
+    check_same(config, t5, "seq2seq", dtype)
+
+
+@pytest.mark.full
+def test_an_encoder_decoder_learns_and_is_used(make_config: MakeConfig, t5: Path, pairs: Path) -> None:
+    """It writes the answers, by the generate of transformers; the other commands know what it is."""
+    changes: dict[str, object] = {"max_steps": 180, "learning_rate": 6e-3, "val_set_size": 6, "max_grad_norm": 1.0}
+    config = make_config(base=t5, **{**seq2seq(pairs), **changes})
+    stderr = succeed(config)
+    assert "eval loss" in stderr
+    model = AutoModelForSeq2SeqLM.from_pretrained(output_of(config)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    rows = pair_rows()[:12]
+    asked = tokenizer([row["question"] for row in rows], return_tensors="pt", padding=True)
+    made = tokenizer.batch_decode(model.generate(**asked, max_new_tokens=8), skip_special_tokens=True)
+    assert [text == row["answer"] for text, row in zip(made, rows, strict=True)].count(True) >= 10
+    verified = ratel("verify", config)
+    assert "bit for bit" in verified.stdout, verified.stdout + verified.stderr
+    assert_rejected(ratel("generate", config, "turn: red"), 2, "T5ForConditionalGeneration is an encoder-decoder")
+    for command in ("check", "plan", "data"):
+        ended = ratel(command, config)
+        assert ended.code == 0, ended.stderr
+    report = json.loads(ratel("eval", output_of(config), pairs, "--json").stdout)
+    with torch.no_grad():
+        whole = tokenizer([row["question"] for row in pair_rows()], return_tensors="pt", padding=True)
+        labels = tokenizer(
+            text_target=[row["answer"] for row in pair_rows()], return_tensors="pt", padding=True
+        ).input_ids
+        loss = model(**whole, labels=labels.masked_fill(labels == 0, -100)).loss
+    assert report["loss"] == pytest.approx(float(loss), rel=1e-3)
+
+
+@pytest.mark.full
+def test_a_killed_encoder_decoder_resumes(make_config: MakeConfig, t5: Path, pairs: Path) -> None:
+    whole, killed = (make_config(name, base=t5, **{**seq2seq(pairs), "max_steps": 9}) for name in ("whole", "killed"))
+    succeed(whole)
+    run_until_killed(killed, kill_at="commit.written:5")
+    succeed(killed)
+    assert curve(killed) == curve(whole)
+    assert export_hash(killed) == export_hash(whole)
+
+
+def test_an_encoder_decoder_for_another_task(make_config: MakeConfig, t5: Path, texts: Path) -> None:
+    ended = finetune(make_config(base=t5))
+    assert_rejected(ended, 2, "T5ForConditionalGeneration (t5) is an encoder-decoder")
+    assert "datasets of type: seq2seq" in ended.stderr
 
 
 @pytest.mark.full

@@ -166,11 +166,11 @@ class NetProgram:
     def begin(self, batch: NetBatch) -> Embedded:
         stream, left = self.net.stream(batch.condition), dict[object, object]()
         call = LayerCall(arguments=(stream, left), keywords={})  # type: ignore[arg-type]
-        return Embedded(hidden=batch.features, calls=(call,) * NUM_LAYERS, extras=(None,) * NUM_LAYERS)
+        return Embedded(hidden=batch.features, calls=(call,) * NUM_LAYERS, extras=((),) * NUM_LAYERS)
 
     def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         stream, left = call.arguments
-        return self.net.layer(index, hidden, stream, left), None  # type: ignore[arg-type]
+        return self.net.layer(index, hidden, stream, left), ()  # type: ignore[arg-type]
 
     def finish(self, hidden: torch.Tensor, batch: NetBatch) -> _Finished:
         return _Finished(self.net, hidden, batch.targets)

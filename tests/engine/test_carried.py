@@ -50,7 +50,7 @@ def test_a_layer_that_fails_leaves_nothing() -> None:
     """It may be run again: a unit that does not repeat its template is."""
     shared: dict[object, Argument] = {"old": torch.ones(1)}
     call = LayerCall(arguments=(shared,), keywords={})
-    carried = Carried(Embedded(hidden=torch.zeros(1), calls=(call,), extras=(None,)))
+    carried = Carried(Embedded(hidden=torch.zeros(1), calls=(call,), extras=((),)))
 
     def fails(call: LayerCall) -> LayerOutput:
         shared.update(old=torch.zeros(1), new=torch.ones(2))
@@ -77,7 +77,7 @@ def test_a_layer_that_fails_leaves_nothing() -> None:
 def test_arguments_that_may_decide_on_operators_differ(other: torch.Tensor | None) -> None:
     def signature(mask: torch.Tensor | None, number: int = 1) -> object:
         call = LayerCall(arguments=(mask, number), keywords={"shared": {"a": (mask,)}})
-        return Carried(Embedded(hidden=torch.zeros(1), calls=(call,), extras=(None,))).signature(0)
+        return Carried(Embedded(hidden=torch.zeros(1), calls=(call,), extras=((),))).signature(0)
 
     mask = torch.ones(2, 2)
     assert signature(mask) == signature(torch.zeros(2, 2)) != signature(other)
@@ -97,12 +97,14 @@ class Program:
         self.weight = torch.randn(WIDTH, generator=self.generator).bfloat16().requires_grad_()
         self.reads = [[choose.choice(("bias", "a", "b", "below")) for _ in range(4)] for _ in range(NUM_LAYERS)]
         self.leaves = [choose.choice(("a", "b", None)) for _ in range(NUM_LAYERS)]
-        self.extras = tuple(torch.zeros((), dtype=torch.long) for _ in range(NUM_LAYERS))
+        self.extras = tuple((torch.zeros((), dtype=torch.long),) for _ in range(NUM_LAYERS))
 
     def embed(self) -> Embedded:
         hidden = self.weight * 1.5
         bias, shared = torch.sin(self.weight * hidden), dict[object, Argument]()
-        calls = [LayerCall(arguments=(bias, below), keywords={"shared": shared}) for below in (None, *self.extras[:-1])]
+        calls = [
+            LayerCall(arguments=(bias, below), keywords={"shared": shared}) for (below,) in ((None,), *self.extras[:-1])
+        ]
         return Embedded(hidden=hidden, calls=tuple(calls), extras=self.extras)
 
     def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
@@ -119,7 +121,7 @@ class Program:
         left = self.leaves[index]
         if left is not None:
             shared[left] = (torch.cos(hidden), hidden * 0.5)
-        return hidden, torch.sin(hidden * 1.1)
+        return hidden, (torch.sin(hidden * 1.1),)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -131,7 +133,7 @@ def test_gradients_are_those_of_one_graph(seed: int) -> None:
     hidden, below = embedded.hidden, None
     for index, call in enumerate(embedded.calls):
         whole = LayerCall(arguments=(call.arguments[0], below), keywords=call.keywords)
-        hidden, below = program.layer(index, hidden, whole)
+        hidden, (below,) = program.layer(index, hidden, whole)
     (wanted,) = torch.autograd.grad(hidden, program.weight, gradient)
 
     embedded = program.embed()

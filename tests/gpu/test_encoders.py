@@ -1,4 +1,4 @@
-"""Encoders on a GPU: the weights that plain PyTorch would have produced there, within the memory that is planned."""
+"""Encoders and encoder-decoders on a GPU: the weights that plain PyTorch would have produced there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ pytestmark = NEEDS_GPU
 
 @pytest.mark.parametrize(
     ("name", "task", "num_micro_batches", "max_grad_norm"),
-    thinned(pairwise(["bert", "modernbert", "electra"], ["masked_lm", "classification"], [1, 2], [None, 0.5]), every=3),
+    [
+        *thinned(
+            pairwise(["bert", "modernbert", "electra"], ["masked_lm", "classification"], [1, 2], [None, 0.5]), every=3
+        ),
+        *thinned(pairwise(["t5", "t5 untied", "bart", "marian"], ["seq2seq"], [1, 2], [None, 0.5]), every=4),
+    ],
 )
 def test_they_train_as_plain_pytorch_does(
     tmp_path: Path, name: str, task: Task, num_micro_batches: int, max_grad_norm: float | None

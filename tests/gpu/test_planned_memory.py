@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, PretrainedConfig
+from transformers import BertConfig, PretrainedConfig, T5Config
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.footprint import measured_traits
@@ -38,7 +38,7 @@ from tests.tiers import rotating
 
 pytestmark = NEEDS_GPU
 
-NO_TIMES = dict.fromkeys(range(4), BlockSeconds(forward=1.0, backward=1.0))
+NO_TIMES = dict.fromkeys(range(8), BlockSeconds(forward=1.0, backward=1.0))
 SMALL_BYTES = 256 << 10
 """What the plan leaves out: statistics of norms, rotary tables, and that sizes are rounded up to 512 bytes. On a GPU it
 is a part of the workspace that is planned."""
@@ -216,6 +216,31 @@ def test_so_it_does_with_an_encoder_whose_rows_are_padded(
     check(tmp_path, shape, config, num_micro_batches, holds_sums=True, task=task, most=1.15)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "num_micro_batches", "tied"),
+    rotating([SHAPES[0], SHAPES[3]], [1, 3], [True, False], every=2),
+    ids=lambda value: value.name if isinstance(value, Shape) else str(value),
+)
+def test_two_stacks_take_no_more_than_was_planned(
+    tmp_path: Path, shape: Shape, num_micro_batches: int, tied: bool
+) -> None:
+    """The plan takes the largest layer for all of them, so it may count on half as much again."""
+    config = T5Config(
+        d_model=HIDDEN_SIZE,
+        d_kv=128,
+        d_ff=4 * HIDDEN_SIZE,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=HIDDEN_SIZE // 128,
+        vocab_size=shape.scaled(VOCAB_SIZE),
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        tie_word_embeddings=tied,
+    )
+    check(tmp_path, shape, config, num_micro_batches, holds_sums=True, task="seq2seq", most=1.5)
+
+
 def padded(batch: MicroBatch, task: Task) -> MicroBatch:
     """The batch with padding at the end of each row but the first, and a class for each row of a classifier."""
     mask = torch.ones_like(batch.input_ids)
@@ -224,7 +249,7 @@ def padded(batch: MicroBatch, task: Task) -> MicroBatch:
         mask[:, -3:] = 0
     num_targets = len(mask) if task == "classification" else batch.num_targets
     targets = torch.zeros_like(batch.targets) if task == "classification" else batch.targets
-    return replace(batch, mask=mask, targets=targets, num_targets=num_targets)
+    return replace(batch, mask=mask, targets=targets, num_targets=num_targets, is_pair=task == "seq2seq")
 
 
 def with_seconds_of_flops(unit: UnitRecord) -> UnitRecord:

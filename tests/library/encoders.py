@@ -1,4 +1,5 @@
-"""Tiny encoders and classifiers, and the batches that they learn, as a loop around transformers has them."""
+"""Tiny encoders, classifiers and encoder-decoders, and the batches that they learn, as a loop around transformers has
+them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -21,7 +23,11 @@ from tests.engine.architectures import tiny_config
 from tests.reference import Recipe, Trained, train_module
 
 VOCABULARY, NUM_CLASSES = 99, 3
-AUTO_CLASSES = {"masked_lm": AutoModelForMaskedLM, "classification": AutoModelForSequenceClassification}
+AUTO_CLASSES = {
+    "masked_lm": AutoModelForMaskedLM,
+    "classification": AutoModelForSequenceClassification,
+    "seq2seq": AutoModelForSeq2SeqLM,
+}
 _SHAPE = {"vocab_size": VOCABULARY, "pad_token_id": 0}
 _USUAL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -39,6 +45,27 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "mpnet": {**_USUAL, **_NO_DROPOUT, "max_position_embeddings": 40},
 }  # fmt: skip
+_T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+_BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 40, "dropout": 0.0,
+    "attention_dropout": 0.0, "decoder_start_token_id": 2, "eos_token_id": 2,
+}  # fmt: skip
+PAIRS: dict[str, dict[str, object]] = {
+    "t5": _T5,
+    "t5 untied": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "mt5": _T5,
+    "umt5": _T5,
+    "bart": _BART,
+    "mbart": _BART,
+    "marian": {**_BART, "decoder_vocab_size": VOCABULARY},
+    "pegasus": _BART,
+    "m2m_100": {**_BART, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+}
+"""Encoder-decoders. What is between the stacks has no parameters in some, and positions are frozen in some."""
 EAGER = ("deberta-v2", "mpnet")
 """Without another kernel of attention."""
 CAUSAL = ("llama", "gpt2")
@@ -50,6 +77,8 @@ def encoder_config(name: str) -> PretrainedConfig:
         config = tiny_config(name)
         config.pad_token_id = 0
         config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
+    elif name in PAIRS:
+        return AutoConfig.for_model(name.split(maxsplit=1)[0], **_SHAPE, **PAIRS[name])
     else:
         config = AutoConfig.for_model(name, **_SHAPE, **CONFIGS[name])
     config.id2label = {index: f"class {index}" for index in range(NUM_CLASSES)}
@@ -92,7 +121,10 @@ def labelled_steps(
         mask = torch.ones_like(tokens)
         mask[1, 6:] = 0
         tokens = tokens.masked_fill(mask == 0, 0)
-        if task == "classification":
+        if task == "seq2seq":
+            labels = torch.randint(5, vocabulary, (2, 6), generator=generator)
+            labels[0, 4:] = -100
+        elif task == "classification":
             labels = torch.randint(0, NUM_CLASSES, (2,), generator=generator)
         else:
             chosen = torch.rand(tokens.shape, generator=generator) < 0.4
@@ -113,8 +145,8 @@ def trained_encoder(name: str, task: Task, steps: Sequence[Sequence[LabelledBatc
 
     def loss_sum(batch: LabelledBatch) -> torch.Tensor:
         placed = {name: each.to(recipe.device) for name, each in batch.items()}
-        labels = placed.pop("labels").reshape(-1)
-        logits = model(**placed).logits
+        labels = placed["labels"].reshape(-1)
+        logits = model(**(placed if task == "seq2seq" else {**placed, "labels": None})).logits
         return cross_entropy(logits.reshape(len(labels), -1).float(), labels, ignore_index=-100, reduction="sum")
 
     model.train().to(recipe.device)

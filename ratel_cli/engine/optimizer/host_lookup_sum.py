@@ -103,17 +103,20 @@ class HostLookupSum(Closing):
     def fetch(self) -> None:
         """Nothing is fetched: the embedding's rows come here."""
 
-    def add_embedding(self, gradient: torch.Tensor) -> None:
+    def add_embedding(self, *gradients: torch.Tensor) -> None:
         """Add the rows `[rows, hidden]` of the embedding's part of the next micro-batch, in the same order of
-        micro-batches."""
-        lease = self._lease_rows(gradient.shape[1] * gradient.itemsize, "rows of the embedding's gradient")
-        download = self._device.download([(gradient.reshape(-1).view(torch.uint8), lease.memory)], _LABEL)
-        self._device.free_downloads()
-        download.wait()
-        own = view(lease.memory, gradient.dtype).view(gradient.shape)
+        micro-batches: one for each time that tokens were looked up, in the order of backward."""
+        first = gradients[0]
+        lease = self._lease_rows(first.shape[1] * first.itemsize, "rows of the embedding's gradient")
         head_rows = self._head_rows.pop(0)
-        values = self._sums.values(0).view(-1, gradient.shape[1])
-        contribution = (view(head_rows.memory, gradient.dtype).view(gradient.shape) + own).to(values)
+        own, part = (view(each.memory, first.dtype).view(first.shape) for each in (lease, head_rows))
+        for gradient in gradients:
+            download = self._device.download([(gradient.reshape(-1).view(torch.uint8), lease.memory)], _LABEL)
+            self._device.free_downloads()
+            download.wait()
+            part = part + own
+        values = self._sums.values(0).view(-1, first.shape[1])
+        contribution = part.to(values)
         if self._has_embedding:
             contribution = values[self._rows] + contribution
         self._has_embedding = True

@@ -97,11 +97,14 @@ class LookupSum(Closing):
             self._sums.put(0, total.open().view(torch.float32))
         self._fetch_ahead()
 
-    def add_embedding(self, gradient: torch.Tensor) -> None:
+    def add_embedding(self, *gradients: torch.Tensor) -> None:
         """Add the rows `[rows, hidden]` of the embedding's part of the next micro-batch, in the same order of
-        micro-batches."""
-        values = self._sums.values(0).view(-1, gradient.shape[1])
-        contribution = (self._next_rows(gradient) + gradient).to(values)
+        micro-batches: one for each time that tokens were looked up, in the order of backward."""
+        values = self._sums.values(0).view(-1, gradients[0].shape[1])
+        part = self._next_rows(gradients[0])
+        for gradient in gradients:
+            part = part + gradient
+        contribution = part.to(values)
         if self._started:
             contribution = values[self._rows] + contribution
         self._started = True

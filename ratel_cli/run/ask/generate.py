@@ -78,7 +78,13 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
         streamed = open_streamed(context, named, request.step)
         base = streamed.base
         if base.model.task != "causal_lm":
-            raise BadInput(f"{base.model.spec.architecture} generates no text: it does not predict the next token")
+            name = base.model.spec.architecture
+            if base.model.task == "seq2seq":
+                reason = (
+                    "`ratel generate` is for decoders alone; load the export with transformers, and call its generate"
+                )
+                raise BadInput(f"{name} is an encoder-decoder: {reason}")
+            raise BadInput(f"{name} generates no text: it does not predict the next token")
         tokenizer = read_fitting_tokenizer(config, base, log)
         ids = encode_prompts(tokenizer, request.prompts, raw=request.raw, notice=log.notice)
         _check_lengths(ids, request, base, log)

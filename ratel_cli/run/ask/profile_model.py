@@ -109,7 +109,7 @@ def _measured(config: RunConfig, model: DecoderModel, hardware: HardwareProfile,
     ):
         placement = Placement(gpu_holds_head=False)
         profiler = block_profiler(model, pool, opened, dtype=config.dtype, placement=placement, workload=workload)
-        batch = any_batch(workload.micro_batch_size, workload.sequence_len, spec.vocab_size)
+        batch = any_batch(workload.micro_batch_size, workload.sequence_len, spec.vocab_size, task=config.task)
         units, seconds = profiler.record(batch, beside=adamw_beside(pool, hardware.host, opened))
     profile = recorded_profile(units, seconds, spec, workload, num_micro_batches=1, estimate=estimate)
     return replace(profile, adamw_share=profiler.sharing)

@@ -27,6 +27,7 @@ from ratel_cli.run.inputs.base_model import Base, open_weights, read_base
 from ratel_cli.run.inputs.inputs import num_positions
 from ratel_cli.run.inputs.named_model import NamedModel
 from ratel_cli.run.train.open import open_run
+from ratel_cli.sizes import TASKS
 from ratel_cli.units import format_bytes
 
 
@@ -69,7 +70,7 @@ def completed(named: NamedModel) -> RunConfig:
     task = declared_task(read_any_config(named.directory))
     if task != "causal_lm" and "datasets.0.type" not in named.given:
         [rows] = named.config.datasets
-        kind = "mlm" if task == "masked_lm" else "classification"
+        kind = next(name for name, each in TASKS.items() if each == task)
         update["datasets"] = (rows.model_copy(update={"type": kind}),)
     model_config = read_model_config(named.directory, named.config.model_copy(update=update).task)
     dtype = next((name for name, each in DTYPES.items() if each == getattr(model_config, "dtype", None)), None)

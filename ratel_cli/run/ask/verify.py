@@ -278,8 +278,11 @@ def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedMod
     context = run.context
     blocks = GenerationBlocks(generation)
     with BlockReader(decoder, blocks, context.pool, device=device, check_stop=context.stop.check) as reader:
-        ours = BlockwiseForward(decoder, reader).outputs(MicroBatch.of_tokens(tokens, positions))
-    keywords = {"position_ids": positions} if decoder.layer_runner.takes_positions else {}
+        batch = MicroBatch.of_tokens(tokens, positions)
+        if decoder.task == "seq2seq":
+            batch = replace(batch, decoder_ids=tokens)
+        ours = BlockwiseForward(decoder, reader).outputs(batch)
+    keywords = {**({"position_ids": positions} if decoder.layer_runner.takes_positions else {}), **batch.others}
     with torch.no_grad():
         theirs = model(input_ids=tokens, use_cache=False, **keywords).logits
     check = Check(

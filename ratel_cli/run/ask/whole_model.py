@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ratel_cli.engine.block_reader import BlockReader
 from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.layer_runner import LayerRunner
 
 
 @contextmanager
@@ -28,6 +29,7 @@ def computing_whole(
 
     `after_pass` is called after each forward pass. What the reader raises ends the pass.
     """
+    assert isinstance(model.layer_runner, LayerRunner)
     skeleton, blocks = model.skeleton, _OpenBlocks(model, reader, after_pass)
     was_training = skeleton.training
     with ExitStack() as context:

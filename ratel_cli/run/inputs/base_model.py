@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import transformers
 from transformers import PretrainedConfig
 
@@ -86,6 +87,8 @@ def build_base(config: RunConfig, task: Task | None = None) -> Base:
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
     name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
     model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task)
+    if task == "seq2seq":
+        _check_decoder_ids(model, model_config)
     if task == "causal_lm" and model.looks_ahead:
         raise BadInput(
             f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
@@ -98,6 +101,18 @@ def build_base(config: RunConfig, task: Task | None = None) -> Base:
         model=model,
         labels=labels,
     )
+
+
+def _check_decoder_ids(model: DecoderModel, config: PretrainedConfig) -> None:
+    """Raise BadInput if the config does not say what a decoder begins with."""
+    missing = [key for key in ("decoder_start_token_id", "pad_token_id") if getattr(config, key, None) is None]
+    try:
+        model.decoder_ids(torch.full((1, 2), model.spec.vocab_size - 1))
+    except Exception as error:
+        raise BadInput(
+            f"config.json: what the decoder begins with is not known: {' and '.join(missing) or 'its tokens'} missing",
+            "add it to the model's config.json",
+        ) from error
 
 
 def open_weights(

@@ -303,7 +303,9 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config),
         split=split_words(plan.workload, is_planned=run.written.split is None),
-        computed_tokens=None if data.is_packed else round(data.num_computed_tokens / data.steps_per_epoch),
+        computed_tokens=None
+        if data.is_packed or config.task == "seq2seq"
+        else round(data.num_computed_tokens / data.steps_per_epoch),
         endurance_tb=config.storage.endurance_tb,
     )
 

@@ -40,7 +40,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.train.engine import open_planned_device
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
+from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName, Task
 from ratel_cli.units import MIB, format_seconds
 
 _TRIED_TOKENS = 64
@@ -121,8 +121,9 @@ def block_profiler(
     )
 
 
-def any_batch(size: int, num_tokens: int, vocab_size: int, *, num_samples: int = 1) -> MicroBatch:
-    """A micro-batch `[size, num_tokens]` of random tokens; every position has a target, which every head knows."""
+def any_batch(size: int, num_tokens: int, vocab_size: int, *, task: Task, num_samples: int = 1) -> MicroBatch:
+    """A micro-batch `[size, num_tokens]` of random tokens; every position has a target, which every head knows. For two
+    stacks, these are the tokens of both."""
     shape = size, num_tokens
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     parts = torch.arange(num_tokens).tensor_split(num_samples)
@@ -131,6 +132,8 @@ def any_batch(size: int, num_tokens: int, vocab_size: int, *, num_samples: int =
         input_ids=tokens,
         targets=torch.zeros_like(tokens),
         position_ids=positions,
+        is_pair=task == "seq2seq",
+        decoder_ids=tokens if task == "seq2seq" else None,
         sample_ids=(),
         num_targets=tokens.numel(),
         num_tokens=tokens.numel(),
@@ -150,13 +153,13 @@ def _try(
     """
     num_tokens = min(_TRIED_TOKENS, workload.sequence_len)
     try:
-        batch = any_batch(1, num_tokens, model.spec.vocab_size, num_samples=num_samples)
+        batch = any_batch(1, num_tokens, model.spec.vocab_size, task=model.task, num_samples=num_samples)
         _, seconds = profiler.record(batch, most_runs=2, progress=progress)
     except BadInput as failure:
         if num_tokens == workload.sequence_len or failure.key:
             raise
         num_tokens = workload.sequence_len
-        batch = any_batch(1, num_tokens, model.spec.vocab_size, num_samples=num_samples)
+        batch = any_batch(1, num_tokens, model.spec.vocab_size, task=model.task, num_samples=num_samples)
         _, seconds = profiler.record(batch, most_runs=1)
     # Layers that are alike have the same seconds; it is measured at least twice, and its operators once.
     kinds = {(each.forward, each.backward) for each in seconds.values()}
@@ -166,7 +169,7 @@ def _try(
 def _of_full_size(batch: MicroBatch, model: DecoderModel, workload: Workload) -> MicroBatch:
     """The micro-batch; random tokens if it is smaller than the plan's, as in data of few samples."""
     shape = workload.micro_batch_size, workload.sequence_len
-    return batch if batch.input_ids.shape == shape else any_batch(*shape, model.spec.vocab_size)
+    return batch if batch.input_ids.shape == shape else any_batch(*shape, model.spec.vocab_size, task=model.task)
 
 
 def _advancing(advance: Callable[[float], None]) -> Callable[[Segment], None]:

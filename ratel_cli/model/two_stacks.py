@@ -1,0 +1,142 @@
+"""Runs the parts of an encoder-decoder one at a time: two stacks of layers, and what is between them.
+
+The encoder and the decoder each have an owner with layers, so each has a `LayerRunner`. Between the last layer of the
+one and the first of the other the encoder's own code ends: its final norm. That is a layer of its own here, the bridge:
+
+    begin    the embeddings of both stacks; the decoder's first hidden states wait as an argument of the bridge
+    bridge   from the encoder's last hidden states to the decoder's first; it returns the encoder's states besides,
+             which the decoder's layers get as if a layer below had returned them (`model.carried`)
+    finish   the decoder's final norm; `logits`: the model's own head
+
+Invariant: what the decoder's layers get depends on the encoder in its states alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
+from ratel_cli.model.layer_runner import LayerRunner, Others, last_hidden_state
+
+_STATES, _MASK = "encoder_hidden_states", "encoder_attention_mask"
+"""Names of what every decoder with cross-attention takes."""
+
+
+class Bridge(nn.Module):
+    """Stands for what is between the stacks, where modules are named. It has no parameters: they are the encoder's."""
+
+
+class TwoStackRunner:
+    """Both runners, as one whose layers are those of the encoder, the bridge, and those of the decoder."""
+
+    takes_positions = False
+    gives_logits = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        encoder: tuple[nn.Module, Sequence[nn.Module]],
+        decoder: tuple[nn.Module, Sequence[nn.Module]],
+    ) -> None:
+        """`encoder` and `decoder`: the owner and the layers of each."""
+        self.model = model
+        self.encoder = LayerRunner(encoder[0], *encoder)
+        self.decoder = LayerRunner(model, *decoder)
+        for runner in (self.encoder, self.decoder):
+            runner.takes_positions = False
+        self.decoder.others = self._of_decoder
+        self.decoder.of_model = self._of_model
+        self.bridge = len(self.encoder.layers)
+        """The index of the bridge among the layers."""
+        self.layers = (*self.encoder.layers, Bridge(), *self.decoder.layers)
+
+    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, others: Others | None = None) -> Embedded:
+        """The first hidden states and every layer's arguments. Raises BadInput.
+
+        `input_ids`: `[batch, tokens]`, of the encoder. `others`: `attention_mask` of the same shape, and
+        `decoder_input_ids`; without them there is no padding, and the decoder gets the encoder's tokens.
+        """
+        others = others or {}
+        of_encoder = {name: each for name, each in others.items() if name == "attention_mask"}
+        below = self.encoder.embed(input_ids, position_ids, of_encoder)
+        states = torch.zeros_like(below.hidden)
+        above = self.decoder.embed(*self._of(input_ids, position_ids, others), self._with_states(states, of_encoder))
+        found = {id(each) for call in above.calls for each in call.tensors}
+        if id(states) not in found:
+            raise BadInput(
+                f"{type(self.model).__name__}: its decoder's layers do not get the encoder's states as they are; such"
+                " models cannot be streamed"
+            )
+        bridge = LayerCall(arguments=(above.hidden, input_ids, of_encoder.get("attention_mask")), keywords={})
+        return replace(
+            below,
+            calls=(*below.calls, bridge, *above.calls),
+            extras=(*below.extras, (states,), *above.extras),
+            second=above.hidden,
+        )
+
+    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
+        """The output of a layer, or of the bridge, and what it returns besides for later layers."""
+        if index < self.bridge:
+            return self.encoder.run_layer(index, hidden, call)
+        if index > self.bridge:
+            return self.decoder.run_layer(index - self.bridge - 1, hidden, call)
+        first, input_ids, mask = call.arguments
+        assert isinstance(first, torch.Tensor)
+        assert isinstance(input_ids, torch.Tensor)
+        masked = {"attention_mask": mask} if isinstance(mask, torch.Tensor) else {}
+        finished = self.encoder.finish(hidden, input_ids, input_ids, masked)
+        return first, (last_hidden_state(finished),)
+
+    def finish(
+        self,
+        hidden: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        others: Others | None = None,
+    ) -> object:
+        """The decoder's output object, after its final norm, for the output of its last layer. Others as in `embed`."""
+        return self.decoder.finish(hidden, *self._of(input_ids, position_ids, others or {}))
+
+    def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own head on a part of the decoder's hidden states `[rows, tokens, hidden_size]`."""
+        return self.decoder.logits(finished, hidden)
+
+    def run_model(
+        self, input_ids: torch.Tensor, others: Others, hidden: torch.Tensor
+    ) -> tuple[tuple[LayerCall, ...], torch.Tensor]:
+        """What the layers of both stacks get if the whole model is called, and the logits that it makes of `hidden`,
+        the output of the decoder's last layer. `others` as in `embed`. Raises BadInput."""
+        with self.encoder.collecting() as below:
+            above, logits = self.decoder.run_model(input_ids, hidden, others)
+        return (*below, *above.calls), logits
+
+    def _of(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, others: Others
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return others.get("decoder_input_ids", input_ids), position_ids
+
+    def _with_states(self, states: torch.Tensor, of_encoder: Others) -> dict[str, torch.Tensor]:
+        return {_STATES: states, **({_MASK: of_encoder["attention_mask"]} if of_encoder else {})}
+
+    def _of_decoder(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the decoder's owner gets besides tokens where nothing is given: states of zeros, of as many tokens."""
+        config = self.model.config
+        width = config.hidden_size
+        return {_STATES: torch.zeros((*input_ids.shape, width), dtype=self.model.dtype, device=input_ids.device)}
+
+    def _of_model(self, input_ids: torch.Tensor) -> dict[str, object]:
+        """What the whole model gets where its decoder's output is known: nothing of the encoder is computed."""
+        states = self._of_decoder(input_ids)[_STATES]
+        return {"encoder_outputs": BaseModelOutput(last_hidden_state=states), "decoder_input_ids": input_ids}
+
+
+AnyRunner: TypeAlias = LayerRunner | TwoStackRunner
