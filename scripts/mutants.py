@@ -525,6 +525,7 @@ MUTANTS = (
     Mutant("calls of one block are summed in fp32", "engine/horizontal.py", "self._num_waiting[segment.index] == 1 and segment.index not in self._of_pass", "True", "gradients are added as autograd adds them", "library/test_hook.py"),
     Mutant("a step ends before its last round", "engine/horizontal.py", "if self._num_rounds == self._rule.num_rounds:", "if self._num_rounds:", "a step has as many rounds as it is asked for", "library/test_hook.py"),
     Mutant("graphs live through a step", "engine/horizontal.py", "self._epoch += 1", "pass", "weights change only where a step ends", "library/test_hook_misuse.py"),
+    Mutant("the curve ends before all is offloaded", "planning/forecast/rok.py", 'point("offload", "swap_all")', 'point("offload", 0.9)', "the curve's ends are the plans that are forced", "planning/forecast/test_rok.py"),
     Mutant("the tensor cache writes weights", "engine/tensor_cache.py", "or self._stays(tensor)", "", "no weight is written", "library/test_offloading.py"),
     Mutant("the tensor cache reads what it has", "engine/tensor_cache.py", "if entry.num_users and entry.tensor is None and entry.lease is None:", "if entry.num_users and entry.tensor is None:", "what is being written is not read", "library/test_offloading.py"),
     Mutant("the tensor cache writes each view", "engine/tensor_cache.py", "if known is not None:", "if False:", "a storage is written once", "library/test_offloading.py"),

@@ -89,7 +89,11 @@ def run(
         for answer in answered:
             _block(RunLog(sys.stdout), answer.title, answer.lines)
     if picture is not None:
-        draw_picture(forecast.prediction, picture)
+        draw = next((answer.draw for answer in answered if answer.draw is not None), None)
+        if draw is None:
+            draw_picture(forecast.prediction, picture)
+        else:
+            draw(picture)
         log.say(f"wrote {picture}")
     _check(forecast, advices)
 

@@ -155,7 +155,9 @@ def plan(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Plot step time against offloaded bytes to FILE, .svg or .png.", show_default=False
+            metavar="FILE",
+            help="Plot step time against offloaded bytes, or the curve of --rok, to FILE, .svg or .png.",
+            show_default=False,
         ),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare with what other systems would offload.")] = False,
@@ -166,10 +168,13 @@ def plan(
     prices: Annotated[
         bool, typer.Option("--prices", help="Print price and speed for different numbers of SSDs.")
     ] = False,
+    rok: Annotated[
+        bool, typer.Option("--rok", help="Print memory and speed when activations are recomputed, offloaded or kept.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --plot: replace FILE if it exists.")] = False,
 ) -> None:
     from ratel_cli.cli import plan as command
     from ratel_cli.run.ask.plan_questions import Questions
 
-    questions = Questions(compare=compare, direct=direct, largest=largest, prices=prices)
+    questions = Questions(compare=compare, direct=direct, largest=largest, prices=prices, rok=rok)
     command.run(config, overrides or [], hardware, plot, questions, as_json=as_json, overwrite=overwrite)

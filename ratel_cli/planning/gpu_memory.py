@@ -30,7 +30,7 @@ from functools import cached_property, partial
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import LargestUnit, lookup_sum_bytes
+from ratel_cli.planning.activations import LargestUnit, OffloadedActivations, lookup_sum_bytes
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_uses import Held, Uses
 from ratel_cli.planning.model_profile import ModelProfile
@@ -250,6 +250,22 @@ class GpuMemory:
             around = tuple(kind_of[each.segment.index] for each in schedule[max(0, position - 1) : position + 2])
             first.setdefault((use.stage, min(position, 2), around), position)
         return tuple(first.values())
+
+
+def activation_bytes(profile: ModelProfile, offloaded: OffloadedActivations, units: UnitsOnGpu | None) -> int:
+    """What layers' activations take of a GPU's memory at their peak, which is in backward: the units that stay, a layer
+    with its unit, and the next unit on its way. `units` as in `GpuMemory.needed_bytes`."""
+    largest = offloaded.largest_unit
+    layers = [profile.profiles[kind] for kind in set(profile.layers)]
+    in_use_bytes = max(
+        max(
+            layer.backward_bytes + layer.input_bytes,
+            min(layer.replay_bytes + largest.num_bytes, layer.replay_held_bytes + largest.unsaved_bytes),
+        )
+        for layer in layers
+    )
+    ahead_bytes = largest.num_bytes if units is None else min(largest.num_bytes, units.ahead_bytes)
+    return offloaded.gpu_bytes + in_use_bytes + ahead_bytes
 
 
 def weight_bytes_of(spec: ModelSpec, segments: Collection[int]) -> int:

@@ -12,6 +12,7 @@ from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import Choice, curve, weigh
 from ratel_cli.planning.clipping import SpeculationCosts, speculation_costs
+from ratel_cli.planning.gpu_memory import activation_bytes
 from ratel_cli.planning.papers.prefix import Case
 from ratel_cli.planning.placement import Placement, gradient_bytes
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
@@ -119,6 +120,7 @@ def make_plan(problem: Problem) -> Plan:
     spilled_bytes = sum(gradient_bytes(spec, chosen.placement.gpu_embedding_rows)[: chosen.spilled_segments])
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     speculation = speculation_costs(problem, chosen)
+    on_gpu_bytes = activation_bytes(profile, chosen.offloaded, chosen.placement.gpu_units)
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
     swappable_bytes = inter_block_bytes + number * problem.order.prefix(problem.order.num_outputs).num_bytes
     return Plan(
@@ -145,6 +147,7 @@ def make_plan(problem: Problem) -> Plan:
         time=chosen.time,
         bottleneck=chosen.time.bottleneck,
         gpu_bytes=chosen.memory.device,
+        gpu_activation_bytes=0 if problem.hardware.link is None else on_gpu_bytes,
         host_bytes=chosen.memory.total,
         nvme_bytes=store_bytes(spec, num_slots=decisions.num_slots) + spilled_bytes + chosen.offloaded.written_bytes,
         curve=tuple(curve(problem, chosen)),

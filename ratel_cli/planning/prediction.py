@@ -67,6 +67,8 @@ class Prediction:
     """Everything on NVMe: model states and what is spilled."""
     curve: tuple[tuple[int, float], ...]
     """Bytes offloaded, and the step's seconds then."""
+    gpu_activation_bytes: int = 0
+    """The part of `gpu_bytes` that layers' activations take at their peak; 0 where the CPU computes."""
     unclipped_seconds: float | None = None
     """The seconds of a step that could have been clipped, but was not; `time` is that of a clipped one. None if no step
     is clipped, or if both take about the same time."""

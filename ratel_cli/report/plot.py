@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 from ratel_cli.commands import pip_install
 from ratel_cli.errors import BadInput, EnvironmentFailure
@@ -16,6 +17,13 @@ from ratel_cli.units import GIB, MIB, format_bytes
 
 _SUFFIXES = (".svg", ".png")
 _COLUMNS, _ROWS = 78, 16
+
+
+class SavedFigure(Protocol):
+    """What is used of a figure of matplotlib when it is done."""
+
+    def savefig(self, fname: Path) -> None:
+        """Write it. Raises OSError."""
 
 
 def terminal_curve(prediction: Prediction) -> list[str]:
@@ -58,6 +66,11 @@ def draw_picture(prediction: Prediction, path: Path) -> None:
     axes.set(title=prediction.model_name, xlabel=f"offloaded, {_unit(prediction)[0]}", ylabel="seconds per step")
     axes.legend()
     axes.grid(alpha=0.3)
+    save_picture(figure, path)
+
+
+def save_picture(figure: SavedFigure, path: Path) -> None:
+    """Write a figure of matplotlib. Raises EnvironmentFailure if it cannot be written."""
     try:
         figure.savefig(path)
     except OSError as exc:

@@ -466,6 +466,23 @@ def test_prices(ask: Ask) -> None:
     assert {"num_ssds": 1, "dollars": 16006, "fits": False} in json.loads(ask(*big, "--json").out)["prices"]
 
 
+def test_the_rok_curve(ask: Ask, here: Path) -> None:
+    result = ask(*PAPER_13B, "--rok", "micro_batch_size=32", "limits.host_memory=64GiB")
+    start = result.out.index("recompute, offload or keep")
+    lines = result.out[start:].splitlines()[2:]
+    assert (lines[0].split()[:2], lines[-2].split()[:2]) == (["recompute", "all"], ["offload", "all"])
+    assert [line.split()[0] for line in lines].count("as") == 1
+    assert "does not fit: short by " in lines[-1] and lines[-1].startswith("  keep all in memory")
+    points = json.loads(ask(*PAPER_13B, "--rok", "--json").out)["rok"]
+    assert [points[0]["strategy"], *(each["strategy"] for each in points[-2:])] == ["recompute", "offload", "keep"]
+    assert points[0]["tokens_per_second"] == 1024 * 1 / points[0]["seconds"]
+    pytest.importorskip("matplotlib")
+    for options in ([], ["--rok"]):
+        ask(*PAPER_13B, *options, "--plot", here / f"{len(options)}.svg")
+    assert (here / "1.svg").read_bytes().startswith(b"<?xml")
+    assert len((here / "1.svg").read_bytes()) != len((here / "0.svg").read_bytes())
+
+
 @pytest.mark.full
 def test_prices_belong_to_the_machine_whose_speed_is_told(ask: Ask, config: Path, machine: Path) -> None:
     """Without prices of that machine there is no answer, rather than the speed of one and the prices of another."""

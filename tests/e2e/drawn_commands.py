@@ -109,7 +109,8 @@ def _plan(draw: _Draw) -> list[str]:
     drawn = [mine / "curve.svg", models / "curve.svg", models / "nowhere.svg", mine / "new.png", draw.place / "new.svg"]
     picture = draw.maybe("--plot", *draw.one_of(*([each] for each in drawn)))
     hardware = draw.one_of([], [], ["--hardware", draw.tree.run / "run" / "hardware.json"])
-    asked = [*draw.maybe("--compare"), *draw.maybe("--largest"), *draw.one_of([], [], [], ["--prices"], ["--direct"])]
+    asked = draw.one_of([], [], [], ["--prices"], ["--direct"], ["--rok"])
+    asked = [*draw.maybe("--compare"), *draw.maybe("--largest"), *asked]
     return [str(draw.run), *draw.one_of([], draw.changes()), *hardware, *picture, *asked, *draw.json]
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.papers.endurance import StepWrites
 from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.prediction import Prediction
 from ratel_cli.planning.split import SplitRate
 from ratel_cli.planning.wear import WearPolicy
@@ -166,6 +166,9 @@ class Forecaster(Protocol):
 
     def forecast(self, setting: Setting) -> Forecast:
         """The prediction for this setting. Raises BadInput if the cost model cannot handle it."""
+
+    def with_activations(self, activations: ActivationPolicy) -> Forecaster:
+        """The same with this choice of what is swapped in place of the config's."""
 
     def deepest(self, setting: Setting) -> Depth | None:
         """The model of this width with the most layers that fit; None if not even one layer does."""

@@ -5,6 +5,7 @@ The paper has no micro-batches: all rows of a step are one batch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import BadInput
@@ -19,6 +20,7 @@ from ratel_cli.planning.papers.paper import (
     PaperShape,
 )
 from ratel_cli.planning.papers.prefix import Search, SwappableOperator, search
+from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.traffic import Traffic
 
@@ -32,12 +34,16 @@ class PaperForecaster:
     """Its batch is replaced by each setting's."""
     gpu_limit_bytes: int | None = None
     """GPU memory that the user allows; None is all of it."""
+    activations: ActivationPolicy = "auto"
+    """What is swapped; `auto` is the best prefix."""
 
     def forecast(self, setting: Setting) -> Forecast:
-        """The best prefix by benefit. Raises BadInput for a machine without a link, which the equations need."""
+        """The best prefix by benefit, or that of `activations`. Raises BadInput for a machine without a link, which the
+        equations need."""
         equations = self.equations(setting)
-        shape, found = equations.shape, search(equations)
-        count = found.least()
+        shape = equations.shape
+        found = search(equations, available_bytes=shape.activation_bytes if self.activations == "keep" else None)
+        count = _num_swapped(found, self.activations)
         point = found.points[count]
         time = equations.time(
             swapped_bytes=point.swapped_bytes,
@@ -68,11 +74,17 @@ class PaperForecaster:
             time=time,
             bottleneck="nvme" if time.bottleneck.startswith("nvme") else time.bottleneck,
             gpu_bytes=needed.gpu_bytes,
+            gpu_activation_bytes=shape.activation_bytes // shape.num_layers,
             host_bytes=needed.host_bytes,
             nvme_bytes=needed.nvme_bytes,
             curve=tuple(_curve(found, count)),
         )
-        return Forecast(prediction=prediction, setting=setting, tiers=self._tiers(shape, setting))
+        kept_bytes = max(0, offloaded.host_bytes - equations.available_bytes)
+        return Forecast(prediction=prediction, setting=setting, tiers=self._tiers(shape, setting, kept_bytes))
+
+    def with_activations(self, activations: ActivationPolicy) -> PaperForecaster:
+        """As of `Forecaster`."""
+        return replace(self, activations=activations)
 
     def equations(self, setting: Setting) -> PaperEquations:
         """Eq. 1 to 5 of the paper. Raises BadInput for a machine without a link."""
@@ -88,8 +100,10 @@ class PaperForecaster:
         found = deepest(shape, TierBytes(gpu_bytes=have["GPU"], host_bytes=have["RAM"], nvme_bytes=have["NVMe"]))
         return None if found is None else Depth(num_layers=found.num_layers, num_parameters=found.num_parameters)
 
-    def _tiers(self, shape: PaperShape, setting: Setting) -> tuple[Tier, ...]:
+    def _tiers(self, shape: PaperShape, setting: Setting, kept_bytes: int = 0) -> tuple[Tier, ...]:
+        """`kept_bytes`: activations that are to stay in host memory and do not fit into what it has for them."""
         hardware, needed = setting.hardware, need(shape)
+        host_bytes = setting.host_limit_bytes or hardware.host.memory_bytes
         return (
             Tier(
                 name="GPU",
@@ -99,8 +113,8 @@ class PaperForecaster:
             ),
             Tier(
                 name="RAM",
-                need_bytes=needed.host_bytes,
-                have_bytes=setting.host_limit_bytes or hardware.host.memory_bytes,
+                need_bytes=max(needed.host_bytes, host_bytes) + kept_bytes if kept_bytes else needed.host_bytes,
+                have_bytes=host_bytes,
                 remedy="raise limits.host_memory",
             ),
             Tier(
@@ -134,6 +148,20 @@ def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:
         write_bytes_per_second=hardware.nvme.write_bytes_per_second,
         available_bytes=available_bytes,
     )
+
+
+def _num_swapped(found: Search, activations: ActivationPolicy) -> int:
+    """How many elements the user's choice swaps."""
+    match activations:
+        case "auto":
+            return found.least()
+        case "recompute" | "static":
+            return 0
+        case "keep" | "swap_all":
+            return len(found.points) - 1
+        case share:
+            sizes = [point.swapped_bytes - found.points[0].swapped_bytes for point in found.points]
+            return bisect_left(sizes, int(share * sizes[-1]))
 
 
 def _swapped(operator: SwappableOperator) -> SwappedOperator:

@@ -18,7 +18,7 @@ from ratel_cli.planning.forecast.ratel_equations import RatelEquations
 from ratel_cli.planning.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import ActivationPolicy, Placement
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.schedule.segments import Segment
@@ -41,6 +41,10 @@ class RatelForecaster:
     def forecast(self, setting: Setting) -> Forecast:
         """The plan as a forecast; of a run that does not fit, the plan for just as much memory as it takes."""
         return _forecast(self.plan(setting), setting, device_limit_bytes=self._device_limit_bytes(setting))
+
+    def with_activations(self, activations: ActivationPolicy) -> RatelForecaster:
+        """As of `Forecaster`."""
+        return replace(self, decisions=replace(self.decisions, activations=activations))
 
     def plan(self, setting: Setting) -> Plan:
         """The plan for this setting. Where the run does not fit, limits are raised until it does."""

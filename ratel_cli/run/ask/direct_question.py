@@ -15,12 +15,14 @@ from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.papers.paper import PaperShape
 from ratel_cli.planning.placement import Workload
 from ratel_cli.report.direct import NO_LINK, direct_lines
+from ratel_cli.run.ask.answer import Answer
 
 
-def direct_answer(forecaster: Forecaster, forecast: Forecast) -> tuple[list[str], dict[str, object]]:
-    """Lines for people, and content for `--json`."""
+def direct_answer(forecaster: Forecaster, forecast: Forecast) -> Answer:
+    """What a GPU would gain that reads weights in host memory."""
     found = _forecast(forecaster, forecast)
-    return ([NO_LINK], {"why_not": NO_LINK}) if found is None else (direct_lines(found), found.to_json())
+    lines, content = ([NO_LINK], {"why_not": NO_LINK}) if found is None else (direct_lines(found), found.to_json())
+    return Answer(key="direct", title="weights read in place, in host memory (MemFerry)", lines=lines, content=content)
 
 
 def _forecast(forecaster: Forecaster, forecast: Forecast) -> DirectForecast | None:

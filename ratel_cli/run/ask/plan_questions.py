@@ -1,5 +1,5 @@
 """The questions of `ratel plan`: other strategies (`--compare`), reading weights in place (`--direct`), the largest
-model (`--largest`), prices (`--prices`).
+model (`--largest`), prices (`--prices`), what is recomputed, offloaded or kept (`--rok`).
 
 Each answer has lines for people and content for `--json`. docs/planning.md says what the questions mean.
 """
@@ -17,7 +17,9 @@ from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
 from ratel_cli.report.plan import aligned
+from ratel_cli.run.ask.answer import Answer
 from ratel_cli.run.ask.direct_question import direct_answer
+from ratel_cli.run.ask.rok_question import rok_answer
 from ratel_cli.units import (
     counted,
     format_bytes,
@@ -39,25 +41,17 @@ class Questions:
     direct: bool = False
     largest: bool = False
     prices: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The answer to one question."""
-
-    key: str
-    title: str
-    lines: list[str]
-    content: object
+    rok: bool = False
 
 
 def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) -> list[Answer]:
     """The answers to all questions that the user asks."""
     asked = (
         (questions.compare, _compare),
-        (questions.direct, _direct),
+        (questions.direct, direct_answer),
         (questions.largest, _largest),
         (questions.prices, _prices),
+        (questions.rok, rok_answer),
     )
     return [answer(forecaster, forecast) for is_asked, answer in asked if is_asked]
 
@@ -117,12 +111,6 @@ def _strategy_json(outcome: Outcome, tokens: int) -> dict[str, object]:
     point = asdict(outcome.point)
     seconds = outcome.point.seconds
     return {"strategy": outcome.strategy, "tokens_per_second": tokens / seconds, **point}
-
-
-def _direct(forecaster: Forecaster, forecast: Forecast) -> Answer:
-    """What a GPU would gain that reads weights in host memory."""
-    lines, content = direct_answer(forecaster, forecast)
-    return Answer(key="direct", title="weights read in place, in host memory (MemFerry)", lines=lines, content=content)
 
 
 def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
