@@ -74,6 +74,7 @@ def check_gpu(
     yield from check_numa(files, files.names(_DRIVER_GPUS), drives)
     yield _pinned_memory(sight.pinning_failure, kernel)
     yield _clock(sight.clock_reasons)
+    yield _direct_storage(sight.name)
 
 
 def _settings(environment: Mapping[str, str]) -> Diagnosis:
@@ -196,6 +197,16 @@ def _clock(reasons: int | None) -> Diagnosis:
             remedy="look at cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
         )
     return Diagnosis(what="GPU clock", verdict="ok", reason="not lowered")
+
+
+def _direct_storage(name: str) -> Diagnosis:
+    """GPUDirect Storage, between drives and GPU without host memory (SSDTrain, section II). Nothing of it is looked at,
+    since nothing depends on it."""
+    if re.search(r"GeForce|TITAN", name):
+        reason = "not used; a consumer card has none"
+    else:
+        reason = "not used: bytes pass through host memory; it would need kvikio and a datacenter card"
+    return Diagnosis(what="GPUDirect Storage", verdict="ok", reason=reason)
 
 
 def _driver_version(files: SystemFiles) -> str:

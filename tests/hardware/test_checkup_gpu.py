@@ -46,7 +46,7 @@ def diagnoses(machine: Machine, sight: GpuSight) -> dict[str, Diagnosis]:
 def test_a_healthy_gpu(machine: Machine) -> None:
     found = diagnoses(machine.gpu(), SIGHT)
     assert {name: diagnosis.verdict for name, diagnosis in found.items()} == dict.fromkeys(
-        ("GPU", "CUDA settings", "PCIe", "pinned memory", "GPU clock"), "ok"
+        ("GPU", "CUDA settings", "PCIe", "pinned memory", "GPU clock", "GPUDirect Storage"), "ok"
     )
     assert found["GPU"].reason == "NVIDIA RTX, driver 570.86.10, torch built for 13.0"
     assert found["PCIe"].what == f"PCIe {GPU}"
@@ -262,3 +262,19 @@ def test_looking_at_this_machine() -> None:
     """Whatever it has: a sight, and no exception."""
     sight = look_at_gpu()
     assert (sight.name is None) == (sight.link is None and sight.clock_reasons is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("NVIDIA GeForce RTX 4090", "not used; a consumer card has none"),
+        ("NVIDIA TITAN RTX", "not used; a consumer card has none"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "not used: bytes pass through host memory; it would need kvikio and a datacenter card",
+        ),
+    ],
+)
+def test_gpudirect_storage_is_not_used(machine: Machine, name: str, reason: str) -> None:
+    found = diagnoses(machine.gpu(), replace(SIGHT, name=name))["GPUDirect Storage"]
+    assert (found.verdict, found.reason) == ("ok", reason)
