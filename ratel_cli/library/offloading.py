@@ -16,15 +16,18 @@ import torch
 from torch import nn
 
 from ratel_cli.engine.build import open_device
+from ratel_cli.engine.pass_schedule import PassSchedule, PassUnit
+from ratel_cli.engine.resident_buffers import ResidentBuffers
+from ratel_cli.engine.saved_tensors import CacheCounts
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.engine.tensor_cache import CacheCounts, TensorCache
+from ratel_cli.engine.tensor_cache import TensorCache
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import GrowingScratch
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.settings import WarningLog, caller_config
 from ratel_cli.model.hooked import find_module_blocks
 from ratel_cli.run.context import open_context
-from ratel_cli.units import MIB
+from ratel_cli.units import MIB, format_bytes, parse_bytes
 
 _SPACE_BYTES = 256 * MIB
 """Space on the drives that is taken at once."""
@@ -41,6 +44,8 @@ def offload_activations(
     blocks: str | Sequence[str] | None = None,
     least_bytes: int = MIB,
     buffer_bytes: int = 256 * MIB,
+    host_memory: int | str = 0,
+    schedule: Sequence[PassUnit] | None = None,
     limits: Limits | None = None,
 ) -> Iterator[CacheCounts]:
     """A context in which what autograd saves in the module's forward goes to the drives until backward needs it.
@@ -48,8 +53,11 @@ def offload_activations(
     Forward and backward belong inside; gradients have the same bits as without. `storage`: directories, one on each
     drive. `amount`: bytes of one forward that go; "auto": what the drives write while forward computes, found in the
     first one; "all": all but the last block's. `blocks`: as of `ratel.hook`. Tensors below `least_bytes` stay, weights
-    do, too. `buffer_bytes`: host memory for what is being written. Gives counts of what was moved (SSDTrain, section
-    III). Raises RatelError.
+    do, too. `buffer_bytes`: host memory for what is being written. `host_memory`: as bytes or as a text such as "4GiB",
+    what goes stays there while there is space, and is not written; no more is taken than the first step needs. With
+    "auto", the amount is that of the drives alone. `schedule`: the forwards and backwards of a step in their order, so
+    that a backward's reads begin before it does: [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)].
+    Gives counts of what was moved (SSDTrain, section III). Raises RatelError.
     """
     if _IS_OPEN.get():
         raise BadInput("offload_activations is open for another module", "give it a module that has both")
@@ -59,11 +67,17 @@ def offload_activations(
         raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
     if buffer_bytes <= 0 or least_bytes < 0:
         raise BadInput("buffer_bytes must be above 0, and least_bytes not below")
+    resident_bytes = _parsed(host_memory)
+    units = None if schedule is None else PassSchedule(schedule)
     device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     config = caller_config({"base_model": type(module).__name__}, storage, limits or Limits(), {})
     with ExitStack() as opened:
         context = opened.enter_context(open_context(config, WarningLog(), device=device))
         space = opened.enter_context(GrowingScratch(config.storage.paths, context.queue, step_bytes=_SPACE_BYTES))
+        if resident_bytes > context.host_limit_bytes:
+            available = format_bytes(context.host_limit_bytes)
+            raise BadInput(f"host_memory is {format_bytes(resident_bytes)}, but {available} of RAM may be used")
+        resident = opened.enter_context(ResidentBuffers(context.pool, resident_bytes)) if resident_bytes else None
         engine_device = opened.enter_context(open_device(device, Timeline()))
         weights = _Weights(module)
         cache = opened.enter_context(
@@ -76,6 +90,8 @@ def offload_activations(
                 buffer_bytes=buffer_bytes,
                 most_bytes=amount if isinstance(amount, int) else None,
                 finds_most=amount == "auto",
+                resident=resident,
+                schedule=units,
             )
         )
         *others, last = names.values()
@@ -95,6 +111,16 @@ def offload_activations(
         opened.callback(_IS_OPEN.reset, token)
         with cache.saving():
             yield cache.counts
+
+
+def _parsed(host_memory: int | str) -> int:
+    try:
+        num_bytes = host_memory if isinstance(host_memory, int) else parse_bytes(host_memory)
+    except ValueError as exc:
+        raise BadInput(f"host_memory: {exc}") from exc
+    if isinstance(host_memory, bool) or num_bytes < 0:
+        raise BadInput(f"host_memory must be a number of bytes, or a text such as '4GiB', not {host_memory!r}")
+    return num_bytes
 
 
 class _Weights:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ratel_cli as ratel
+from ratel_cli.sizes import PAGE_BYTES
 from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.gpu.test_hook import on_gpu
 from tests.library.test_hook import built, net_steps
@@ -46,6 +47,30 @@ def test_gradients_have_the_bits_of_memory(
     with offloading(model, name, tmp_path, amount=amount):
         order(model, name, batches)
     assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "host_memory"),
+    pairwise(
+        ["sequential", "two streams", "gpt2", "llama", "albert"],
+        [one_forward_one_backward, all_forwards_first],
+        [1, 5 * PAGE_BYTES, "1GiB"],
+    ),
+)
+def test_host_memory_comes_first(tmp_path: Path, name: str, order: Order, host_memory: int | str) -> None:
+    plain = built(name).to(GPU)
+    model = copy.deepcopy(plain)
+    batches = [on_gpu(batch) for [batch] in net_steps(name, 3, 1)]
+    torch.manual_seed(2)
+    order(plain, name, batches)
+    torch.manual_seed(2)
+    limits = ratel.Limits(host_memory="8GiB")
+    with offloading(model, name, tmp_path, amount="all", host_memory=host_memory, limits=limits) as counts:
+        order(model, name, batches)
+    assert_same_gradients(model, plain)
+    # What is asked for before it has left the GPU is not written either.
+    assert (counts.resident > 0) == (host_memory != 1)
+    assert counts.written == 0 or host_memory != "1GiB"
 
 
 @pytest.mark.parametrize("copies", range(3))

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ratel_cli as ratel
-from ratel_cli.engine.tensor_cache import CacheCounts, TensorCache
+from ratel_cli.engine.saved_tensors import CacheCounts
+from ratel_cli.engine.tensor_cache import TensorCache
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
@@ -362,6 +363,7 @@ def test_nothing_is_left_of_what_is_over(tmp_path: Path) -> None:
         cache = caches[0]
         cache.begin_pass()
         assert (len(cache._measured), len(cache._entries), len(cache._live) - len(cache._storing)) == (0, 0, 0)
+        assert cache._reading_bytes == 0
         loss = NETS["gpt2"].loss(model, batches[0])
         for scope in (cache._live, list(cache._live)[:1]):
             for entry in list(scope)[:1]:
