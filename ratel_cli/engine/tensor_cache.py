@@ -93,7 +93,7 @@ class TensorCache(Closing):
         self._keeps = False
         self._scheduled: dict[int, SavedPass] = {}
         """Passes that wait for their backwards, by their numbers in the schedule."""
-        self._measured: deque[SavedPass] = deque()
+        self._measured: list[SavedPass] = []
         """Passes whose writes have not all ended, or whose backward has not."""
         self._reading_bytes = 0
         """Buffers of what is read and was not asked for yet."""
@@ -412,17 +412,19 @@ class TensorCache(Closing):
         return entry.tensor
 
     def _find_most(self) -> None:
-        """Find how much of a pass is written, from those before that are over."""
-        while self._found is not None and self._measured:
-            first = self._measured[0]
-            if any(entry.of_pass is first for entry in self._storing):
-                return
-            seconds = first.seconds or 0.0
-            self._found.find(first.drive_bytes, first.spans, forward_seconds=seconds)
-            if any(entry.of_pass is first and entry.num_users for entry in self._live):
-                return
-            self._found.adapt(first.stalled_seconds, forward_seconds=seconds)
-            self._measured.popleft()
+        """Find how much of a pass is written, from those before whose writes, or whose backwards, have ended."""
+        if self._found is None or not self._measured:
+            return
+        storing = {id(entry.of_pass) for entry in self._storing}
+        in_use = {id(entry.of_pass) for entry in self._live if entry.num_users}
+        for each in list(self._measured):
+            if id(each) in storing:
+                continue
+            seconds = each.seconds or 0.0
+            self._found.find(each.drive_bytes, each.spans, forward_seconds=seconds)
+            if id(each) not in in_use:
+                self._found.adapt(each.stalled_seconds, forward_seconds=seconds)
+                self._measured.remove(each)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
