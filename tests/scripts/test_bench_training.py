@@ -46,6 +46,19 @@ def test_a_hooked_module_next_to_plain_pytorch(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
+def test_the_rok_curve_of_a_stack(tmp_path: Path) -> None:
+    tiny = ["--blocks", "3", "--width", "64", "--rows", "512", "--steps", "1", "--storage", str(tmp_path)]
+    output, summary = run("bench.rok", *tiny)
+    points = {point["strategy"]: point for point in summary["points"]}  # type: ignore[index]
+    assert list(points) == [line.split()[0] for line in output.splitlines()[1:-1]]
+    kept, recomputed, offloaded = (points[name]["held_bytes"] for name in ("keep", "recompute", "offload"))
+    assert recomputed == 3 * 4 * 64 * 512  # the blocks' inputs
+    assert kept - points["offload"]["written_bytes"] == offloaded < kept
+    assert points["host"]["resident_bytes"] == points["offload"]["written_bytes"] > 0 == points["host"]["written_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @in_real_time
