@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 
 from ratel_cli.data.drafts import ExcessLengthStrategy, TrainOnInputs
-from ratel_cli.data.encode import Sample
 from ratel_cli.data.file_names import TEST_REJECTS_NAME
 from ratel_cli.data.ingest import Demand, load_token_cache
 from ratel_cli.data.masking import Masking
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
 from ratel_cli.data.rows import DatasetSource, RowSource, open_source
+from ratel_cli.data.samples import Sample
 from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer

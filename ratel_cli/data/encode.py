@@ -21,39 +21,14 @@ from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.chat_pool import ChatPool, Rendering
 from ratel_cli.data.drafts import ChatDraft, Draft, PairDraft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.encode_rows import RowEncoder
 from ratel_cli.data.prompt_tokens import PromptTokens
-from ratel_cli.data.remarks import Remark
+from ratel_cli.data.samples import Encoded, Sample, TokenIds
+from ratel_cli.data.tokenise import tokenised, tokens_around
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
-from ratel_cli.errors import BadInput, excerpt
+from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import num_cores
 from ratel_cli.sizes import IGNORED_TARGET
-
-TokenIds = npt.NDArray[np.int32]
-"""Token ids or labels `[tokens]`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """One training sample."""
-
-    input_ids: TokenIds
-    """Shape `[tokens]`."""
-    labels: TokenIds
-    """Shape `[tokens]`; not shifted, -100 where there is no loss."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
-    """The samples of one row."""
-
-    samples: tuple[Sample, ...]
-    """One; several if a long text was split; none if the row is longer than `sequence_len` and not truncated."""
-    excess_tokens: int = 0
-    """Tokens of the row beyond `sequence_len`, which no sample has."""
-    remarks: tuple[Remark, ...] = ()
-    """What of the row is left out, such as tool calls that the chat template did not write."""
-    skips_header: bool = False
-    """Whether the chat template has no generation prompt, so that loss begins behind the headers of turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +61,8 @@ class SampleEncoder(Closing):
         self.train_on_inputs = train_on_inputs
         self._notice = notice
         around = ([], []) if isinstance(tokenizer, NoTokenizer) else tokens_around(tokenizer)
-        self._prefix, self._suffix = around
+        self._prefix = around[0]
+        self._rows = RowEncoder(tokenizer, around, sequence_len=sequence_len, truncates=truncates)
         self._vocabulary = len(tokenizer)
         self._pool: ChatPool | None = None
         self._prompts: PromptTokens | None = None
@@ -123,8 +99,8 @@ class SampleEncoder(Closing):
         """What `encode` gives for the drafts."""
         texts = [draft for draft in begun.drafts if isinstance(draft, TextDraft)]
         text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(begun)
-        row_answers = self._encode_rows([draft for draft in begun.drafts if isinstance(draft, RowDraft)])
-        pair_answers = self._encode_pairs([draft for draft in begun.drafts if isinstance(draft, PairDraft)])
+        row_answers = self._rows.rows([draft for draft in begun.drafts if isinstance(draft, RowDraft)])
+        pair_answers = self._rows.pairs([draft for draft in begun.drafts if isinstance(draft, PairDraft)])
         answers: list[Encoded | Unusable] = []
         for draft in begun.drafts:
             if isinstance(draft, TextDraft):
@@ -161,61 +137,6 @@ class SampleEncoder(Closing):
             if draft.prompt and self.train_on_inputs is not True:
                 labels[: len(head)] = IGNORED_TARGET
             yield self._split(input_ids, labels) if draft.splittable else self._truncate(input_ids, labels)
-
-    def _encode_rows(self, drafts: Sequence[RowDraft]) -> Iterator[Encoded | Unusable]:
-        """Between the tokenizer's special tokens: texts with a class truncated, others in as many samples as it takes.
-
-        Labels are the tokens that may be masked; of a text with a class, that class at the first token.
-        """
-        room = self._sequence_len - len(self._prefix) - len(self._suffix)
-        for draft, ids in zip(drafts, self._tokenise([draft.text for draft in drafts]), strict=True):
-            if not ids or room < 1:
-                yield Unusable("the text has no tokens" if room > 0 else "sequence_len has no room for a token")
-            elif draft.label is None:
-                parts = (ids[start : start + room] for start in range(0, len(ids), room))
-                yield Encoded(samples=tuple(self._row(part, None) for part in parts))
-            else:
-                excess_tokens = max(0, len(ids) - room)
-                is_dropped = excess_tokens and not self._truncates
-                samples = () if is_dropped else (self._row(ids[:room], draft.label),)
-                yield Encoded(samples=samples, excess_tokens=excess_tokens)
-
-    def _encode_pairs(self, drafts: Sequence[PairDraft]) -> Iterator[Encoded | Unusable]:
-        """Both texts with the tokenizer's special tokens, as it has them for sources and for targets, each of at most
-        `sequence_len` tokens. The source has no labels, and comes first."""
-        if not drafts:
-            return
-        sources = self._whole([draft.source for draft in drafts], as_target=False)
-        targets = self._whole([draft.target for draft in drafts], as_target=True)
-        for (source, cut), (target, more) in zip(sources, targets, strict=True):
-            excess_tokens = max(cut, more)
-            if excess_tokens and not self._truncates:
-                yield Encoded(samples=(), excess_tokens=excess_tokens)
-                continue
-            input_ids = np.array([*source, *target], dtype=np.int32)
-            labels = np.array([*[IGNORED_TARGET] * len(source), *target], dtype=np.int32)
-            yield Encoded(samples=(Sample(input_ids=input_ids, labels=labels),), excess_tokens=excess_tokens)
-
-    def _whole(self, texts: list[str], *, as_target: bool) -> Iterator[tuple[list[int], int]]:
-        """The tokens of each text, with special ones, and how many more there would be."""
-        whole = cast(list[list[int]], _with_special(self._tokenizer, texts, as_target=as_target)["input_ids"])
-        for text, ids in zip(texts, whole, strict=True):
-            excess_tokens = len(ids) - self._sequence_len
-            if excess_tokens <= 0:
-                yield ids, 0
-                continue
-            limits = {"truncation": True, "max_length": self._sequence_len}
-            cut = _with_special(self._tokenizer, [text], as_target=as_target, **limits)["input_ids"]
-            yield cast(list[list[int]], cut)[0], excess_tokens
-
-    def _row(self, ids: list[int], label: int | None) -> Sample:
-        input_ids = np.array([*self._prefix, *ids, *self._suffix], dtype=np.int32)
-        labels = np.full_like(input_ids, IGNORED_TARGET)
-        if label is None:
-            labels[len(self._prefix) : len(self._prefix) + len(ids)] = ids
-        else:
-            labels[0] = label
-        return Sample(input_ids=input_ids, labels=labels)
 
     def _encode_chats(self, begun: Begun) -> Iterator[Encoded | Unusable]:
         rendered = [] if begun.rendering is None else begun.rendering.answers()
@@ -367,41 +288,6 @@ _NOT_SEPARATE = (
 )
 
 
-def _with_special(
-    tokenizer: Tokenizer, texts: list[str], *, as_target: bool, **limits: bool | int
-) -> Mapping[str, object]:
-    """What the tokenizer returns for sources, or for targets, with its special tokens. Raises BadInput if it fails."""
-    call = cast(Callable[..., Mapping[str, object]], tokenizer)
-    try:
-        return call(**{"text_target" if as_target else "text": texts}, return_attention_mask=False, **limits)
-    except Exception as error:  # `tokenizers` raises no other type
-        raise _fails(error) from error
-
-
-def _fails(error: Exception) -> BadInput:
-    return BadInput(
-        f"the tokenizer fails on a text: {excerpt(str(error))}",
-        hint="use the tokenizer files that belong to the model",
-    )
-
-
-def tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets: bool) -> Mapping[str, object]:
-    """What the tokenizer returns for some texts. `special`: with the tokens that it adds by itself; `offsets`: with the
-    characters of each token. Raises BadInput if it fails.
-    """
-    try:
-        return tokenizer(
-            texts,
-            add_special_tokens=special,
-            return_offsets_mapping=offsets,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-    except Exception as error:  # `tokenizers` raises no other type
-        raise _fails(error) from error
-
-
 def _as_array(char_spans: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
     """The characters of each token `[tokens, 2]`. One by one: an array of tuples takes numpy four times as long."""
     return np.fromiter(chain.from_iterable(char_spans), np.int64, 2 * len(char_spans)).reshape(-1, 2)
@@ -457,20 +343,3 @@ def _tokens_of(char_spans: npt.NDArray[np.int64], span: tuple[int, int]) -> tupl
     """The tokens [first, last) that cover the characters of a span. `char_spans`: `[tokens, 2]`."""
     touched = np.flatnonzero((char_spans[:, 0] < span[1]) & (char_spans[:, 1] > span[0]))
     return (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
-
-
-def opening_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer itself puts before a text: a BOS token, or none."""
-    return tokens_around(tokenizer)[0]
-
-
-def tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens that the tokenizer itself puts before a text, and behind it."""
-
-    def ids(*, special: bool) -> list[int]:
-        batch = tokenised(tokenizer, ["a"], special=special, offsets=False)
-        return cast(list[list[int]], batch["input_ids"])[0]
-
-    plain, full = ids(special=False), ids(special=True)
-    at = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
-    return full[:at], full[at + len(plain) :]

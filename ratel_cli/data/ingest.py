@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from ratel_cli.data.drafts import Draft, ExcessLengthStrategy, TrainOnInputs, Unusable
-from ratel_cli.data.encode import Begun, Encoded, SampleEncoder
+from ratel_cli.data.encode import Begun, SampleEncoder
 from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
 from ratel_cli.data.remarks import Remark, sentences
 from ratel_cli.data.rows import RowSource
+from ratel_cli.data.samples import Encoded
 from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import FORMAT_VERSION, SourceCounts, TokenCache, TokenCacheWriter, copy_rejects
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, tokenizer_hash

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ratel_cli.data.encode import Sample
+from ratel_cli.data.samples import Sample
 from ratel_cli.sizes import IGNORED_TARGET
 
 _MASKED, _REPLACED = 0.8, 0.9

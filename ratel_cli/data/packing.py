@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ratel_cli.data.encode import Sample, TokenIds
+from ratel_cli.data.samples import Sample, TokenIds
 from ratel_cli.sizes import IGNORED_TARGET, Task
 from ratel_cli.units import align_up
 

@@ -16,7 +16,7 @@ from ratel_cli.data.chat import ChatRenderer
 from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.conversations import content_text
 from ratel_cli.data.drafts import Unusable
-from ratel_cli.data.encode import opening_tokens, tokenised
+from ratel_cli.data.tokenise import opening_tokens, tokenised
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, excerpt, printable
 from ratel_cli.input_files import open_to_read, uncompressed_name

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ratel_cli.closing import Closing
-from ratel_cli.data.encode import Sample, TokenIds
 from ratel_cli.data.file_names import CACHE_FILE_NAMES, LENGTHS_NAME, META_NAME, REJECTS_NAME, TOKEN_IDS_NAME
 from ratel_cli.data.lines import Reject
+from ratel_cli.data.samples import Sample, TokenIds
 from ratel_cli.errors import EnvironmentFailure, printable
 from ratel_cli.io.files import sync_path
 from ratel_cli.progress import Advance, OpenBar, no_bar

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
-from ratel_cli.data.encode import Encoded, SampleEncoder
+from ratel_cli.data.encode import SampleEncoder
+from ratel_cli.data.samples import Encoded
 from ratel_cli.data.tokenizer import Tokenizer, tokenizer_hash
 from ratel_cli.errors import BadInput
 from ratel_cli.sizes import IGNORED_TARGET

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.data.encode import Sample
 from ratel_cli.data.packing import Sequences, assemble, one_per_sequence, pack, random_order
+from ratel_cli.data.samples import Sample
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.tiers import examples
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.drafts import ChatDraft, Unusable
-from ratel_cli.data.encode import Encoded, SampleEncoder
+from ratel_cli.data.encode import SampleEncoder
 from ratel_cli.data.remarks import sentences
+from ratel_cli.data.samples import Encoded
 from ratel_cli.data.tokenizer import Tokenizer
 
 MARKS = ["<|user|>", "<|bot|>", "<|end|>", "<|stop|>", "<|channel|>", "<think>", "</think>"]

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ratel_cli.data.drafts import Draft, Unusable
-from ratel_cli.data.encode import Encoded, SampleEncoder
+from ratel_cli.data.encode import SampleEncoder
 from ratel_cli.data.formats import Kind, RowFormat, decide_format
 from ratel_cli.data.lines import Reject, Row
 from ratel_cli.data.rows import DatasetSource, DatasetType, open_source
+from ratel_cli.data.samples import Encoded
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, printable
 
