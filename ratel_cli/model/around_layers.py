@@ -97,20 +97,18 @@ def reject_other_pairs(runner: TwoStackRunner, outside: Sequence[StandsIn], *, v
             hidden = stand_ins.random((1, _ROW_TOKENS, embedded.hidden.shape[-1]))
             finished = runner.finish(hidden, source, positions, others)
             wanted = runner.logits(finished, last_hidden_state(finished))
-            found_calls, found = runner.run_model(source, others, hidden)
+            _, (states,) = runner.run_layer(runner.bridge, embedded.hidden, embedded.calls[runner.bridge])
+            below, above, found = runner.run_model(source, others, hidden)
     except CANNOT_RUN as error:
         raise _no_pairs(runner, f"it cannot run on two texts alone ({type(error).__name__})") from error
-    own = [call for index, call in enumerate(embedded.calls) if index != runner.bridge]
-    states = embedded.extras[runner.bridge][0]
-    same = all(
-        len(one.tensors) == len(other.tensors)
-        and all(
-            a is states or (a.shape == b.shape and torch.equal(a, b))
-            for a, b in zip(one.tensors, other.tensors, strict=True)
-        )
-        for one, other in zip(own, found_calls, strict=True)
-    )
-    if not same or not torch.equal(wanted, found):
+    stands_for, own = embedded.extras[runner.bridge][0], list(embedded.calls)
+    del own[runner.bridge]
+    # The whole model's layers have done nothing: the encoder's states are those that the bridge makes of its input.
+    passed = [states if each is stands_for else each for call in own for each in call.tensors]
+    ours: list[object] = [embedded.hidden, embedded.second, *passed, wanted]
+    their_tensors = (each for call in (*below.calls, *above.calls) for each in call.tensors)
+    theirs: list[object] = [below.hidden, above.hidden, *their_tensors, found]
+    if not _is_same(theirs, ours):
         raise _no_pairs(runner, "it does not do with two texts what its encoder and its decoder do")
 
 

@@ -229,11 +229,16 @@ class LayerRunner:
         return logits
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[list[LayerCall]]:
-        """A context in which a call of the owner by other code notes what its layers get."""
+    def collecting(self) -> Iterator[Callable[[], Embedded]]:
+        """A context in which other code calls the owner. It gives what `embed` would have returned then."""
+
+        def found() -> Embedded:
+            assert self._first is not None
+            return Embedded(hidden=self._first, calls=tuple(self._calls), extras=self._extras)
+
         self._start(None)
         try:
-            yield self._calls
+            yield found
         finally:
             self._start(None)
 

@@ -112,12 +112,12 @@ class TwoStackRunner:
 
     def run_model(
         self, input_ids: torch.Tensor, others: Others, hidden: torch.Tensor
-    ) -> tuple[tuple[LayerCall, ...], torch.Tensor]:
-        """What the layers of both stacks get if the whole model is called, and the logits that it makes of `hidden`,
-        the output of the decoder's last layer. `others` as in `embed`. Raises BadInput."""
-        with self.encoder.collecting() as below:
+    ) -> tuple[Embedded, Embedded, torch.Tensor]:
+        """What the stacks begin with and their layers get if the whole model is called, and the logits that it makes of
+        `hidden`, the output of the decoder's last layer. `others` as in `embed`. Raises BadInput."""
+        with self.encoder.collecting() as found:
             above, logits = self.decoder.run_model(input_ids, hidden, others)
-        return (*below, *above.calls), logits
+            return found(), above, logits
 
     def _of(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, others: Others
