@@ -24,6 +24,7 @@ _OF_TASKS: Mapping[Task, tuple[str, str]] = {
     "seq2seq": (_PAIRS, "encoder-decoder"),
 }
 """For a task: its table of transformers, and what its models are."""
+_NOT_NEXT = "it does not learn to predict the next token"
 _ENCODER_DECODER = "an encoder-decoder"
 _MULTIMODAL = ("a vision-language model", "a multimodal language model")
 _WORDS: Mapping[str, str] = {
@@ -74,12 +75,13 @@ def reject_other_kinds(config: PretrainedConfig, task: Task = "causal_lm") -> No
             "use a model that AutoModelForCausalLM of transformers can load",
         )
     is_decoder = is_causal_type and kind != _ENCODER_DECODER and config.model_type not in _table(_MASKED)
+    other = None if is_decoder else _other_tasks(config)
+    rest = "only causal language models can be fine-tuned" if other is None else _NOT_NEXT
     raise BadInput(
-        f"config.json: {shown} is {kind}; only causal language models can be fine-tuned",
+        f"config.json: {shown} is {kind}; {rest}",
         f"use the language model that it was made from, a {_names(_table(_CAUSAL)[config.model_type])[0]}"
         if is_decoder
-        else _other_tasks(config)
-        or "use a decoder model; its config.json names a causal language model in architectures",
+        else other or "use a decoder model; its config.json names a causal language model in architectures",
     )
 
 

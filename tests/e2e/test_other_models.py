@@ -118,7 +118,10 @@ def saved(model_type: str, **keys: object) -> Change:
 
 ADAPTER = only(adapter_config_DOT_json="{}", adapter_model_DOT_safetensors="x")
 DECODER = "use a decoder model; its config.json names a causal language model"
+ENCODER = "it trains on datasets of type: mlm or classification"
+PAIRS = "it trains on datasets of type: seq2seq"
 CLASSIFIER = "is a sequence classifier; only causal language models can be fine-tuned"
+ENCODER_CLASSIFIER = "is a sequence classifier; it does not learn to predict the next token"
 _NO_PART = "its language model cannot be trained within it: it cannot run on text alone"
 LANGUAGE_PART = "as a model of its own and train that; docs/guide/models.md shows how"
 CASES = [
@@ -197,37 +200,37 @@ CASES = [
         "no architectures",
         config_of("modernbert"),
         ("ModernBertForMaskedLM (modernbert) is a masked language model",),
-        DECODER,
+        ENCODER,
     ),
     Case(
         "class",
         "masked",
         config_of("bert", architecture="BertForMaskedLM"),
         ("BertForMaskedLM (bert) is a masked language model",),
-        DECODER,
+        ENCODER,
     ),
     Case(
         "class",
         "encoder classifier",
         config_of("bert", architecture="BertForSequenceClassification"),
-        ("BertForSequenceClassification (bert)", CLASSIFIER),
-        DECODER,
+        ("BertForSequenceClassification (bert)", ENCODER_CLASSIFIER),
+        ENCODER,
     ),
     Case(
         "class",
         "encoder-decoder",
         config_of("t5", architecture="T5ForConditionalGeneration"),
         ("T5ForConditionalGeneration (t5) is an encoder-decoder",),
-        DECODER,
+        PAIRS,
     ),
     Case(
         "class",
         "whole encoder-decoder",
         config_of("bart", architecture="BartForConditionalGeneration"),
         ("BartForConditionalGeneration (bart) is an encoder-decoder",),
-        DECODER,
+        PAIRS,
     ),
-    Case("class", "unnamed encoder-decoder", config_of("bart"), ("bart is an encoder-decoder",), DECODER),
+    Case("class", "unnamed encoder-decoder", config_of("bart"), ("bart is an encoder-decoder",), PAIRS),
     Case("class", "image encoder", config_of("vit"), ("ViTModel (vit) is an image encoder",), DECODER),
     Case(
         "class",
@@ -245,9 +248,9 @@ CASES = [
     ),
     Case(
         "layers",
-        "state",
-        saved("rwkv", hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=300),
-        ("RwkvForCausalLM: its code takes more from its layers than hidden states",),
+        "code between layers",
+        saved("rwkv", hidden_size=32, attention_hidden_size=32, num_hidden_layers=8, vocab_size=300),
+        ("RwkvForCausalLM: its code does something between its layers",),
         "",
     ),
     Case(

@@ -238,7 +238,7 @@ def test_nothing_of_a_cached_model_is_built(built: list[RunConfig], monkeypatch:
         ({**LLAMA, "model_type": "nosuch"}, "not a model configuration that transformers knows"),
         (
             {"model_type": "t5"},
-            r"T5ForConditionalGeneration \(t5\) is an encoder-decoder; only causal language models can be fine-tuned",
+            r"T5ForConditionalGeneration \(t5\) is an encoder-decoder; it does not learn to predict the next token",
         ),
         ({**LLAMA, "hidden_size": "32"}, r"field 'hidden_size': \w+: Field 'hidden_size' expected int, got str"),
         ({**LLAMA, "hidden_size": 33}, r"The hidden size \(33\) is not a multiple"),
