@@ -138,6 +138,15 @@ def test_two_texts(make_config: MakeConfig, t5: Path, pairs: Path, dtype: str) -
 
 
 @pytest.mark.full
+def test_an_encoder_decoder_is_verified(make_config: MakeConfig, t5: Path, pairs: Path) -> None:
+    config = make_config(base=t5, **{**seq2seq(pairs), "max_steps": 2})
+    succeed(config)
+    verified = ratel("verify", config)
+    assert "bit for bit" in verified.stdout, verified.stdout + verified.stderr
+    assert_rejected(ratel("generate", config, "turn: red"), 2, "T5ForConditionalGeneration is an encoder-decoder")
+
+
+@pytest.mark.nightly
 def test_an_encoder_decoder_learns_and_is_used(make_config: MakeConfig, t5: Path, pairs: Path) -> None:
     """It writes the answers, by the generate of transformers; the other commands know what it is."""
     changes: dict[str, object] = {"max_steps": 180, "learning_rate": 6e-3, "val_set_size": 6, "max_grad_norm": 1.0}
