@@ -72,6 +72,7 @@ class FinishedRows:
     """`[1, batch, classes]`."""
     targets: torch.Tensor
     """The class of each row, `[batch]`."""
+    loss: TokenLoss
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of some rows, `[rows, classes]`."""
@@ -79,7 +80,7 @@ class FinishedRows:
 
     def loss_sum(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
         """The sum of the losses of the rows from `first` on, whose logits are `[1, rows, classes]`; an fp32 scalar."""
-        return loss_sum(hidden, self.targets[first : first + hidden.shape[1]])
+        return self.loss(hidden, self.targets[first : first + hidden.shape[1]])
 
     def num_right(self, hidden: torch.Tensor, first: int) -> int:
         """Rows from `first` on whose class has the largest logit."""
@@ -229,7 +230,7 @@ class DecoderModel:
         batch = self._filled(batch)
         finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids, batch.others)
         if self.layer_runner.gives_logits:
-            return FinishedRows(last_hidden_state(finished).unsqueeze(0), batch.targets[:, 0])
+            return FinishedRows(last_hidden_state(finished).unsqueeze(0), batch.targets[:, 0], self.loss)
         return FinishedTokens(self.layer_runner, finished, batch.targets, self.loss)
 
     def _filled(self, batch: MicroBatch) -> MicroBatch:

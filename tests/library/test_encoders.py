@@ -91,15 +91,17 @@ def test_they_train_as_plain_pytorch_does(
     assert len(stayed - frozen) <= 1, stayed
 
 
-def test_a_loss_of_the_callers_own(tmp_path: Path) -> None:
-    """It gets the masked tokens' logits and labels."""
-    [[batch]] = labelled_steps("masked_lm", 1, 1)
+@pytest.mark.parametrize("task", ["masked_lm", "classification", "seq2seq"])
+def test_a_loss_of_the_callers_own(tmp_path: Path, task: Task) -> None:
+    """It gets the logits and labels of tokens, or of rows."""
+    name = "t5" if task == "seq2seq" else "bert"
+    [[batch]] = labelled_steps(task, 1, 1)
 
     def doubled(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return 2 * torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
 
-    base = saved_encoder(tmp_path / "base", "bert", "masked_lm")
-    with ratel.open(base, storage=[tmp_path / "s"], task="masked_lm", dtype="float32", device="cpu") as model:
+    base = saved_encoder(tmp_path / "base", name, task)
+    with ratel.open(base, storage=[tmp_path / "s"], task=task, dtype="float32", device="cpu") as model:
         assert model.evaluate(batch, loss=doubled) == pytest.approx(2 * model.evaluate(batch), rel=1e-6)
 
 
