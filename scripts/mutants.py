@@ -376,6 +376,8 @@ MUTANTS = (
     Mutant("masked tokens predict the next one", "data/packing.py", '            if task == "causal_lm":', "            if True:", "a masked token is its own target", "data/test_texts_for_encoders.py"),
     Mutant("special tokens may be masked", "data/encode_rows.py", "labels[len(self._prefix) : len(self._prefix) + len(ids)] = ids", "labels[:] = input_ids", "special tokens are not masked", "data/test_texts_for_encoders.py"),
     Mutant("a missing layer is drawn", "model/checkpoint.py", "if self._new_head is not None and (of_head | computed).issuperset(missing):", "if self._new_head is not None:", "only a head is drawn", "model/test_checkpoint.py"),
+    Mutant("a loss of classes is always the cross-entropy", "model/decoder.py", "return self.loss(hidden, self.targets[first : first + hidden.shape[1]])", "return loss_sum(hidden, self.targets[first : first + hidden.shape[1]])", "a loop's own loss is computed", "library/test_encoders.py"),
+    Mutant("heads of another kind are exported", "model/checkpoint.py", "self._has_other_head = bool(unexpected)", "self._has_other_head = False", "an export loads with its own class", "e2e/test_encoders.py"),
     Mutant("all rows are right", "model/decoder.py", "(hidden[0].argmax(dim=-1) == self.targets[first : first + hidden.shape[1]]).sum()", "hidden.shape[1]", "an accuracy is that of plain transformers", "e2e/test_encoders.py"),
     Mutant("loss on prompts", "data/encode.py", "if draft.prompt and self.train_on_inputs is not True:", "if False:", "prompts carry no loss", "data/test_encode.py"),
     Mutant("texts do not end", "data/encode.py", "tail.append(end)", "pass", "a text ends with the end token", "data/test_encode.py"),

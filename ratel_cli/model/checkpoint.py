@@ -60,7 +60,11 @@ class CheckpointSource(Closing):
         of_spec = own_names(skeleton, spec)
         self._new_head = new_head
         self.drawn: tuple[str, ...] = ()
-        """Parameters that the files do not have, and that are drawn."""
+        """Parameters of the head that the files do not have, and that are drawn."""
+        self._missing: frozenset[str] = frozenset()
+        """These, and frozen parameters that no file has, because the model's own code computes them."""
+        self._has_other_head = False
+        """Whether the files have a head of another kind, which is left out."""
         self._read_targets = {*of_spec, *persistent_buffers(skeleton)}
         """Names in the skeleton of what is read: what a block has, by all its names, and buffers."""
         self._resources = ExitStack()
@@ -102,9 +106,8 @@ class CheckpointSource(Closing):
 
         Raises IntegrityFailure on an I/O error, BadInput if a file has become shorter.
         """
-        if name in self.drawn:
-            assert self._new_head is not None
-            return self._new_head.read(name, start, stop)
+        if name in self._missing:
+            return self._drawn(name, start, stop)
         return self._read(self._sources[name], start, stop).to(torch.float32)
 
     def read_whole_into(self, name: str, out: torch.Tensor) -> None:
@@ -112,6 +115,9 @@ class CheckpointSource(Closing):
 
         Raises what `read` raises.
         """
+        if name in self._missing:
+            out.copy_(self._drawn(name, 0, len(out)))
+            return
         target = self._sources[name]
         shard = self._direct.get(target)
         if shard is not None and self._readers[shard].tensors[shard].dtype == out.dtype:
@@ -123,8 +129,8 @@ class CheckpointSource(Closing):
 
     def layout(self, dtype: DtypeName) -> ExportLayout:
         """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source.
-        With a drawn head: what the model saves."""
-        if self.drawn:
+        With another head than that of the files: what the model saves."""
+        if self._missing or self._has_other_head:
             return layout_of_model(self._skeleton, self._spec, dtype)
         return layout_of_files(self._shards, self._origins, self._spec.exported_dtypes(dtype))
 
@@ -137,9 +143,9 @@ class CheckpointSource(Closing):
         """The tensors of the files that are no part of the skeleton; an export has them too, byte for byte.
 
         They are of other parts of the model, such as a vision tower, or of what transformers does not load. Constants
-        that the model computes itself are left out.
+        that the model computes itself are left out, and so are heads of another kind.
         """
-        if self.drawn:
+        if self.drawn or self._has_other_head:
             return []
         read = set(self.read_names())
         entries = (reader.tensors[name] for name, reader in self._readers.items())
@@ -162,6 +168,11 @@ class CheckpointSource(Closing):
             for name, buffer in buffers.items()
             if name in self._direct or name in self._converted
         }
+
+    def _drawn(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Of a parameter that the files do not have, what the model's own initialiser makes."""
+        assert self._new_head is not None
+        return self._new_head.read(name, start, stop)
 
     def _read(self, target: str, start: int, stop: int) -> torch.Tensor:
         if target in self._direct:
@@ -199,6 +210,7 @@ class CheckpointSource(Closing):
         findings = _Findings(missing_keys=set(), unexpected_keys=set(names))
         self._skeleton._adjust_missing_and_unexpected_keys(cast(LoadStateDictInfo, findings))
         unexpected = sorted(names[target] for target in findings.unexpected_keys)
+        self._has_other_head = bool(unexpected)
         if unexpected and self._new_head is None:
             model_class = type(self._skeleton).__name__
             raise BadInput(
@@ -273,7 +285,8 @@ class CheckpointSource(Closing):
         constants = self._skeleton._keys_to_ignore_on_save or ()
         computed = {name for name in spec.frozen_names if any(re.search(each, name) for each in constants)}
         if self._new_head is not None and (of_head | computed).issuperset(missing):
-            self.drawn = tuple(missing)
+            self.drawn = tuple(name for name in missing if name not in computed)
+            self._missing = frozenset(missing)
         elif missing:
             raise BadInput(
                 f"{self._directory}: tensor {missing[0]} is missing{_and_more(missing)}",

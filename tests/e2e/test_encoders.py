@@ -14,6 +14,10 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
+    BertForPreTraining,
+    MarianConfig,
+    MarianMTModel,
 )
 
 from tests.e2e.conftest import MakeConfig
@@ -284,3 +288,46 @@ def test_models_that_do_not_fit(make_config: MakeConfig, base: Path, bert: Path,
     ended = finetune(make_config("two", base=bert))
     assert_rejected(ended, 2, "BertForMaskedLM (bert) is a masked language model")
     assert "datasets of type: mlm or classification" in ended.stderr
+
+
+@pytest.mark.full
+def test_other_heads_of_the_files_are_left_out(
+    make_config: MakeConfig, bert: Path, texts: Path, tmp_path: Path
+) -> None:
+    """As the first BERT on the hub has them. The export has the tensors of its own class alone, and is whole."""
+    base = Path(shutil.copytree(bert, tmp_path / "pretraining"))
+    torch.manual_seed(5)
+    BertForPreTraining(BertConfig.from_pretrained(bert)).save_pretrained(base)
+    config = make_config(base=base, **{**mlm(texts), "max_steps": 2})
+    assert "seq_relationship" not in succeed(config)
+    assert exported(config).keys() == load_file(bert / "model.safetensors").keys()
+    verified = ratel("verify", config)
+    assert verified.code == 0, verified.stdout + verified.stderr
+
+
+@pytest.mark.full
+def test_positions_that_no_file_has(make_config: MakeConfig, t5: Path, pairs: Path, tmp_path: Path) -> None:
+    """Marian computes them itself: they are no part of an export, which is verified and evaluated without them."""
+    base = Path(
+        shutil.copytree(t5, tmp_path / "marian", ignore=shutil.ignore_patterns("*config.json", "*.safetensors"))
+    )
+    tokenizer = AutoTokenizer.from_pretrained(t5)
+    shape = {"vocab_size": len(tokenizer), "decoder_vocab_size": len(tokenizer), "max_position_embeddings": 40}
+    config = MarianConfig(
+        **shape, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        encoder_attention_heads=4, decoder_attention_heads=4, pad_token_id=0, decoder_start_token_id=0, eos_token_id=1,
+        forced_eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    MarianMTModel(config).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    run = make_config(base=base, **{**seq2seq(pairs), "max_steps": 2})
+    assert "drawn from" not in succeed(run)
+    assert "model.encoder.embed_positions.weight" not in exported(run)
+    verified = ratel("verify", run)
+    assert verified.code == 0, verified.stdout + verified.stderr
+    ignored = shutil.ignore_patterns("ratel.*", "run")
+    plain = Path(shutil.copytree(output_of(run), tmp_path / "plain", ignore=ignored))
+    columns = ("datasets.0.field_prompt=question", "datasets.0.field_completion=answer")
+    report = ratel("eval", plain, pairs, *columns, "--json")
+    assert report.code == 0, report.stderr
