@@ -24,7 +24,7 @@ from ratel_cli.data.drafts import ChatDraft, Draft, PairDraft, RowDraft, TextDra
 from ratel_cli.data.encode_rows import RowEncoder
 from ratel_cli.data.prompt_tokens import PromptTokens
 from ratel_cli.data.samples import Encoded, Sample, TokenIds
-from ratel_cli.data.tokenise import tokenised, tokens_around
+from ratel_cli.data.tokenise import token_ids, tokenised, tokens_around
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import num_cores
@@ -176,7 +176,7 @@ class SampleEncoder(Closing):
                 yield self._truncate(input_ids, input_ids)
             return
         has_marks = has_generation_tag(self._tokenizer.get_chat_template()) if chats else False
-        batch = self._call([chat.text for _, chat in chats], offsets=True)
+        batch = tokenised(self._tokenizer, [chat.text for _, chat in chats], special=False, offsets=True)
         ids_of = [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], batch["input_ids"])]
         spans_of = [_as_array(spans) for spans in cast(list[list[tuple[int, int]]], batch["offset_mapping"])]
         ends = [self._prompt_ends(draft, chat, has_marks=has_marks) for draft, chat in chats]
@@ -272,12 +272,7 @@ class SampleEncoder(Closing):
         return Encoded(samples=(sample,), excess_tokens=excess_tokens)
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
-        return cast(list[list[int]], self._call(texts, offsets=False)["input_ids"])
-
-    def _call(self, texts: list[str], *, offsets: bool) -> Mapping[str, object]:
-        if not texts:
-            return {"input_ids": [], "offset_mapping": []}
-        return tokenised(self._tokenizer, texts, special=False, offsets=offsets)
+        return token_ids(self._tokenizer, texts)
 
 
 _MOST_CHILDREN = 16  # that render; each takes 60 MB, and one thread tokenises what they make

@@ -6,13 +6,13 @@ Invariant: a special token has no label. A sample has at most `sequence_len` tok
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from functools import partial
 
 import numpy as np
 
 from ratel_cli.data.drafts import PairDraft, RowDraft, Unusable
 from ratel_cli.data.samples import Encoded, Sample
-from ratel_cli.data.tokenise import tokenised, whole_texts
+from ratel_cli.data.tokenise import token_ids
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.sizes import IGNORED_TARGET
 
@@ -36,7 +36,7 @@ class RowEncoder:
         Labels are the tokens that may be masked; of a text with a class, that class at the first token.
         """
         room = self._sequence_len - len(self._prefix) - len(self._suffix)
-        for draft, ids in zip(drafts, self._tokenise([draft.text for draft in drafts]), strict=True):
+        for draft, ids in zip(drafts, token_ids(self._tokenizer, [draft.text for draft in drafts]), strict=True):
             if not ids or room < 1:
                 yield Unusable("the text has no tokens" if room > 0 else "sequence_len has no room for a token")
             elif draft.label is None:
@@ -51,30 +51,25 @@ class RowEncoder:
     def pairs(self, drafts: Sequence[PairDraft]) -> Iterator[Encoded | Unusable]:
         """Both texts with the tokenizer's special tokens, as it has them for sources and for targets, each of at most
         `sequence_len` tokens. The source has no labels, and comes first."""
-        if not drafts:
-            return
         sources = self._whole([draft.source for draft in drafts], as_target=False)
         targets = self._whole([draft.target for draft in drafts], as_target=True)
         for (source, cut), (target, more) in zip(sources, targets, strict=True):
             excess_tokens = max(cut, more)
-            if excess_tokens and not self._truncates:
+            if not source or not target:
+                yield Unusable("the text has no tokens")
+            elif excess_tokens and not self._truncates:
                 yield Encoded(samples=(), excess_tokens=excess_tokens)
-                continue
-            input_ids = np.array([*source, *target], dtype=np.int32)
-            labels = np.array([*[IGNORED_TARGET] * len(source), *target], dtype=np.int32)
-            yield Encoded(samples=(Sample(input_ids=input_ids, labels=labels),), excess_tokens=excess_tokens)
+            else:
+                input_ids = np.array([*source, *target], dtype=np.int32)
+                labels = np.array([*[IGNORED_TARGET] * len(source), *target], dtype=np.int32)
+                yield Encoded(samples=(Sample(input_ids=input_ids, labels=labels),), excess_tokens=excess_tokens)
 
     def _whole(self, texts: list[str], *, as_target: bool) -> Iterator[tuple[list[int], int]]:
         """The tokens of each text, with special ones, and how many more there would be."""
-        whole = cast(list[list[int]], whole_texts(self._tokenizer, texts, as_target=as_target)["input_ids"])
-        for text, ids in zip(texts, whole, strict=True):
-            excess_tokens = len(ids) - self._sequence_len
-            if excess_tokens <= 0:
-                yield ids, 0
-                continue
-            limits = {"truncation": True, "max_length": self._sequence_len}
-            cut = whole_texts(self._tokenizer, [text], as_target=as_target, **limits)["input_ids"]
-            yield cast(list[list[int]], cut)[0], excess_tokens
+        tokenised = partial(token_ids, self._tokenizer, special=True, as_target=as_target)
+        for text, ids in zip(texts, tokenised(texts), strict=True):
+            excess_tokens = max(0, len(ids) - self._sequence_len)
+            yield tokenised([text], most_tokens=self._sequence_len)[0] if excess_tokens else ids, excess_tokens
 
     def _row(self, ids: list[int], label: int | None) -> Sample:
         input_ids = np.array([*self._prefix, *ids, *self._suffix], dtype=np.int32)
@@ -84,8 +79,3 @@ class RowEncoder:
         else:
             labels[0] = label
         return Sample(input_ids=input_ids, labels=labels)
-
-    def _tokenise(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        return cast(list[list[int]], tokenised(self._tokenizer, texts, special=False, offsets=False)["input_ids"])

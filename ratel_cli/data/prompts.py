@@ -10,13 +10,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 from ratel_cli.data.chat import ChatRenderer
 from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.conversations import content_text
 from ratel_cli.data.drafts import Unusable
-from ratel_cli.data.tokenise import opening_tokens, tokenised
+from ratel_cli.data.tokenise import opening_tokens, token_ids
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, excerpt, printable
 from ratel_cli.input_files import open_to_read, uncompressed_name
@@ -74,7 +73,7 @@ def encode_prompts(
     else:
         with ChatRenderer(tokenizer.get_chat_template(), tokenizer.special_tokens_map, notice=notice) as renderer:
             texts = [_render(renderer, prompt, number) for number, prompt in enumerate(prompts, start=1)]
-        ids = _ids(tokenizer, texts)
+        ids = token_ids(tokenizer, texts)
     for number, each in enumerate(ids, start=1):
         if not each:
             raise BadInput(f"prompt {number} has no tokens")
@@ -135,7 +134,7 @@ def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[
             )
         texts.append(prompt)
     opening = opening_tokens(tokenizer)
-    return [each if each[: len(opening)] == opening else [*opening, *each] for each in _ids(tokenizer, texts)]
+    return [each if each[: len(opening)] == opening else [*opening, *each] for each in token_ids(tokenizer, texts)]
 
 
 def _render(renderer: ChatRenderer, prompt: Prompt, number: int) -> str:
@@ -146,7 +145,3 @@ def _render(renderer: ChatRenderer, prompt: Prompt, number: int) -> str:
         raise BadInput(
             f"prompt {number}: {printable(str(unusable))}", "continue a text without the chat template: --raw"
         ) from unusable
-
-
-def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    return cast(list[list[int]], tokenised(tokenizer, texts, special=False, offsets=False)["input_ids"])

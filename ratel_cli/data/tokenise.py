@@ -12,39 +12,51 @@ from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, excerpt
 
 
-def tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets: bool) -> Mapping[str, object]:
+def tokenised(
+    tokenizer: Tokenizer,
+    texts: list[str],
+    *,
+    special: bool,
+    offsets: bool = False,
+    as_target: bool = False,
+    most_tokens: int | None = None,
+) -> Mapping[str, object]:
     """What the tokenizer returns for some texts. `special`: with the tokens that it adds by itself; `offsets`: with the
-    characters of each token. Raises BadInput if it fails.
+    characters of each token; `as_target`: as the second of two texts; `most_tokens`: the most, with truncation. Raises
+    BadInput if it fails.
     """
+    if not texts:
+        return {"input_ids": [], "offset_mapping": []}
+    call = cast(Callable[..., Mapping[str, object]], tokenizer)
+    limits = {} if most_tokens is None else {"truncation": True, "max_length": most_tokens}
     try:
-        return tokenizer(
-            texts,
+        return call(
+            **{"text_target" if as_target else "text": texts},
             add_special_tokens=special,
             return_offsets_mapping=offsets,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
+            **limits,
         )
     except Exception as error:  # `tokenizers` raises no other type
-        raise _fails(error) from error
+        raise BadInput(
+            f"the tokenizer fails on a text: {excerpt(str(error))}",
+            hint="use the tokenizer files that belong to the model",
+        ) from error
 
 
-def whole_texts(
-    tokenizer: Tokenizer, texts: list[str], *, as_target: bool, **limits: bool | int
-) -> Mapping[str, object]:
-    """What the tokenizer returns for sources, or for targets, with its special tokens. Raises BadInput if it fails."""
-    call = cast(Callable[..., Mapping[str, object]], tokenizer)
-    try:
-        return call(**{"text_target" if as_target else "text": texts}, return_attention_mask=False, **limits)
-    except Exception as error:  # `tokenizers` raises no other type
-        raise _fails(error) from error
-
-
-def _fails(error: Exception) -> BadInput:
-    return BadInput(
-        f"the tokenizer fails on a text: {excerpt(str(error))}",
-        hint="use the tokenizer files that belong to the model",
-    )
+def token_ids(
+    tokenizer: Tokenizer,
+    texts: list[str],
+    *,
+    special: bool = False,
+    as_target: bool = False,
+    most_tokens: int | None = None,
+) -> list[list[int]]:
+    """The tokens of each text; the rest as in `tokenised`."""
+    found = tokenised(tokenizer, texts, special=special, as_target=as_target, most_tokens=most_tokens)
+    return cast(list[list[int]], found["input_ids"])
 
 
 def opening_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -54,11 +66,6 @@ def opening_tokens(tokenizer: Tokenizer) -> list[int]:
 
 def tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens that the tokenizer itself puts before a text, and behind it."""
-
-    def ids(*, special: bool) -> list[int]:
-        batch = tokenised(tokenizer, ["a"], special=special, offsets=False)
-        return cast(list[list[int]], batch["input_ids"])[0]
-
-    plain, full = ids(special=False), ids(special=True)
+    [plain], [full] = (token_ids(tokenizer, ["a"], special=special) for special in (False, True))
     at = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
     return full[:at], full[at + len(plain) :]
