@@ -88,8 +88,8 @@ class MicroBatch:
 
     @property
     def width(self) -> int:
-        """Tokens of a line, of the wider stack if there are two."""
-        return max(each.shape[1] for each in (self.input_ids, self.decoder_ids) if each is not None)
+        """Tokens of a line, of the longer text if there are two."""
+        return max(self.input_ids.shape[1], self.targets.shape[1])
 
     def to(self, device: torch.device) -> Self:
         """The same with its tensors on a device."""

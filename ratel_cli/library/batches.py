@@ -60,7 +60,7 @@ def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
         position_ids=positions,
         mask=None if is_causal else mask,
         is_pair=model.task == "seq2seq",
-        decoder_ids=_decoder_ids(batch, targets, model) if model.task == "seq2seq" else None,
+        decoder_ids=_decoder_ids(batch, targets, model),
         sample_ids=(),
         num_targets=int((targets != IGNORED_TARGET).sum()),
         num_tokens=int(mask.sum()),
@@ -85,10 +85,10 @@ def _targets(batch: Tensors, tokens: torch.Tensor, mask: torch.Tensor, model: De
     return targets
 
 
-def _decoder_ids(batch: Tensors, labels: torch.Tensor, model: DecoderModel) -> torch.Tensor:
-    """What the decoder gets: by default the labels, moved on by one, as the model's own code makes them."""
+def _decoder_ids(batch: Tensors, labels: torch.Tensor, model: DecoderModel) -> torch.Tensor | None:
+    """What the decoder gets, if the batch says it; None: what the model makes of the labels."""
     if "decoder_input_ids" not in batch:
-        return model.decoder_ids(labels)
+        return None
     given = _integers(batch, "decoder_input_ids", labels, "labels")
     _check_values("decoder_input_ids", given, model.spec.vocab_size)
     return given

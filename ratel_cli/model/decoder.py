@@ -192,24 +192,17 @@ class DecoderModel:
         return before
 
     def sample(self, num_tokens: int) -> MicroBatch:
-        """A micro-batch of one row with two samples, all of token 0, every one of them a target."""
-        first = num_tokens // 2
-        if self.task != "causal_lm":
-            first = num_tokens
+        """A micro-batch of one row, all of token 0, every one of them a target: of two samples where rows may have
+        several, else with a padded token, without which there would be no masks."""
+        first = num_tokens // 2 if self.task == "causal_lm" else num_tokens
         positions = torch.cat([torch.arange(first), torch.arange(num_tokens - first)]).unsqueeze(0)
         tokens = torch.zeros_like(positions)
+        batch = replace(MicroBatch.of_tokens(tokens, positions), targets=tokens, num_targets=num_tokens)
         if self.task == "causal_lm":
-            return replace(MicroBatch.of_tokens(tokens, positions), targets=tokens, num_targets=num_tokens)
+            return batch
         mask = torch.ones_like(tokens)
-        mask[:, max(1, num_tokens - 1) :] = 0  # without padding there are no masks
-        classifies = self.task == "classification"
-        return replace(
-            MicroBatch.of_tokens(tokens, positions),
-            targets=tokens,
-            mask=mask,
-            decoder_ids=tokens if self.task == "seq2seq" else None,
-            num_targets=1 if classifies else num_tokens,
-        )
+        mask[:, max(1, num_tokens - 1) :] = 0
+        return replace(batch, mask=mask, decoder_ids=tokens if self.task == "seq2seq" else None)
 
     def looked_up(self, batch: MicroBatch) -> torch.Tensor:
         """The tokens `[batch, tokens]` that the embedding looks up."""

@@ -40,6 +40,7 @@ CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, K
 
 Others: TypeAlias = Mapping[str, torch.Tensor]
 """What an owner gets besides tokens and positions, by name."""
+Keywords: TypeAlias = Callable[[torch.Tensor], Mapping[str, object]]
 
 
 class Forward(Protocol):
@@ -51,7 +52,17 @@ class Forward(Protocol):
 class LayerRunner:
     """The shims on one skeleton, and their state during a call of the owner."""
 
-    def __init__(self, model: nn.Module, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: nn.Module,
+        layers: Sequence[nn.Module],
+        *,
+        others: Keywords = lambda input_ids: {},
+        of_head: Keywords = lambda input_ids: {},
+    ) -> None:
+        """`others`: what the owner gets besides tokens where nothing is given; `of_head`: what the model gets besides
+        tokens when its head alone is needed. Both of tokens `[batch, tokens]`."""
         self.model = model
         self._owner = owner
         self.layers = tuple(layers)
@@ -75,10 +86,7 @@ class LayerRunner:
         """What is added to hidden states in each layer. For trials."""
         self._extras: tuple[tuple[torch.Tensor | None, ...], ...] = ((),) * len(layers)
         """What each shim returns besides its hidden states, and other layers get."""
-        self.others: Callable[[torch.Tensor], Mapping[str, object]] = lambda input_ids: {}
-        """What the owner gets besides tokens where nothing is given."""
-        self.of_model: Callable[[torch.Tensor], Mapping[str, object]] = lambda input_ids: {}
-        """What the model gets besides tokens for its head."""
+        self._others, self._of_head = others, of_head
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
@@ -223,7 +231,7 @@ class LayerRunner:
         output = _with_last_hidden_state(finished, hidden)
         with _instance_forward(self._owner, lambda *arguments, **keywords: output):
             placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            result = self.model(**{"input_ids": placeholder, "use_cache": False, **self.of_model(placeholder)})
+            result = self.model(**{"input_ids": placeholder, "use_cache": False, **self._of_head(placeholder)})
         logits = result.logits
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -288,7 +296,7 @@ class LayerRunner:
         *,
         injected: torch.Tensor | None,
     ) -> tuple[Embedded, object]:
-        keywords = {**self.others(input_ids), **(others or {})}
+        keywords = dict(self._others(input_ids) if others is None else others)
         if self.takes_positions:
             keywords["position_ids"] = position_ids
         return self._run(lambda: self._owner(input_ids=input_ids, use_cache=False, **keywords), injected=injected)

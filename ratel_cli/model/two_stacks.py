@@ -49,11 +49,9 @@ class TwoStackRunner:
         """`encoder` and `decoder`: the owner and the layers of each."""
         self.model = model
         self.encoder = LayerRunner(encoder[0], *encoder)
-        self.decoder = LayerRunner(model, *decoder)
+        self.decoder = LayerRunner(model, *decoder, others=self._no_states, of_head=self._of_head)
         for runner in (self.encoder, self.decoder):
             runner.takes_positions = False
-        self.decoder.others = self._of_decoder
-        self.decoder.of_model = self._of_model
         self.bridge = len(self.encoder.layers)
         """The index of the bridge among the layers."""
         self.layers = (*self.encoder.layers, Bridge(), *self.decoder.layers)
@@ -65,17 +63,18 @@ class TwoStackRunner:
         `decoder_input_ids`; without them there is no padding, and the decoder gets the encoder's tokens.
         """
         others = others or {}
-        of_encoder = {name: each for name, each in others.items() if name == "attention_mask"}
-        below = self.encoder.embed(input_ids, position_ids, of_encoder)
+        mask = others.get("attention_mask")
+        below = self.encoder.embed(input_ids, position_ids, {} if mask is None else {"attention_mask": mask})
         states = torch.zeros_like(below.hidden)
-        above = self.decoder.embed(*self._of(input_ids, position_ids, others), self._with_states(states, of_encoder))
+        of_decoder = {_STATES: states} if mask is None else {_STATES: states, _MASK: mask}
+        above = self.decoder.embed(others.get("decoder_input_ids", input_ids), position_ids, of_decoder)
         found = {id(each) for call in above.calls for each in call.tensors}
         if id(states) not in found:
             raise BadInput(
                 f"{type(self.model).__name__}: its decoder's layers do not get the encoder's states as they are; such"
                 " models cannot be streamed"
             )
-        bridge = LayerCall(arguments=(above.hidden, input_ids, of_encoder.get("attention_mask")), keywords={})
+        bridge = LayerCall(arguments=(above.hidden, input_ids, mask), keywords={})
         return replace(
             below,
             calls=(*below.calls, bridge, *above.calls),
@@ -104,7 +103,7 @@ class TwoStackRunner:
         others: Others | None = None,
     ) -> object:
         """The decoder's output object, after its final norm, for the output of its last layer. Others as in `embed`."""
-        return self.decoder.finish(hidden, *self._of(input_ids, position_ids, others or {}))
+        return self.decoder.finish(hidden, (others or {}).get("decoder_input_ids", input_ids), position_ids)
 
     def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
         """The model's own head on a part of the decoder's hidden states `[rows, tokens, hidden_size]`."""
@@ -119,24 +118,15 @@ class TwoStackRunner:
             above, logits = self.decoder.run_model(input_ids, hidden, others)
             return found(), above, logits
 
-    def _of(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, others: Others
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return others.get("decoder_input_ids", input_ids), position_ids
+    def _no_states(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the decoder's owner gets where nothing is given: states of zeros, of as many tokens."""
+        shape = *input_ids.shape, self.model.config.hidden_size
+        return {_STATES: torch.zeros(shape, dtype=self.model.dtype, device=input_ids.device)}
 
-    def _with_states(self, states: torch.Tensor, of_encoder: Others) -> dict[str, torch.Tensor]:
-        return {_STATES: states, **({_MASK: of_encoder["attention_mask"]} if of_encoder else {})}
-
-    def _of_decoder(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the decoder's owner gets besides tokens where nothing is given: states of zeros, of as many tokens."""
-        config = self.model.config
-        width = config.hidden_size
-        return {_STATES: torch.zeros((*input_ids.shape, width), dtype=self.model.dtype, device=input_ids.device)}
-
-    def _of_model(self, input_ids: torch.Tensor) -> dict[str, object]:
+    def _of_head(self, input_ids: torch.Tensor) -> dict[str, object]:
         """What the whole model gets where its decoder's output is known: nothing of the encoder is computed."""
-        states = self._of_decoder(input_ids)[_STATES]
-        return {"encoder_outputs": BaseModelOutput(last_hidden_state=states), "decoder_input_ids": input_ids}
+        states = BaseModelOutput(last_hidden_state=self._no_states(input_ids)[_STATES])
+        return {"encoder_outputs": states, "decoder_input_ids": input_ids}
 
 
 AnyRunner: TypeAlias = LayerRunner | TwoStackRunner
