@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ratel_cli.model.classes import class_settings
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.renaming import Conversion, Reversal, plan_renaming, reverse, saved_names, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
-from ratel_cli.model.skeleton import DTYPES, class_settings
+from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 

@@ -5,11 +5,19 @@ Invariant: what is known here about models comes from transformers' own tables o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto
 
 from ratel_cli.errors import BadInput, excerpt
@@ -18,12 +26,14 @@ from ratel_cli.sizes import TASKS, Task
 _CAUSAL, _BARE, _MASKED = "FOR_CAUSAL_LM", "", "FOR_MASKED_LM"
 _CLASSIFIES = "FOR_SEQUENCE_CLASSIFICATION"
 _PAIRS = "FOR_SEQ_TO_SEQ_CAUSAL_LM"
-_OF_TASKS: Mapping[Task, tuple[str, str]] = {
-    "masked_lm": (_MASKED, "masked language model"),
-    "classification": (_CLASSIFIES, "sequence classifier"),
-    "seq2seq": (_PAIRS, "encoder-decoder"),
+_OF_TASKS: Mapping[Task, tuple[str, type[Any], str]] = {
+    "causal_lm": (_CAUSAL, AutoModelForCausalLM, "causal language model"),
+    "seq2seq": (_PAIRS, AutoModelForSeq2SeqLM, "encoder-decoder"),
+    "masked_lm": (_MASKED, AutoModelForMaskedLM, "masked language model"),
+    "classification": (_CLASSIFIES, AutoModelForSequenceClassification, "sequence classifier"),
 }
-"""For a task: its table of transformers, and what its models are."""
+"""For a task: its table of transformers, the class that loads its models, and what these are. A class may be in several
+tables, as that of BART is: the first one counts."""
 _NOT_NEXT = "it does not learn to predict the next token"
 _ENCODER_DECODER = "an encoder-decoder"
 _MULTIMODAL = ("a vision-language model", "a multimodal language model")
@@ -52,7 +62,7 @@ def reject_other_kinds(config: PretrainedConfig, task: Task = "causal_lm") -> No
     """
     declared = declared_class(config)
     if task != "causal_lm":
-        table, words = _OF_TASKS[task]
+        table, _, words = _OF_TASKS[task]
         if config.model_type not in _table(table):
             raise BadInput(f"config.json: transformers has no {words} for the model type {config.model_type}")
         return
@@ -87,31 +97,15 @@ def reject_other_kinds(config: PretrainedConfig, task: Task = "causal_lm") -> No
 
 def _other_tasks(config: PretrainedConfig) -> str | None:
     """What the model can be trained for instead; None if it can for nothing."""
-    tasks = [task for task, (table, _) in _OF_TASKS.items() if config.model_type in _table(table)]
+    tasks = [task for task, (table, *_) in _OF_TASKS.items() if config.model_type in _table(table)]
     types = [name for name, task in TASKS.items() if task in tasks and config.is_encoder_decoder == (task == "seq2seq")]
     return f"it trains on datasets of type: {' or '.join(types)}" if types else None
-
-
-def classes_of(config: PretrainedConfig, labels: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of a classifier's classes: `labels`, else those of the model that `config` describes, which must be a
-    classifier then. Raises BadInput."""
-    if labels is not None:
-        return tuple(labels)
-    if declared_class(config) not in _classes(_CLASSIFIES):
-        raise BadInput(
-            "the classes are not known: the base model is no classifier",
-            "name them in the dataset, in order: `labels: [negative, positive]`",
-        )
-    names = cast(Mapping[int, str], config.id2label)
-    return tuple(str(names[index]) for index in range(len(names)))
 
 
 def declared_task(config: PretrainedConfig) -> Task:
     """What the class that the configuration names is made for."""
     declared = declared_class(config)
-    if declared in _classes(_CAUSAL):
-        return "causal_lm"
-    return next((task for task, (table, _) in _OF_TASKS.items() if declared in _classes(table)), "causal_lm")
+    return next((task for task, (table, *_) in _OF_TASKS.items() if declared in _classes(table)), "causal_lm")
 
 
 def declared_class(config: PretrainedConfig) -> str | None:
@@ -145,6 +139,11 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     if not isinstance(found, type) or not issubclass(found, PreTrainedModel) or found.config_class is type(text):
         return None
     return found
+
+
+def loading_class(config: PretrainedConfig, task: Task) -> type[Any]:
+    """The class that loads the weights of such a model for a task."""
+    return (class_of(config) if task == "causal_lm" else None) or _OF_TASKS[task][1]
 
 
 def _kind_of_class(name: str | None) -> str | None:

@@ -10,20 +10,16 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -32,19 +28,12 @@ from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.flash_attention import KERNEL_PACKAGES
 from ratel_cli.model.kept_precision import keep_in_fp32
-from ratel_cli.model.kind import class_of, reject_other_kinds, text_config
+from ratel_cli.model.kind import loading_class, reject_other_kinds, text_config
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName, Task
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES_OF_DTYPES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
-_AUTO_CLASSES: dict[Task, type[Any]] = {
-    "causal_lm": AutoModelForCausalLM,
-    "masked_lm": AutoModelForMaskedLM,
-    "classification": AutoModelForSequenceClassification,
-    "seq2seq": AutoModelForSeq2SeqLM,
-}
-_ONE_CLASS: Literal["single_label_classification"] = "single_label_classification"
 _FACTORIES: frozenset[Callable[..., object]] = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
 )
@@ -86,26 +75,6 @@ def read_any_config(directory: Path) -> PretrainedConfig:
             "use a model that transformers supports by itself; a model's own code is never run",
         ) from error
     return cast(PretrainedConfig, config)
-
-
-def name_classes(config: PretrainedConfig, labels: Sequence[str]) -> None:
-    """Let a configuration describe a classifier of these classes, of which a row has one."""
-    config.id2label = dict(enumerate(labels))
-    config.label2id = {label: index for index, label in enumerate(labels)}
-    config.problem_type = _ONE_CLASS
-
-
-def class_settings(config: PretrainedConfig) -> dict[str, object]:
-    """What config.json says of the classes of a classifier; nothing for other models."""
-    if config.problem_type != _ONE_CLASS:
-        return {}
-    names = {str(index): label for index, label in (config.id2label or {}).items()}
-    return {"id2label": names, "label2id": config.label2id, "problem_type": _ONE_CLASS}
-
-
-def loading_class(config: PretrainedConfig, task: Task) -> type[Any]:
-    """The class that loads the weights of such a model for a task."""
-    return (class_of(config) if task == "causal_lm" else None) or _AUTO_CLASSES[task]
 
 
 def build_skeleton(

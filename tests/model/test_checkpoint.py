@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.classes import name_classes
 from ratel_cli.model.directory import WEIGHTS_NAME
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.skeleton import build_skeleton, name_classes
+from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import ModelSpec
 from tests.library.encoders import encoder_config, saved_encoder
 from tests.model.tiny import (

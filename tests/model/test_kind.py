@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.kind import class_of, reject_other_kinds
+from ratel_cli.model.kind import class_of, declared_task, reject_other_kinds
 from ratel_cli.model.skeleton import build_skeleton
 from tests.e2e.runs import save_base
 from tests.tiers import sample
@@ -91,3 +91,22 @@ def test_the_guide_saves_a_language_part(tmp_path: Path, monkeypatch: pytest.Mon
     with torch.no_grad():
         assert torch.equal(saved(tokens).logits, whole.eval()(input_ids=tokens).logits)
     find_blocks(build_skeleton(saved.config, dtype="float32", attn_implementation="eager"), name="text")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "task"),
+    [
+        ("bert", "BertForMaskedLM", "masked_lm"),
+        ("bert", "BertForSequenceClassification", "classification"),
+        ("t5", "T5ForConditionalGeneration", "seq2seq"),
+        ("bart", "BartForConditionalGeneration", "seq2seq"),
+        ("llama", "LlamaForCausalLM", "causal_lm"),
+        ("llama", "LlamaForSequenceClassification", "classification"),
+        ("llama", "OurOwnClass", "causal_lm"),
+        ("bert", None, "causal_lm"),
+    ],
+)
+def test_the_task_of_the_class_that_a_configuration_names(model_type: str, architecture: str | None, task: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    config.architectures = None if architecture is None else [architecture]
+    assert declared_task(config) == task

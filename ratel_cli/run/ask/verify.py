@@ -30,11 +30,11 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, exc
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
-from ratel_cli.model.kind import declared_task
+from ratel_cli.model.kind import declared_task, loading_class
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
 from ratel_cli.model.shards import ShardReader
-from ratel_cli.model.skeleton import DTYPES, loading_class, read_any_config, read_model_config
+from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar

@@ -19,15 +19,14 @@ from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.classes import classes_of, name_classes
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.kind import classes_of
 from ratel_cli.model.skeleton import (
     build_skeleton,
-    name_classes,
     read_model_config,
     supported_attention,
     why_unsupported,
