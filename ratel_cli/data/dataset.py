@@ -94,11 +94,10 @@ class TrainingData:
         window_samples: int | None = None,
         row_multiple: int = 1,
     ) -> None:
-        """`masking`: how samples are masked; None: they are not.
-        `weights`: of each dataset; empty: all are 1. `eval_cache`: the samples for evaluation; None: held-out ones.
-        `window_samples`: not None for a stream: the number of samples that are packed and mixed together, so that
-        more samples change nothing about the first. `row_multiple`: rows that are not packed are padded to a multiple
-        of it.
+        """`masking`: how samples are masked; None: they are not. `weights`: of each dataset; empty: all are 1.
+        `eval_cache`: the samples for evaluation; None: held-out ones. `window_samples`: not None for a stream: the
+        number of samples that are packed and mixed together, so that more samples change nothing about the first.
+        `row_multiple`: rows that are not packed are padded to a multiple of it.
 
         Raises BadInput if `val_set_size` or the weights leave nothing to train on.
         """
@@ -165,8 +164,8 @@ class TrainingData:
 
     @property
     def loss_share(self) -> float | None:
-        """Tokens with loss as a share of all tokens, held-out samples included: of masked ones about so many. None if
-        there are no tokens, or rows have loss."""
+        """Tokens with loss as a share of all tokens, held-out samples included; where tokens are masked, the share that
+        is expected. None if there are no tokens, or rows have loss."""
         num_tokens = int(self.cache.lengths.sum())
         if not num_tokens or self._settings.task == "classification":
             return None

@@ -19,7 +19,7 @@ import torch
 
 from ratel_cli.engine.block_reader import BlockReader
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import EvaluatedSums, loss_only
+from ratel_cli.engine.loss import EvaluatedSums, evaluated_sums
 from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.carried import Carried, Embedded
@@ -28,8 +28,8 @@ from ratel_cli.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLoss(Generic[AnyBatch]):
-    """The loss of one micro-batch."""
+class EvaluatedBatch(Generic[AnyBatch]):
+    """A micro-batch whose targets were compared with the outputs."""
 
     batch: AnyBatch
     sums: EvaluatedSums
@@ -77,14 +77,14 @@ class BlockwiseForward(Generic[AnyBatch]):
                 finished = self._program.finish(item.hidden, placed)
                 return finished.outputs(finished.hidden)
 
-    def losses(
+    def evaluated(
         self,
         batches: Iterable[AnyBatch],
         *,
         held_bytes: int,
         chunk_tokens: int,
         progress: Callable[[int], None] = lambda count: None,
-    ) -> Iterator[BatchLoss[AnyBatch]]:
+    ) -> Iterator[EvaluatedBatch[AnyBatch]]:
         """The loss of each micro-batch, in order. As many pass through the blocks together as fit into `held_bytes`.
 
         These are the bytes, on the device that computes, of what waits between two blocks: hidden states, masks and
@@ -112,7 +112,7 @@ class BlockwiseForward(Generic[AnyBatch]):
 
     def _pass(
         self, waiting: Iterator[AnyBatch], held_bytes: int, chunk_tokens: int, progress: Callable[[int], None]
-    ) -> list[BatchLoss[AnyBatch]]:
+    ) -> list[EvaluatedBatch[AnyBatch]]:
         """The losses of the next micro-batches, as many as fit; none if there are no more."""
         batches, passing = self._begin(waiting, held_bytes)
         if not batches:
@@ -122,8 +122,8 @@ class BlockwiseForward(Generic[AnyBatch]):
         losses = []
         with self._reader.bound(self._program.spec.head):
             for batch, item in zip(batches, passing, strict=True):
-                sums = loss_only(self._program.finish(item.hidden, batch), chunk_tokens=chunk_tokens)
-                losses.append(BatchLoss(batch=batch, sums=sums))
+                sums = evaluated_sums(self._program.finish(item.hidden, batch), chunk_tokens=chunk_tokens)
+                losses.append(EvaluatedBatch(batch=batch, sums=sums))
         progress(len(batches))
         return losses
 

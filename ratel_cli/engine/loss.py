@@ -98,7 +98,7 @@ def loss_and_gradients(
     return total, first
 
 
-def loss_only(finished: Finished, *, chunk_tokens: int) -> EvaluatedSums:
+def evaluated_sums(finished: Finished, *, chunk_tokens: int) -> EvaluatedSums:
     """What the targets of one micro-batch add up to, without gradients."""
     sums = NOTHING_EVALUATED
     for start, part in _chunks(_flat(finished.hidden), chunk_tokens):

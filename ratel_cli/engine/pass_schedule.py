@@ -29,7 +29,7 @@ class PassSchedule:
         return self._units[self._position][1]
 
     def begin_backward(self, number: int) -> None:
-        """The backward of a forward begins, or goes on."""
+        """The backward of a forward begins, or continues."""
         unit: PassUnit = ("backward", number)
         if self._units[self._position] != unit:
             self._position = self._next(lambda each: each == unit)

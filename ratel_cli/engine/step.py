@@ -24,8 +24,9 @@ generation as it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeAlias
 
@@ -35,7 +36,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.activations import ActivationOffloader, Unit
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import NOTHING_EVALUATED, ChunkSums, EvaluatedSums, loss_and_gradients, loss_only
+from ratel_cli.engine.loss import NOTHING_EVALUATED, ChunkSums, EvaluatedSums, evaluated_sums, loss_and_gradients
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
@@ -436,28 +437,25 @@ class StepEngine(Closing, Generic[AnyBatch]):
                     if embedded.hidden.requires_grad:
                         roots.tensors.insert(0, embedded.hidden)
                         roots.gradients.insert(0, gradients[number])
-                    of_second: list[torch.Tensor | None] = []
+                    parts: list[list[torch.Tensor | None]] = []
                     if lookup_sum is not None and embedded.second is not None:
-                        of_second = roots.gradients_of(embedded.second, weights.trained)
+                        parts.append(roots.gradients_of(embedded.second, weights.trained))
                     with state.partial_sums.added_to(weights, number) as shared_roots:
-                        found: list[torch.Tensor | None] = list(
-                            torch.autograd.grad(
-                                [*roots.tensors, *shared_roots.tensors],
-                                weights.trained,
-                                [*roots.gradients, *shared_roots.gradients],
-                                allow_unused=True,
-                            )
+                        found = torch.autograd.grad(
+                            [*roots.tensors, *shared_roots.tensors],
+                            weights.trained,
+                            [*roots.gradients, *shared_roots.gradients],
+                            allow_unused=True,
                         )
+                        parts.append(list(found))
+                        del found  # it holds the matrix's gradient, which need not last
                         if lookup_sum is not None:
                             chosen = slice(None) if rows is not None else state.distinct_tokens
-                            parts = [each[chosen] for each in (*of_second[:1], found[0]) if each is not None]
-                            if parts:
-                                lookup_sum.add_embedding(*parts)
-                            found[0] = None
-                            for place, each in enumerate(of_second[1:], start=1):
-                                found[place] = _sum(each, found[place])
-                        total.add(found)
-                    del embedded, roots, shared_roots, found, of_second
+                            if looked_up := _looked_up(parts, chosen):
+                                lookup_sum.add_embedding(*looked_up)
+                            del looked_up
+                        total.add([_sum(each) for each in zip(*parts, strict=True)])
+                    del embedded, roots, shared_roots, parts
             self._hand_over(total, weights)
 
     def _decide(self, loss_total: float) -> tuple[float, str | None]:
@@ -492,7 +490,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         total = NOTHING_EVALUATED
         with self._reader.open(head), self._computing(head, "forward"):
             for last, batch in zip(hidden, batches, strict=True):
-                total = total.and_of(loss_only(self._program.finish(last, batch), chunk_tokens=self._chunk_tokens))
+                total = total.and_of(evaluated_sums(self._program.finish(last, batch), chunk_tokens=self._chunk_tokens))
         return total
 
     def _rows_of(self, tokens: Sequence[torch.Tensor]) -> EmbeddingRows | None:
@@ -510,6 +508,15 @@ class StepEngine(Closing, Generic[AnyBatch]):
             self._pool.trim(keep_bytes=self._spare_bytes)
 
 
-def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of two gradients, as autograd adds them."""
-    return second if first is None else first if second is None else first + second
+def _looked_up(parts: Sequence[list[torch.Tensor | None]], chosen: slice | torch.Tensor) -> list[torch.Tensor]:
+    """Take the gradient of the matrix, which comes first, out of each part. Returns its chosen rows."""
+    matrices = [part[0] for part in parts]
+    for part in parts:
+        part[0] = None
+    return [each[chosen] for each in matrices if each is not None]
+
+
+def _sum(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum of gradients, in their order; None if there are none."""
+    found = [each for each in gradients if each is not None]
+    return functools.reduce(torch.add, found) if found else None

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ratel_cli.errors import BadInput
 from ratel_cli.model.around_layers import reject_other_pairs, reject_other_text, reject_what_passes_all_layers
 from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
+from ratel_cli.model.carried import Embedded
 from ratel_cli.model.decoder import DecoderModel, placeholder
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
@@ -27,7 +28,7 @@ from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
 from ratel_cli.model.trials import carried_bytes, counts_positions_from_zero
-from ratel_cli.model.two_stacks import TwoStackRunner
+from ratel_cli.model.two_stacks import AnyRunner, TwoStackRunner
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, Task
 
 _CLASS_BYTES = 32
@@ -72,41 +73,24 @@ def find_blocks(
         *((f"layer {index}", parameters) for index, parameters in enumerate(inside)),
         ("head", [*after, *(before[:1] if tied else [])]),
     ]
-    dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
-    cut = cut_into_blocks(found, dtype)
-    spec = ModelSpec(
+    # Tables are there where no parameters give positions.
+    has_tables = sum(len(each.shape) > 1 for each in before) == 1
+    return _assembled(
+        skeleton,
+        layer_runner,
+        found,
+        embedded,
+        used,
         name=name,
-        architecture=type(skeleton).__name__,
-        blocks=laid_out(cut, dtype=dtype, gradient_dtype=gradient_dtype, looked_up=first),
-        segment_names=tuple(name for name, _ in found),
-        dtype=dtype,
-        hidden_size=embedded.hidden.numel() // SAMPLE_TOKENS,
-        vocab_size=first.shape[0],
-        carried_bytes=carried_bytes(
-            layer_runner,
-            embedded,
-            used,
-            inside,
-            vocab_size=first.shape[0],
-            num_probed=SAMPLE_TOKENS,
-            value_bytes=VALUE_BYTES[dtype],
-        ),
-        # Tables are there where no parameters give positions.
-        batch_bytes=TOKEN_BYTES + (ROTARY_BYTES if sum(len(each.shape) > 1 for each in before) == 1 else 0),
+        gradient_dtype=gradient_dtype,
+        task=task,
+        lookup=lookup,
+        masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
+        has_other_parts=bool(unused),
+        batch_bytes=TOKEN_BYTES + (ROTARY_BYTES if has_tables else 0),
         loss_bytes=len(skeleton.config.id2label or ()) * _CLASS_BYTES if classifies else 0,
         looks_up_rows=usage.looks_up_rows,
         substitutes=usage.substitutes,
-    )
-    return DecoderModel(
-        skeleton=skeleton,
-        layer_runner=layer_runner,
-        spec=spec,
-        traits=_layer_traits(skeleton.config, layers),
-        task=task,
-        masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
-        parameters=[each.parameters for each in cut],
-        has_other_parts=bool(unused),
-        lookup=lookup,
     )
 
 
@@ -151,8 +135,44 @@ def _find_two_stacks(skeleton: PreTrainedModel, name: str, gradient_dtype: Dtype
     ]
     with torch.no_grad():
         embedded = runner.embed(torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long), torch.arange(SAMPLE_TOKENS)[None])
-    dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
-    cut = cut_into_blocks(found, dtype)
+    return _assembled(
+        skeleton,
+        runner,
+        found,
+        embedded,
+        used,
+        name=name,
+        gradient_dtype=gradient_dtype,
+        task="seq2seq",
+        lookup=no_lookup,
+        has_other_parts=bool(unused),
+        batch_bytes=2 * TOKEN_BYTES,
+        looks_up_rows=False,
+    )
+
+
+def _assembled(
+    skeleton: PreTrainedModel,
+    runner: AnyRunner,
+    found: Sequence[tuple[str, list[PlacedParameter]]],
+    embedded: Embedded,
+    used: Sequence[PlacedParameter],
+    *,
+    name: str,
+    gradient_dtype: DtypeName | None,
+    task: Task,
+    lookup: RowLookup,
+    has_other_parts: bool,
+    batch_bytes: int,
+    looks_up_rows: bool,
+    masks_separate: bool = False,
+    loss_bytes: int = 0,
+    substitutes: tuple[int, ...] = (),
+) -> DecoderModel:
+    """The model of these segments, each with its parameters; the embedding's matrix is the first one. `embedded`: what
+    is before the layers, for `SAMPLE_TOKENS` tokens. `used`: the parameters outside the layers."""
+    first, dtype = found[0][1][0], NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
+    cut, hidden_size = cut_into_blocks(found, dtype), embedded.hidden.numel() // SAMPLE_TOKENS
     carried = carried_bytes(
         runner,
         embedded,
@@ -162,38 +182,39 @@ def _find_two_stacks(skeleton: PreTrainedModel, name: str, gradient_dtype: Dtype
         num_probed=SAMPLE_TOKENS,
         value_bytes=VALUE_BYTES[dtype],
     )
-    width = embedded.hidden.numel() // SAMPLE_TOKENS
+    waiting = 0 if embedded.second is None else hidden_size * VALUE_BYTES[dtype]
     spec = ModelSpec(
         name=name,
         architecture=type(skeleton).__name__,
         blocks=laid_out(cut, dtype=dtype, gradient_dtype=gradient_dtype, looked_up=first),
-        segment_names=tuple(name for name, _ in found),
+        segment_names=tuple(segment for segment, _ in found),
         dtype=dtype,
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=first.shape[0],
-        carried_bytes=carried + width * VALUE_BYTES[dtype],  # the decoder's first hidden states
-        batch_bytes=2 * TOKEN_BYTES,
-        looks_up_rows=False,
+        carried_bytes=carried + waiting,
+        batch_bytes=batch_bytes,
+        loss_bytes=loss_bytes,
+        looks_up_rows=looks_up_rows,
+        substitutes=substitutes,
     )
     return DecoderModel(
         skeleton=skeleton,
         layer_runner=runner,
         spec=spec,
-        traits=_layer_traits(skeleton.config, layers),
-        task="seq2seq",
-        masks_separate=False,
+        traits=_layer_traits(skeleton.config, runner.layers),
+        task=task,
+        masks_separate=masks_separate,
         parameters=[each.parameters for each in cut],
-        has_other_parts=bool(unused),
-        lookup=no_lookup,
+        has_other_parts=has_other_parts,
+        lookup=lookup,
     )
 
 
 def _stack_in(skeleton: PreTrainedModel, owner: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     """One of two stacks: the module that takes tokens, and its layers. Raises BadInput."""
-    lists = _nearest_lists(owner)
-    if not lists or "input_ids" not in inspect.signature(owner.forward).parameters:
+    found = _largest(_nearest_lists(owner))
+    if found is None or "input_ids" not in inspect.signature(owner.forward).parameters:
         raise BadInput(f"{type(skeleton).__name__}: its {type(owner).__name__} is no list of layers that takes tokens")
-    found = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
     return owner, tuple(found[1])
 
 
@@ -218,7 +239,7 @@ def find_stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, .
     decoder may be its head; then the model itself is the root.
     """
     lists = _nearest_lists(skeleton.get_decoder()) or _nearest_lists(skeleton)
-    found = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
+    found = _largest(lists)
     owner = None if found is None else _embedding_owner(skeleton, found[0])
     if found is None or owner is None:
         raise BadInput(
@@ -251,6 +272,11 @@ def _embedding_owner(skeleton: nn.Module, caller: nn.Module) -> nn.Module | None
         with contextlib.suppress(*CANNOT_RUN):
             skeleton(input_ids=torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long), use_cache=False)
     return next(iter(called or candidates), None)
+
+
+def _largest(lists: Sequence[tuple[nn.Module, nn.ModuleList]]) -> tuple[nn.Module, nn.ModuleList] | None:
+    """That with most parameters; None if there is none."""
+    return max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
 
 
 def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:

@@ -191,15 +191,15 @@ def test_losses_of_many_micro_batches_in_one_pass_and_in_several(tmp_path: Path,
             passed: list[int] = []
             with BlockReader(model, FileBlocks(source), pool, device=CPU) as reader:
                 forward = BlockwiseForward(model, reader)
-                losses = forward.losses(batches, held_bytes=held_bytes, chunk_tokens=64, progress=passed.append)
+                losses = forward.evaluated(batches, held_bytes=held_bytes, chunk_tokens=64, progress=passed.append)
                 assert [loss.sums.loss for loss in losses] == wanted
                 assert sum(passed) == len(batches) * len(model.spec.segments)
                 reads.append(reader.bytes_read)
         assert reads[0] < reads[1], "several passes"
         with BlockReader(model, FileBlocks(source), pool, device=CPU) as reader:
             with pytest.raises(DoesNotFit, match="a micro-batch takes"):
-                list(BlockwiseForward(model, reader).losses(batches, held_bytes=100, chunk_tokens=64))
-            assert list(BlockwiseForward(model, reader).losses([], held_bytes=100, chunk_tokens=64)) == []
+                list(BlockwiseForward(model, reader).evaluated(batches, held_bytes=100, chunk_tokens=64))
+            assert list(BlockwiseForward(model, reader).evaluated([], held_bytes=100, chunk_tokens=64)) == []
     assert pool.leased_bytes == 0
 
 

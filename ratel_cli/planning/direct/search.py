@@ -3,8 +3,8 @@
 The search goes through the layers in the order of forward. Of the choices so far three numbers matter to what follows:
 the seconds spent, those of backward included; how far the link is ahead; and the uploads for backward that still need a
 window. A choice that is no better than another one in any of the three is dropped. For up to `EXACT_LAYERS` layers
-nothing else is dropped, so the result is the best of all 3^L. Beyond, only some hundred choices go on (`_thinned`), and
-the plan is improved by changing the mode of one layer, or of two layers, at a time.
+nothing else is dropped, so the result is the best of all 3^L. Beyond, only some hundred choices are continued
+(`_thinned`), and the plan is improved by changing the mode of one layer, or of two layers, at a time.
 
 Invariants: a plan is never slower than uploading everything, nor than the paper's own plan: both are among those that
 are compared. Among equal plans the one that uploads everything is taken.
@@ -34,8 +34,8 @@ from ratel_cli.planning.papers.memferry import printed_plan
 EXACT_LAYERS = 12
 """The most layers for which every choice is compared."""
 _LEAST_WIDTH, _MOST_WIDTH, _MOST_CHOICES = 10, 300, 300_000
-"""The fewest and the most choices that go on from layer to layer beyond that, and the sum over all layers, which
-takes some seconds."""
+"""The fewest and the most choices that are continued from layer to layer beyond that, and the sum over all layers,
+which takes some seconds."""
 _LINK_WORTHS = (0.0, 0.3, 0.6, 1.0)
 """Seconds of a step that a second of the link may save."""
 _MOST_STEPS = 2_000_000
@@ -67,7 +67,7 @@ class DirectPlan:
 
 
 def plan_direct(layers: Sequence[DirectLayer], *, width: int | None = None) -> DirectPlan:
-    """The fastest plan. `width`: the most choices that go on; None compares all of them for few layers."""
+    """The fastest plan. `width`: the most choices that are continued; None compares all of them for few layers."""
     uploaded: tuple[AccessMode, ...] = tuple("GFGB" for _ in layers)
     is_exact = width is None and len(layers) <= EXACT_LAYERS
     without = timeline(layers, uploaded)

@@ -49,7 +49,7 @@ class DirectLayer:
     direct_backward: float
     """[T^H_BP]"""
     forward_link: float = 0.0
-    """The part of `direct_forward` in which the link is busy; 0 if uploads go on as if it were not."""
+    """The part of `direct_forward` in which the link is busy; 0 if uploads proceed as if it were not."""
     backward_link: float = 0.0
     """So of `direct_backward`."""
     then_forward: float = 0.0

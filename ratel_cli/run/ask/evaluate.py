@@ -105,7 +105,7 @@ def _evaluate(
     ):
         reader = open_reader(context, streamed, memory)
         forward = BlockwiseForward(streamed.model, reader)
-        for found in forward.losses(
+        for found in forward.evaluated(
             _batches(rows), held_bytes=memory.left_bytes, chunk_tokens=chunk_tokens, progress=advance
         ):
             total = total.and_of(found.sums)

@@ -226,9 +226,8 @@ def load_data(
 ) -> TrainingData:
     """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
 
-    `labels`: the names of the classes. `log` shows how far reading is.
-    `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the
-    user, if it is not this file.
+    `labels`: the names of the classes. `log` shows how far reading is. `rejects_path` gets the rejected rows.
+    `rejects_shown_by`: what shows them to the user, if it is not this file.
     """
     size, number = config.split or config.split_by(1).known_split
     return load_training_data(
