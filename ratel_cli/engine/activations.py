@@ -159,7 +159,7 @@ class _PackedUnit:
     def open(self) -> Unit:
         """The unit in the bytes that go up, for work that is queued from now on. It alone holds them afterwards."""
         tensors = iter([place.tensor_in(self.uploads[number].open()) for number, place in enumerate(self.places)])
-        self._uploaded = [upload.give_up() for upload in self.uploads.values()]
+        self._uploaded = [upload.give_up().wait for upload in self.uploads.values()]
         self.uploads = {}
         return Unit(
             leaf=next(tensors).requires_grad_(),

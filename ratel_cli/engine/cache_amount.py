@@ -1,7 +1,8 @@
 """How much of a pass the tensor cache writes where it finds that itself (SSDTrain, section III-A). Pure.
 
-    1. find     the first pass shows at which rate the drives write: what they write while forward computes
-    2. reduce   where backward waits for reads, a quarter less, until it does not
+    1. find     the first pass shows at which rate the drives write: what they write while forward computes; and what
+                the link moved meanwhile
+    2. reduce   where backward waits for what comes back, a quarter less, until it does not
     3. regrow   after a while without waiting, a little more, up to what was found
 
 The drives' rate of writing alone would not do: backward takes longer than forward, but the blocks that were offloaded
@@ -20,7 +21,7 @@ _CALM_PASSES = 16
 
 
 class FoundAmount:
-    """Bytes of a pass that may be written."""
+    """Bytes of a pass that may go to one place."""
 
     def __init__(self) -> None:
         self.most_bytes: int | None = None
@@ -34,10 +35,16 @@ class FoundAmount:
             seconds = max(ended for _, ended in spans) - min(began for began, _ in spans)
             self._found_bytes = self.most_bytes = int(num_bytes / max(1e-9, seconds) * forward_seconds)
 
-    def adapt(self, stalled_seconds: float, *, forward_seconds: float) -> None:
-        """The backward of a pass waited for reads for so long."""
-        if self.most_bytes is None:
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much of a pass may go."""
+        return self.most_bytes is None or num_bytes <= self.most_bytes
+
+    def adapt(self, num_bytes: int, stalled_seconds: float, *, forward_seconds: float) -> None:
+        """`num_bytes` of a pass went, and its backward waited for them for so long."""
+        if not num_bytes:
             return
+        if self.most_bytes is None:
+            self._found_bytes = self.most_bytes = num_bytes
         if stalled_seconds > _MOST_STALL * forward_seconds:
             self.most_bytes = int(_LESS * self.most_bytes)
             self._num_calm = 0

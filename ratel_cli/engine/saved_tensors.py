@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ratel_cli.engine.device.device import Download
+from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, Transfer, Upload
 from ratel_cli.io.buffers import Lease
 from ratel_cli.io.scratch import ScratchPlace
 from ratel_cli.io.tickets import Ticket
@@ -34,27 +34,48 @@ class SavedScope:
 
     before: SavedScope | None
     entries: list[SavedStorage] = field(default_factory=list)
+    num_bytes: int = 0
+    """What may leave of what it saves."""
     is_fetched: bool = False
+
+
+@dataclass(slots=True)
+class Moved:
+    """What went away of one forward, to host memory or to the drives."""
+
+    num_bytes: int = 0
+    waits: list[tuple[Moment, Moment]] = field(default_factory=list)
+    """Of its backward: when all was computed that did not need what was on its way, and when that was there."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For which computing waited."""
+        return sum(arrived() - computed() for computed, arrived in self.waits)
 
 
 @dataclass(slots=True, eq=False)
 class SavedPass:
     """One forward, and what is known of it."""
 
-    began: float
+    began: Moment
     scope: SavedScope
     number: int = 0
     """Of its micro-batch, in a schedule."""
-    saved_bytes: int = 0
-    """What went away, to host memory or to the drives."""
-    drive_bytes: int = 0
-    """What of it went to the drives."""
-    seconds: float | None = None
-    """What its forward took."""
-    stalled_seconds: float = 0.0
-    """For which its backward waited for reads."""
+    in_memory: Moved = field(default_factory=Moved)
+    on_drives: Moved = field(default_factory=Moved)
+    ended: Moment | None = None
+    """When its forward did."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """When its writes began and ended."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What went away."""
+        return self.in_memory.num_bytes + self.on_drives.num_bytes
+
+    @property
+    def forward_seconds(self) -> float:
+        return 0.0 if self.ended is None else self.ended() - self.began()
 
 
 @dataclass(slots=True, eq=False)
@@ -68,18 +89,55 @@ class SavedStorage:
     scope: SavedScope
     of_pass: SavedPass
     tensor: torch.Tensor | None
-    """One that has the storage, while it is in its place or is back."""
+    """One that has the storage, while that is in its place."""
     lease: Lease | None
     download: Download | None
     place: ScratchPlace | None
     """On the drives; None where host memory has it."""
     write: Ticket | None = None
+    is_written: bool = False
     read: Ticket | None = None
+    is_read: bool = False
+    """Whether the buffer is one for reading."""
+    buffer: DeviceBuffer | None = None
+    """For an upload that has not begun."""
+    upload: Upload | None = None
+    """Until it is opened."""
+    uploaded: Transfer | None = None
+    """From then on."""
+    restored: torch.Tensor | None = None
+    """One whose storage has the same bytes, when it is back."""
     num_users: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
         return self.known.cdata, self.version
+
+    @property
+    def transfers(self) -> list[Transfer | Ticket]:
+        """Those that may be in flight."""
+        each = (self.download, self.write, self.read, self.upload, self.uploaded)
+        return [transfer for transfer in each if transfer is not None]
+
+    @property
+    def is_up(self) -> bool:
+        """No upload is in flight."""
+        return all(each is None or each.done for each in (self.upload, self.uploaded))
+
+    @property
+    def moved(self) -> Moved:
+        """Of its pass, what went where it goes."""
+        return self.of_pass.in_memory if self.place is None else self.of_pass.on_drives
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it must come back to be used."""
+        return self.tensor is None and self.restored is None
+
+    @property
+    def is_on_drives(self) -> bool:
+        """And nowhere else."""
+        return self.is_away and self.upload is None and self.lease is None
 
 
 class SavedView:

@@ -19,6 +19,7 @@ from ratel_cli.engine.build import open_device
 from ratel_cli.engine.pass_schedule import PassSchedule, PassUnit
 from ratel_cli.engine.resident_buffers import ResidentBuffers
 from ratel_cli.engine.saved_tensors import CacheCounts
+from ratel_cli.engine.saved_transfers import SavedTransfers
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.tensor_cache import TensorCache
 from ratel_cli.errors import BadInput
@@ -31,6 +32,8 @@ from ratel_cli.units import MIB, format_bytes, parse_bytes
 
 _SPACE_BYTES = 256 * MIB
 """Space on the drives that is taken at once."""
+_BUFFER_BYTES, _BUFFER_SHARE = 256 * MIB, 8
+"""Buffers that are not given: this much, and what a block saves, up to such a part of host memory."""
 _IS_OPEN: ContextVar[bool] = ContextVar("ratel.offload_activations", default=False)
 """Autograd has one place to save to: of two contexts, the outer one would get nothing."""
 
@@ -43,7 +46,7 @@ def offload_activations(
     amount: int | Literal["auto", "all"] = "auto",
     blocks: str | Sequence[str] | None = None,
     least_bytes: int = MIB,
-    buffer_bytes: int = 256 * MIB,
+    buffer_bytes: int | None = None,
     host_memory: int | str = 0,
     schedule: Sequence[PassUnit] | None = None,
     limits: Limits | None = None,
@@ -53,9 +56,10 @@ def offload_activations(
     Forward and backward belong inside; gradients have the same bits as without. `storage`: directories, one on each
     drive. `amount`: bytes of one forward that go; "auto": what the drives write while forward computes, found in the
     first one; "all": all but the last block's. `blocks`: as of `ratel.hook`. Tensors below `least_bytes` stay, weights
-    do, too. `buffer_bytes`: host memory for what is being written. `host_memory`: as bytes or as a text such as "4GiB",
-    what goes stays there while there is space, and is not written; no more is taken than the first step needs. With
-    "auto", the amount is that of the drives alone. `schedule`: the forwards and backwards of a step in their order, so
+    do, too. `buffer_bytes`: host memory for what is being written, and as much for what is read ahead; None: 256 MiB,
+    or what a block saves, if that is more. `host_memory`: as bytes or as a text such as "4GiB", what goes stays there
+    while there is space, and is not written; no more is taken than the first step needs. With "auto", the amount is
+    that of the drives alone. `schedule`: the forwards and backwards of a step in their order, so
     that a backward's reads begin before it does: [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)].
     Gives counts of what was moved (SSDTrain, section III). Raises RatelError.
     """
@@ -65,7 +69,7 @@ def offload_activations(
     is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
     if not is_number and amount not in ("auto", "all"):
         raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
-    if buffer_bytes <= 0 or least_bytes < 0:
+    if (buffer_bytes is not None and buffer_bytes <= 0) or least_bytes < 0:
         raise BadInput("buffer_bytes must be above 0, and least_bytes not below")
     resident_bytes = _parsed(host_memory)
     units = None if schedule is None else PassSchedule(schedule)
@@ -80,17 +84,21 @@ def offload_activations(
         resident = opened.enter_context(ResidentBuffers(context.pool, resident_bytes)) if resident_bytes else None
         engine_device = opened.enter_context(open_device(device, Timeline()))
         weights = _Weights(module)
+        transfers = SavedTransfers(
+            context.pool,
+            space,
+            engine_device,
+            buffer_bytes=buffer_bytes or _BUFFER_BYTES,
+            resident=resident,
+        )
         cache = opened.enter_context(
             TensorCache(
-                context.pool,
-                space,
-                engine_device,
+                transfers,
                 stays=weights.has,
                 least_bytes=least_bytes,
-                buffer_bytes=buffer_bytes,
                 most_bytes=amount if isinstance(amount, int) else None,
                 finds_most=amount == "auto",
-                resident=resident,
+                most_buffer_bytes=None if buffer_bytes else context.host_limit_bytes // _BUFFER_SHARE,
                 schedule=units,
             )
         )

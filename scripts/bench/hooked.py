@@ -38,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.in_memory:
-        print_row("plain step", train(built(options), options))
+        model = built(options)
+        if torch.accelerator.is_available():
+            torch.nn.Module.to(model, torch.accelerator.current_accelerator())
+        print_row("plain step", train(model, options))
         return
     with tempfile.TemporaryDirectory(dir=options.storage) as storage:
         hooked(options, Path(storage))
@@ -91,12 +94,15 @@ def train(model: LlamaForCausalLM, options: argparse.Namespace) -> float:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     tokens = torch.randint(VOCABULARY, (1, options.tokens), generator=torch.Generator().manual_seed(0))
     seconds = []
+    tokens = tokens.to(next(model.parameters()).device)
     for _ in range(options.steps):
         began = perf_counter()
         model(input_ids=tokens, labels=tokens).loss.backward()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         seconds.append(perf_counter() - began)
     return min(seconds)
 

@@ -1,13 +1,15 @@
-"""The recompute-offload-keep curve, measured: a stack of MLP blocks on the CPU, whose activations are kept in memory,
+"""The recompute-offload-keep curve, measured: a stack of MLP blocks, whose activations are kept in memory,
 computed again (torch.utils.checkpoint), or offloaded (`ratel.offload_activations`): all, what the cache finds by
 itself (auto), or all to host memory, with nothing written (host).
 
-Regime: fp32, one process, no optimizer. Where the CPU computes, its memory takes the place of the GPU's, and copies and
+Regime: one process, no optimizer. Where the CPU computes, its memory takes the place of the GPU's, and copies and
 checksums take time from computing, so offloading costs more than it would with a GPU. The ceiling is `keep`. Strategies
-take turns, and the fastest step of each counts, since other programs can only slow one down. Memory is what autograd
-still holds when forward ends, in tensors that have not left.
+take turns, and the fastest step of each counts, since other programs can only slow one down; the first step of a turn,
+in which the amount is found and host memory is pinned, does not. `held` is what autograd still holds when forward ends,
+in tensors that have not left; `peak` is the GPU memory of a step beyond the weights.
 
-    python -m scripts.bench.rok [--blocks 12] [--width 512] [--rows 1024] [--steps 7] [--storage DIR]
+    python -m scripts.bench.rok [--blocks 12] [--width 512] [--rows 1024] [--turns 7] [--steps 2] [--storage DIR]
+                                [--device cuda] [--dtype bfloat16] [--host-memory 1GiB]
 
 Prints a table; the last line is JSON.
 """
@@ -19,7 +21,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -31,12 +33,7 @@ import ratel_cli as ratel
 from ratel_cli.engine.saved_tensors import CacheCounts
 from ratel_cli.units import MIB, format_bytes
 
-OFFLOADED: dict[str, dict[str, int | str]] = {
-    "offload": {"amount": "all"},
-    "auto": {"amount": "auto"},
-    "host": {"amount": "all", "host_memory": "1GiB"},
-}
-STRATEGIES = ("keep", "recompute", *OFFLOADED)
+STRATEGIES = ("keep", "recompute", "offload", "auto", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +50,19 @@ class MeasuredPoint:
     seconds: float
     """The fastest step."""
     rows_per_second: float
+    peak_bytes: int | None
+    """Of the GPU's memory, beyond what is there before the step; None on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The steps of a strategy that count."""
+
+    seconds: float
+    """The fastest one."""
+    peak_bytes: int | None
+    counts: CacheCounts
+    """Of the last one."""
 
 
 class Stack(nn.Module):
@@ -79,59 +89,83 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="of a turn, of which the first does not count")
+    parser.add_argument("--device", default="cpu", help="the device of torch that computes")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--host-memory", default="1GiB", help="what `host` may take")
     parser.add_argument("--storage", help="a directory on the drive; a temporary one if it is not given")
     options = parser.parse_args(arguments)
-    model = Stack(options.blocks, options.width)
-    rows = torch.randn(options.rows, options.width, requires_grad=True)
-    seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
-    counts: dict[str, CacheCounts] = {name: CacheCounts() for name in STRATEGIES}
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    model = Stack(options.blocks, options.width).to(options.device, dtype)
+    rows = torch.randn(options.rows, options.width, device=options.device, dtype=dtype, requires_grad=True)
+    turns: dict[str, list[Turn]] = {name: [] for name in STRATEGIES}
     with tempfile.TemporaryDirectory(dir=options.storage) as storage:
-        for turn in range(options.steps + 1):
+        for _ in range(options.turns):
             for name in STRATEGIES:
-                # Two steps in a context, of which the second counts: the amount has been found by then.
-                spent, counts[name] = run(model, rows, name, Path(storage))
-                if turn:
-                    seconds[name].append(spent)
+                turns[name].append(run(model, rows, name, Path(storage), options.steps, options.host_memory))
     held_bytes = {name: measured_bytes(model, rows, recomputes=name == "recompute") for name in ("keep", "recompute")}
     points = []
     for name in STRATEGIES:
-        left_bytes = counts[name].resident + counts[name].written
-        spent = min(seconds[name])
+        fastest = min(turns[name], key=lambda turn: turn.seconds)
+        counts = turns[name][-1].counts
+        left_bytes = counts.resident + counts.written
         points.append(
             MeasuredPoint(
                 strategy=name,
                 held_bytes=held_bytes.get(name, held_bytes["keep"] - left_bytes),
-                resident_bytes=counts[name].resident,
-                written_bytes=counts[name].written,
-                seconds=spent,
-                rows_per_second=options.rows / spent,
+                resident_bytes=counts.resident,
+                written_bytes=counts.written,
+                seconds=fastest.seconds,
+                rows_per_second=options.rows / fastest.seconds,
+                peak_bytes=fastest.peak_bytes,
             )
         )
     print_table(points)
     print(json.dumps({"options": vars(options), "points": [asdict(each) for each in points]}))
 
 
-def run(model: Stack, rows: torch.Tensor, name: str, storage: Path) -> tuple[float, CacheCounts]:
-    """The seconds of the second of two steps, and what it moved."""
+def run(model: Stack, rows: torch.Tensor, name: str, storage: Path, steps: int, host_memory: str) -> Turn:
+    """One turn: steps in one context, all but the first of which count."""
     model.recomputes = name == "recompute"
-    before, spent, counts = CacheCounts(), 0.0, CacheCounts()
+    counts = CacheCounts()
+    found: list[Turn] = []
     with ExitStack() as opened:
-        if name in OFFLOADED:
-            offloading = ratel.offload_activations(
-                model,
-                storage=[storage],
-                least_bytes=MIB // 4,
-                **OFFLOADED[name],  # type: ignore[arg-type]
+        if name not in ("keep", "recompute"):
+            counts = opened.enter_context(
+                ratel.offload_activations(
+                    model,
+                    storage=[storage],
+                    least_bytes=MIB // 4,
+                    amount="auto" if name == "auto" else "all",
+                    host_memory=host_memory if name == "host" else 0,
+                )
             )
-            counts = opened.enter_context(offloading)
-        for _ in range(2):
+        for _ in range(steps):
             before = CacheCounts(**asdict(counts))
-            began = perf_counter()
-            model(rows).backward()
-            spent = perf_counter() - began
-            model.zero_grad()
-    return spent, CacheCounts(**{key: value - getattr(before, key) for key, value in asdict(counts).items()})
+            spent, peak_bytes = timed_step(model, rows)
+            moved = CacheCounts(**{key: value - getattr(before, key) for key, value in asdict(counts).items()})
+            found.append(Turn(seconds=spent, peak_bytes=peak_bytes, counts=moved))
+    last = found[-1]
+    return replace(last, seconds=min(each.seconds for each in found[1:]))
+
+
+def timed_step(model: Stack, rows: torch.Tensor) -> tuple[float, int | None]:
+    """Forward and backward: seconds, and the GPU memory that they take."""
+    before_bytes = 0
+    is_gpu = rows.device.type != "cpu"
+    if is_gpu:
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before_bytes = torch.accelerator.memory_allocated()
+    began = perf_counter()
+    model(rows).backward()
+    if is_gpu:
+        torch.accelerator.synchronize()
+    spent = perf_counter() - began
+    model.zero_grad()
+    rows.grad = None
+    return spent, torch.accelerator.max_memory_allocated() - before_bytes if is_gpu else None
 
 
 def measured_bytes(model: Stack, rows: torch.Tensor, *, recomputes: bool) -> int:
@@ -157,10 +191,11 @@ def measured_bytes(model: Stack, rows: torch.Tensor, *, recomputes: bool) -> int
 def print_table(points: Sequence[MeasuredPoint]) -> None:
     """A row for each strategy."""
     kept = points[0].seconds
-    print(f"{'strategy':10} {'held':>10} {'to RAM':>10} {'written':>10} {'step':>9} {'rows/s':>9} {'of keep':>8}")
+    sized = " ".join(f"{name:>10}" for name in ("held", "to RAM", "written", "peak"))
+    print(f"{'strategy':10} {sized} {'step':>9} {'rows/s':>9} {'of keep':>8}")
     for each in points:
-        sizes = (each.held_bytes, each.resident_bytes, each.written_bytes)
-        columns = " ".join(f"{format_bytes(size):>10}" for size in sizes)
+        sizes = (each.held_bytes, each.resident_bytes, each.written_bytes, each.peak_bytes)
+        columns = " ".join(f"{'' if size is None else format_bytes(size):>10}" for size in sizes)
         share = kept / each.seconds
         print(
             f"{each.strategy:10} {columns} {each.seconds:7.3f} s {each.rows_per_second:9.0f} {share:8.2f}", flush=True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Upload
+from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Transfer, Upload
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
@@ -70,20 +70,31 @@ class Copied:
         self._values = torch.frombuffer(bytearray(memory), dtype=torch.uint8)
         self.storage = weakref.ref(self._values.untyped_storage())
 
+    done = True
+
     def open(self) -> torch.Tensor:
         return self._values
 
     def wait(self) -> None:
         return
 
-    def give_up(self) -> Callable[[], None]:
-        return lambda: None
+    def give_up(self) -> Transfer:
+        return Arrived()
+
+
+class Arrived:
+    """A transfer that has ended."""
+
+    done = True
+
+    def wait(self) -> None:
+        return
 
 
 class Broken:
     """A download that fails."""
 
-    done = True
+    done = has_left = True
 
     def wait(self) -> None:
         raise RuntimeError("the link is down")

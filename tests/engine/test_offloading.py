@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.activations import ActivationOffloader, Unit
-from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Upload, UploadLane
+from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Transfer, Upload, UploadLane
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
@@ -94,6 +94,7 @@ class NotedUpload:
     """An upload that is done at once."""
 
     values: torch.Tensor
+    done = True
 
     def open(self) -> torch.Tensor:
         return self.values
@@ -101,8 +102,8 @@ class NotedUpload:
     def wait(self) -> None:
         return
 
-    def give_up(self) -> Callable[[], None]:
-        return self.wait
+    def give_up(self) -> Transfer:
+        return self
 
 
 class NotingDevice(HostDevice):

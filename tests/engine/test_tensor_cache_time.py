@@ -11,10 +11,11 @@ import math
 import pytest
 import torch
 
-from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.device.device import HostDevice, Moment
 from ratel_cli.engine.pass_schedule import PassSchedule, PassUnit
 from ratel_cli.engine.resident_buffers import ResidentBuffers
 from ratel_cli.engine.saved_tensors import CacheCounts
+from ratel_cli.engine.saved_transfers import SavedTransfers
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.tensor_cache import TensorCache
 from ratel_cli.io.buffers import BufferPool
@@ -48,6 +49,18 @@ class _Block(torch.autograd.Function):
         return gradients[0]
 
 
+class _TimedDevice(HostDevice):
+    """The CPU, by that clock."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(Timeline())
+        self._clock = clock
+
+    def mark(self) -> Moment:
+        now = self._clock.now
+        return lambda: now
+
+
 def forward(cache: TensorCache) -> torch.Tensor:
     hidden = torch.zeros(STORAGE_BYTES // 4, requires_grad=True)
     cache.begin_pass()
@@ -77,16 +90,17 @@ def step_seconds(
         BufferPool(None) as pool,
         ResidentBuffers(pool, resident * STORAGE_BYTES) as buffer,
         TensorCache(
-            pool,
-            drive,
-            HostDevice(Timeline()),
+            SavedTransfers(
+                pool,
+                drive,
+                _TimedDevice(clock),
+                buffer_bytes=buffers * STORAGE_BYTES,
+                resident=buffer if resident else None,
+            ),
             stays=lambda _: False,
             least_bytes=1,
-            buffer_bytes=buffers * STORAGE_BYTES,
             most_bytes=most_bytes,
             finds_most=finds_most,
-            resident=buffer if resident else None,
-            clock=clock,
         ) as cache,
         cache.saving(),
     ):
@@ -146,16 +160,12 @@ def test_a_schedule_hides_the_first_read(read_seconds: float) -> None:
         with (
             BufferPool(None) as pool,
             TensorCache(
-                pool,
-                drive,
-                HostDevice(Timeline()),
+                SavedTransfers(pool, drive, _TimedDevice(clock), buffer_bytes=STORAGE_BYTES),
                 stays=lambda _: False,
                 least_bytes=1,
-                buffer_bytes=STORAGE_BYTES,
                 most_bytes=None,
                 finds_most=False,
                 schedule=schedule,
-                clock=clock,
             ) as cache,
             cache.saving(),
         ):

@@ -111,7 +111,7 @@ def test_an_upload_does_not_wait_for_one_in_another_lane(device: GpuDevice, pool
             waits = device.upload(weights.memory, device.reserve(LARGE), LABEL)
             upload = device.upload(unit.memory, before, LABEL, lane="activations")
             upload.wait()
-            assert not waits._end.query(), "the upload of the weights was not waited for"
+            assert not waits.done, "the upload of the weights was not waited for"
             assert bool((upload.open() == number).all())
             waits.wait()
             del busy, before, waits, upload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tests.library.test_offloading import (
     offloading,
     one_forward_one_backward,
 )
+from tests.simulated_gpu import is_simulated
+from tests.simulated_gpu.timed import Rates, timed
 from tests.tiers import pairwise
 
 pytestmark = NEEDS_GPU
@@ -73,32 +76,85 @@ def test_host_memory_comes_first(tmp_path: Path, name: str, order: Order, host_m
     assert counts.written == 0 or host_memory != "1GiB"
 
 
+WIDTH, NUM_BLOCKS, NUM_ROWS = 64, 12, 4096
+BLOCK_BYTES = 4 * WIDTH * NUM_ROWS
+"""What a block saves: its result, which is the next one's input."""
+
+
+def stack() -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_BLOCKS)))
+    return model.to(GPU), torch.randn(NUM_ROWS, WIDTH, device=GPU)
+
+
+def peak_bytes(model: nn.Module, rows: torch.Tensor) -> int:
+    """The GPU memory of a step beyond what is there before it."""
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    model(rows).square().sum().backward()
+    model.zero_grad()
+    return torch.accelerator.max_memory_allocated() - before
+
+
 @pytest.mark.parametrize("copies", range(3))
-def test_it_takes_the_memory_of_two_blocks(tmp_path: Path, copies: int) -> None:
+@pytest.mark.parametrize("host_memory", [0, "1GiB"])
+def test_it_takes_the_memory_of_two_blocks(tmp_path: Path, host_memory: int | str, copies: int) -> None:
     """Beyond what stays: what the last block saves, and what another one saves while it comes back. On a simulated GPU
     `copies` decides how late copies are."""
-    width, num_blocks, num_rows = 64, 12, 4096
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_blocks))).to(GPU)
-    saved_bytes = 4 * width * num_rows  # of a block: its result, which is the next one's input
-    rows = torch.randn(num_rows, width, device=GPU)
-
-    def peak() -> int:
-        torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
-        model(rows).square().sum().backward()
-        model.zero_grad()
-        return torch.accelerator.max_memory_allocated() - before
-
-    peak()
-    whole = peak()
-    assert whole > num_blocks * saved_bytes
+    model, rows = stack()
+    peak_bytes(model, rows)
+    whole = peak_bytes(model, rows)
+    assert whole > NUM_BLOCKS * BLOCK_BYTES
     with ratel.offload_activations(
-        model, storage=[tmp_path], amount="all", least_bytes=saved_bytes, buffer_bytes=saved_bytes
+        model,
+        storage=[tmp_path],
+        amount="all",
+        least_bytes=BLOCK_BYTES,
+        buffer_bytes=BLOCK_BYTES,
+        host_memory=host_memory,
+        limits=ratel.Limits(host_memory="8GiB"),
     ) as counts:
-        peak()
-        found = peak()
+        peak_bytes(model, rows)
+        found = peak_bytes(model, rows)
     # The first block's input, and all results but the last; one may be asked for before it is in host memory.
-    assert counts.written >= 2 * (num_blocks - 1) * saved_bytes
+    assert counts.written + counts.resident >= 2 * (NUM_BLOCKS - 1) * BLOCK_BYTES
     # Two blocks, each with its input and result; gradients of one; what is computed at the end.
-    assert found <= 8 * saved_bytes
+    assert found <= 8 * BLOCK_BYTES
+
+
+@pytest.mark.skipif(not is_simulated(), reason="a real GPU has its own time")
+@pytest.mark.parametrize(("link_seconds", "host_memory"), [(0.005, 0), (0.005, "1GiB"), (0.4, "1GiB"), (0.4, 0)])
+def test_the_host_does_not_run_ahead_of_what_it_measures(
+    tmp_path: Path, link_seconds: float, host_memory: int | str
+) -> None:
+    """A block's forward takes 0.05 s, and what it saves `link_seconds` on the link: if that is less, nearly all goes,
+    though the host queues a forward in no time; if it is more, next to nothing does, and no forward waits for it."""
+    model, rows = stack()
+    rates = Rates(
+        flops_per_second=2 * WIDTH * WIDTH * NUM_ROWS / 0.05,
+        up_bytes_per_second=BLOCK_BYTES / link_seconds,
+        down_bytes_per_second=BLOCK_BYTES / link_seconds,
+    )
+    num_steps, began = 5, perf_counter()
+    with (
+        timed(rates),
+        ratel.offload_activations(
+            model,
+            storage=[tmp_path],
+            least_bytes=BLOCK_BYTES,
+            buffer_bytes=4 * BLOCK_BYTES,
+            host_memory=host_memory,
+            limits=ratel.Limits(host_memory="8GiB"),
+        ) as counts,
+    ):
+        for _ in range(num_steps):
+            before = counts.resident + counts.written
+            model(rows).sum().backward()
+            moved = counts.resident + counts.written - before
+        torch.accelerator.synchronize()
+        seconds = perf_counter() - began
+    if link_seconds < 0.05:
+        assert moved >= (NUM_BLOCKS - 3) * BLOCK_BYTES
+    else:
+        assert moved <= 6 * BLOCK_BYTES
+    assert seconds < 1.2 * num_steps * 3 * NUM_BLOCKS * 0.05

@@ -362,13 +362,13 @@ def test_nothing_is_left_of_what_is_over(tmp_path: Path) -> None:
         one_after_another(model, "gpt2", batches)
         cache = caches[0]
         cache.begin_pass()
-        assert (len(cache._measured), len(cache._entries), len(cache._live) - len(cache._storing)) == (0, 0, 0)
-        assert cache._reading_bytes == 0
+        transfers = cache._transfers
+        assert (len(cache._measured), len(cache._entries)) == (0, 0)
+        assert (len(transfers._live) - len(transfers._storing), transfers._reading_bytes) == (0, 0)
         loss = NETS["gpt2"].loss(model, batches[0])
-        for scope in (cache._live, list(cache._live)[:1]):
-            for entry in list(scope)[:1]:
-                cache._fetch(entry.scope)  # reads that nobody waits for
-    assert cache._pool.leased_bytes == 0
+        for entry in list(transfers._live)[:1]:
+            cache._fetch(entry.scope)  # reads that nobody waits for
+    assert transfers._pool.leased_bytes == 0
     del loss
 
 

@@ -48,7 +48,7 @@ def test_a_hooked_module_next_to_plain_pytorch(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_rok_curve_of_a_stack(tmp_path: Path) -> None:
-    tiny = ["--blocks", "3", "--width", "64", "--rows", "512", "--steps", "1", "--storage", str(tmp_path)]
+    tiny = ["--blocks", "3", "--width", "64", "--rows", "512", "--turns", "1", "--storage", str(tmp_path)]
     output, summary = run("bench.rok", *tiny)
     points = {point["strategy"]: point for point in summary["points"]}  # type: ignore[index]
     assert list(points) == [line.split()[0] for line in output.splitlines()[1:-1]]

@@ -34,36 +34,43 @@ from ratel_cli.io.views import view
 UploadLane = Literal["weights", "activations"]
 """What an upload queues behind: earlier uploads in the same lane."""
 Moment = Callable[[], float]
-"""A moment in the course of computing. Calling it returns seconds of `perf_counter`, once computing has got there."""
+"""A moment in the course of computing. Calling it waits until computing has got there, and returns seconds of
+`perf_counter`."""
 
 
 class DeviceBuffer(Protocol):
     """Memory on the device for one upload. It is free again when nothing refers to the buffer or to its upload."""
 
 
-class Upload(Protocol):
-    """Bytes on their way to the device. Their owner must call `wait` before it drops the upload, opened or not."""
-
-    def open(self) -> torch.Tensor:
-        """Return the bytes on the device, flat uint8 `[bytes]`, for work that is queued from now on. Repeatable."""
-
-    def wait(self) -> None:
-        """Return when the host memory may change. May be called from any thread, any number of times."""
-
-    def give_up(self) -> Callable[[], None]:
-        """Return `wait` without the device buffer, so that the upload can be dropped. Not before it is opened, unless
-        its owner also calls `wait`."""
-
-
-class Download(Protocol):
-    """Bytes on their way to host memory."""
+class Transfer(Protocol):
+    """Bytes on their way."""
 
     @property
     def done(self) -> bool:
         """True if `wait` would return at once."""
 
     def wait(self) -> None:
-        """Return when the bytes are in host memory. May be called from any thread, any number of times."""
+        """Return when they have arrived. May be called from any thread, any number of times."""
+
+
+class Upload(Transfer, Protocol):
+    """Bytes on their way to the device: then the host memory may change. Their owner must call `wait` before it drops
+    the upload, opened or not."""
+
+    def open(self) -> torch.Tensor:
+        """Return the bytes on the device, flat uint8 `[bytes]`, for work that is queued from now on. Repeatable."""
+
+    def give_up(self) -> Transfer:
+        """Return the upload without the device buffer, so that this can be dropped. Not before it is opened, unless its
+        owner also calls `wait`."""
+
+
+class Download(Transfer, Protocol):
+    """Bytes on their way to host memory."""
+
+    @property
+    def has_left(self) -> bool:
+        """True if what is computed from now on begins after the copy: then its tensors may be dropped, or changed."""
 
 
 class Device(Protocol):
@@ -165,7 +172,7 @@ class HostDevice:
 class _InPlace:
     """A transfer of bytes that are already where they are needed."""
 
-    done = True
+    done = has_left = True
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -176,8 +183,8 @@ class _InPlace:
     def wait(self) -> None:
         return
 
-    def give_up(self) -> Callable[[], None]:
-        return self.wait
+    def give_up(self) -> Transfer:
+        return self
 
 
 _NOTHING = _InPlace(torch.empty(0, dtype=torch.uint8))

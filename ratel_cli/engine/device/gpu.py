@@ -26,16 +26,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, UploadLane
+from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, Transfer, UploadLane
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
 from ratel_cli.io.pinning import copy_in_pieces, use_device
@@ -89,24 +88,7 @@ class _GpuBuffer:
     """Over when all work has ended that was queued before and may still use the memory."""
 
 
-class _GpuUpload:
-    def __init__(self, device: GpuDevice, values: torch.Tensor, end: torch.Event) -> None:
-        self._device = device
-        self._values = values
-        self._end = end
-
-    def open(self) -> torch.Tensor:
-        self._device.wait_in_stream("up", self._end)
-        return self._values
-
-    def wait(self) -> None:
-        _wait(self._end)
-
-    def give_up(self) -> Callable[[], None]:
-        return partial(_wait, self._end)
-
-
-class _GpuDownload:
+class _GpuTransfer:
     def __init__(self, end: torch.Event) -> None:
         self.end = end
 
@@ -118,12 +100,36 @@ class _GpuDownload:
         _wait(self.end)
 
 
+class _GpuUpload(_GpuTransfer):
+    def __init__(self, device: GpuDevice, values: torch.Tensor, end: torch.Event) -> None:
+        super().__init__(end)
+        self._device = device
+        self._values = values
+
+    def open(self) -> torch.Tensor:
+        self._device.wait_in_stream("up", self.end)
+        return self._values
+
+    def give_up(self) -> Transfer:
+        return _GpuTransfer(self.end)
+
+
+class _GpuDownload(_GpuTransfer):
+    num_held = 0
+    """Of its tensors, for whose copies computing does not wait yet."""
+
+    @property
+    def has_left(self) -> bool:
+        return not self.num_held or self.done
+
+
 @dataclass(frozen=True, slots=True)
 class _Leaving:
     """A tensor that is held until its copy has ended."""
 
     end: torch.Event
     tensor: torch.Tensor
+    download: _GpuDownload
 
 
 class GpuDevice(Closing):
@@ -185,16 +191,21 @@ class GpuDevice(Closing):
         self.free_downloads(beside_bytes)
         self._down.wait_event(_record(self._compute))
         start = _record(self._down)
+        ends = []
         with self._module.stream(self._down):
             for tensor, memory in pieces:
                 copy_in_pieces(view(memory, torch.uint8), tensor)
-                self._downloading.append(_Leaving(_record(self._down), tensor))
-        return _GpuDownload(self._measure("down", label, start, self._down))
+                ends.append(_record(self._down))
+        download = _GpuDownload(self._measure("down", label, start, self._down))
+        download.num_held = len(ends)
+        leaving = [_Leaving(end, tensor, download) for end, (tensor, _) in zip(ends, pieces, strict=True)]
+        self._downloading.extend(leaving)
+        return download
 
     def free_downloads(self, beside_bytes: int = 0) -> None:
         while sum(leaving.tensor.nbytes for leaving in self._downloading) > beside_bytes:
             self.wait_in_stream("down", self._downloading[0].end)
-            self._downloading.popleft()
+            self._drop_oldest()
 
     @contextmanager
     def computing(self, label: SpanLabel) -> Iterator[None]:
@@ -206,7 +217,12 @@ class GpuDevice(Closing):
 
     def mark(self) -> Moment:
         clock, event = self._clock, _record(self._compute)
-        return lambda: clock.at(event)
+
+        def moment() -> float:
+            _wait(event)
+            return clock.at(event)
+
+        return moment
 
     def translate_errors(self) -> AbstractContextManager[None]:
         return translate_errors("a step needs more than was planned")
@@ -221,7 +237,7 @@ class GpuDevice(Closing):
                 running.append(measured)
         self._measured = running
         while self._downloading and self._downloading[0].end.query():
-            self._downloading.popleft()
+            self._drop_oldest()
         self._clock = self._set_clock()
 
     def wait_in_stream(self, cause: Resource, end: torch.Event) -> None:
@@ -243,6 +259,9 @@ class GpuDevice(Closing):
         if self._is_limited:
             self._is_limited = False
             self._module.set_per_process_memory_fraction(1.0, self.torch_device)
+
+    def _drop_oldest(self) -> None:
+        self._downloading.popleft().download.num_held -= 1
 
     def _interrupt_span(self) -> SpanLabel | None:
         """End the open span of computing here. Returns its label; None if none is open."""

@@ -201,7 +201,7 @@ class HostSums(Closing):
         buffer = self._device.reserve(len(memory))
         self._thread.wait(self._additions[index])
         upload = self._device.upload(memory, buffer, self._sum_label)
-        self._copies.append(upload.give_up())
+        self._copies.append(upload.give_up().wait)
         return upload
 
     def _sum(self, index: int) -> torch.Tensor:

@@ -144,7 +144,7 @@ class LookupSum(Closing):
     def _upload(self, offloaded: _Offloaded) -> Upload:
         buffer = self._device.reserve(len(offloaded.memory))
         upload = self._device.upload(offloaded.memory, buffer, _LABEL, after=offloaded.download)
-        self._waits.append(upload.give_up())
+        self._waits.append(upload.give_up().wait)
         return upload
 
 
