@@ -133,6 +133,7 @@ class UpdatingParts(Closing):
             self._resident,
             prefetch_blocks=placement.prefetch_blocks,
             gpu_weights=placement.gpu_weights,
+            read_in_place=placement.read_in_place,
             gpu_window_bytes=placement.gpu_window_bytes,
             device=self._device,
             timeline=self._timeline,

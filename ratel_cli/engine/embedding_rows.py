@@ -2,7 +2,8 @@
 
 A step looks up the rows of its tokens and nothing else of the matrix. So the matrix stays in host memory:
 
-    1. gather   host memory collects the rows of the step's distinct tokens, in the order of their ids; these go up
+    1. gather   host memory collects the rows of the step's distinct tokens, in the order of their ids, and these go up;
+                or the GPU collects them, where it reads the matrix in place
     2. look up  the model's embedding gets row numbers in place of token ids (model/row_lookup.py)
     3. leave    the gradient of the rows comes down; all other rows have a gradient of zero
     4. spread   the update of a group of parameters gets the rows in their places, between zeros
@@ -21,6 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ratel_cli.engine.device.device import Device
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import bytes_ahead, num_looked_up
@@ -81,6 +84,13 @@ class EmbeddingRows:
         """Copy the rows to `out` from the block's flat array `weights`. Both are flat, in host memory."""
         matrix = weights[: self.block.parameters[0].num_elements].view(-1, self._width)
         torch.index_select(matrix, 0, self.tokens.ids, out=out.view(-1, self._width))
+
+    def table(self, device: Device, memory: memoryview) -> torch.Tensor | None:
+        """The matrix `[rows, width]` of a block whose weights are in `memory`, as the device reads it in place; None if
+        it cannot."""
+        num_bytes = self.block.dtype_bytes * self.block.parameters[0].num_elements
+        values = device.mapped(memory[:num_bytes])
+        return None if values is None else values.view(VALUE_DTYPES[self.block.dtype]).view(-1, self._width)
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
         """The matrix, flat on the device, with these rows, flat as well, in their places, and zeros elsewhere."""

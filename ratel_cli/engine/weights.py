@@ -17,6 +17,9 @@ If the GPU has more memory, the last layers (`gpu_weights`) stay there from forw
 Where tokens are looked up, the rows of the step's tokens go up instead of the embedding's matrix
 (engine/embedding_rows.py); the block's other parameters follow them.
 
+What is read in place (`read_in_place`; MemFerry, section IV-B) does not go up: its parameter is bound to host memory,
+which the GPU reads while it computes. Of a matrix whose rows go up, the GPU collects these itself.
+
 Resident blocks are read once, since the update changes them in place.
 
 Invariants: the weights that are bound are the newest, committed or not; which reads happen depends on the order of
@@ -26,16 +29,17 @@ uses alone, never on timing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import Device, DeviceBuffer, Upload
+from ratel_cli.engine.device.device import Device, DeviceBuffer, Transfer, Upload
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.update import Updates
@@ -43,8 +47,9 @@ from ratel_cli.engine.program import BoundModel
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
+from ratel_cli.planning.direct.timeline import AccessMode
 from ratel_cli.planning.placement import bytes_ahead
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.lifetimes import upload_lifetimes, weight_lifetimes
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage, Use
@@ -71,15 +76,61 @@ class _Use:
     """Those rows in host memory."""
     buffers: list[DeviceBuffer] = field(default_factory=list)
     """Reserved on the device for the first parts, which are in the window."""
+    is_prepared: bool = False
+    """Whether they are reserved, if there are any."""
     uploads: list[_Part] = field(default_factory=list)
-    """The parts that are being uploaded: what is in the window, then the others."""
+    """The parts that are being uploaded, or read in place, in the order of the weights."""
+
+
+class _Piece(NamedTuple):
+    """Consecutive bytes of a block's weights, which a GPU gets in one way."""
+
+    block: BlockSpec
+    start: int
+    stop: int
+    ahead_bytes: int
+    """What goes up while the segment before computes."""
+    is_in_place: bool
+    """Whether the GPU reads them where they are."""
+    is_rows: bool = False
+    """Whether they are the matrix of which the GPU gets rows."""
 
 
 class _Part(NamedTuple):
-    """What goes up of a block at once."""
+    """What the device gets of a block at once."""
 
     block: BlockSpec
     upload: Upload
+
+
+class _Source(NamedTuple):
+    """Where a part comes from."""
+
+    block: BlockSpec
+    memory: memoryview
+    mapped: torch.Tensor | None = None
+    """The same bytes, which the GPU reads in place."""
+    table: torch.Tensor | None = None
+    """`[rows, width]`, of which the GPU collects rows in place; `memory` is not used then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InPlace:
+    """Stands for an upload of what is read in place."""
+
+    values: torch.Tensor
+    device: Device
+    done = False
+
+    def open(self) -> torch.Tensor:
+        return self.values
+
+    def wait(self) -> None:
+        """Until nothing that is queued now reads the memory."""
+        self.device.mark()()
+
+    def give_up(self) -> Transfer:
+        return self
 
 
 class WeightReader:
@@ -96,12 +147,13 @@ class WeightReader:
         prefetch_blocks: int,
         gpu_weights: frozenset[int],
         gpu_window_bytes: int,
+        read_in_place: Mapping[str, AccessMode],
         device: Device,
         timeline: Timeline,
     ) -> None:
         """`prefetch_blocks`: number of segments read ahead of the one that computes. `gpu_weights`: indices of the
         layers whose weights stay in GPU memory from forward to backward. `gpu_window_bytes`: GPU memory for the next
-        segment while one computes."""
+        segment while one computes. `read_in_place`: as in `Placement`."""
         self._program = program
         self._store = store
         self._pool = pool
@@ -111,6 +163,7 @@ class WeightReader:
         layers = frozenset(layer.index for layer in program.spec.layers)
         self._gpu_weights = frozenset() if device.is_host else gpu_weights & layers
         self._gpu_window_bytes = gpu_window_bytes
+        self._read_in_place = {} if device.is_host else read_in_place
         self._device = device
         self._timeline = timeline
         self._uses: deque[_Use] = deque()
@@ -216,14 +269,9 @@ class WeightReader:
 
     def _upload(self, use: _Use) -> None:
         """Start what has not started yet of a use's uploads."""
-        for number, (block, memory) in enumerate(self._parts(use)):
+        for number, (source, buffer) in enumerate(self._with_buffers(use)):
             if number == len(use.uploads):
-                buffer = use.buffers[number] if number < len(use.buffers) else self._device.reserve(len(memory))
-                self._upload_part(use, block, memory, buffer)
-
-    def _upload_part(self, use: _Use, block: BlockSpec, memory: memoryview, buffer: DeviceBuffer) -> None:
-        label = SpanLabel.of("weights", block, use.stage)
-        use.uploads.append(_Part(block, self._device.upload(memory, buffer, label)))
+                self._start(use, source, buffer)
 
     def _prepare(self) -> None:
         """On a GPU: reserve the window's buffers for the next use, and start its upload if its weights are ready."""
@@ -232,43 +280,94 @@ class WeightReader:
         coming = self._uses[0]
         if not coming.goes_up:
             return
-        coming.buffers = [self._device.reserve(num_bytes) for num_bytes in self._ahead_bytes(coming) if num_bytes]
+        coming.is_prepared = True
+        ahead = [piece.ahead_bytes for piece in self._pieces(coming) if not piece.is_in_place or piece.is_rows]
+        coming.buffers = [self._device.reserve(num_bytes) for num_bytes in ahead if num_bytes]
         is_read = bool(coming.weights) and all(weights.is_read for weights in coming.weights)
         if not is_read or not all(map(self._updates.is_updated, coming.segment.bound)):
             return
-        for (block, memory), buffer in zip(self._parts(coming), coming.buffers, strict=False):
-            self._upload_part(coming, block, memory, buffer)
+        for source, buffer in self._with_buffers(coming):
+            if buffer is None and source.mapped is None:
+                return
+            self._start(coming, source, buffer)
+
+    def _start(self, use: _Use, source: _Source, buffer: DeviceBuffer | None) -> None:
+        """Start the upload of a part, if it goes up. Without a buffer, it gets one that waits for what computes now."""
+        label = SpanLabel.of("weights", source.block, use.stage)
+        upload: Upload
+        if source.mapped is not None:
+            upload = _InPlace(source.mapped, self._device)
+        elif source.table is not None:
+            assert use.rows is not None
+            if buffer is None:
+                buffer = self._device.reserve(source.block.dtype_bytes * use.rows.num_elements)
+            upload = self._device.upload_rows(source.table, use.rows.tokens.on_device, buffer, label)
+        else:
+            if buffer is None:
+                buffer = self._device.reserve(len(source.memory))
+            upload = self._device.upload(source.memory, buffer, label)
+        use.uploads.append(_Part(source.block, upload))
+
+    def _with_buffers(self, use: _Use) -> Iterator[tuple[_Source, DeviceBuffer | None]]:
+        """Where each part comes from, and the window's buffer for it. All weights must have been read and updated."""
+        buffers = iter(use.buffers)
+        memories = {weights.block.index: weights.memory for weights in use.weights}
+        for piece in self._pieces(use):
+            block, memory = piece.block, memories[piece.block.index]
+            if piece.is_rows:
+                assert use.rows is not None
+                table = use.rows.table(self._device, memory) if piece.is_in_place else None
+                memory = memory[:0] if table is not None else self._rows(use, use.rows, memory)
+                yield _Source(block, memory, table=table), next(buffers) if piece.ahead_bytes else None
+                continue
+            memory = memory[piece.start : piece.stop]
+            mapped = self._device.mapped(memory) if piece.is_in_place else None
+            if piece.is_in_place:  # in memory that is not registered with the GPU it goes up, without a window
+                yield _Source(block, memory, mapped=mapped), None
+                continue
+            ahead, behind = memory[: piece.ahead_bytes], memory[piece.ahead_bytes :]
+            if ahead:
+                yield _Source(block, ahead), next(buffers)
+            if behind:
+                yield _Source(block, behind), None
+
+    def _pieces(self, use: _Use) -> Iterator[_Piece]:
+        """The weights of the use's blocks, cut where the GPU gets them in another way. Of an embedding that is looked
+        up, first the rows, then what is behind the matrix."""
+        ahead_bytes = iter(self._ahead_bytes(use) if use.is_prepared else ())
+        blocks = list(use.segment.bound)
+        if use.rows is not None:
+            block = blocks.pop(0)
+            start = block.dtype_bytes * use.rows.others_start
+            is_in_place = self._is_in_place(use, block.parameters[0])
+            yield _Piece(block, 0, start, next(ahead_bytes, 0), is_in_place, is_rows=True)
+            yield from self._cut(use, block, start, next(ahead_bytes, 0))
+        for block in blocks:
+            yield from self._cut(use, block, 0, next(ahead_bytes, 0))
+
+    def _cut(self, use: _Use, block: BlockSpec, start: int, ahead_bytes: int) -> Iterator[_Piece]:
+        """A block's weights from byte `start` on, of which `ahead_bytes` go up in the window."""
+        parameters = [each for each in block.parameters if each.start * block.dtype_bytes >= start]
+        groups = [(key, list(each)) for key, each in groupby(parameters, partial(self._is_in_place, use))]
+        starts = [group[0].start * block.dtype_bytes for _, group in groups]
+        for (is_in_place, _), first, stop in zip(groups, starts, [*starts, block.compute_bytes][1:], strict=True):
+            ahead = 0 if is_in_place else min(max(0, start + ahead_bytes - first), stop - first)
+            yield _Piece(block, first, stop, ahead, is_in_place)
+
+    def _is_in_place(self, use: _Use, parameter: ParameterSpec) -> bool:
+        """What stays on the GPU from forward to backward is uploaded for that."""
+        mode = self._read_in_place.get(parameter.name, "GFGB")
+        return not use.stays_up and (mode == "DHA" or (mode == "DFGB" and use.stage == "forward"))
 
     def _ahead_bytes(self, use: _Use) -> list[int]:
-        """Bytes of each piece (`_pieces`) that go up while the segment before computes: those of the first parameters,
-        as many as fit into the window."""
+        """Bytes that go up while the segment before computes, of the rows and what is behind the matrix, and of each
+        other block: those of the first parameters, as many as fit into the window."""
         rows, window_bytes = use.rows, self._gpu_window_bytes
         if rows is None:
             return _shares(use.segment.bound, bytes_ahead(use.segment, window_bytes))
         others = use.segment.blocks[1:]
         left_bytes = bytes_ahead(Segment((rows.packed, *others)), window_bytes) - rows.packed.compute_bytes
         return [*rows.parts_ahead(window_bytes), *_shares(others, max(0, left_bytes))]
-
-    def _parts(self, use: _Use) -> list[tuple[BlockSpec, memoryview]]:
-        """What goes up, in order: the pieces, cut where the window ends."""
-        parts = list[tuple[BlockSpec, memoryview]]()
-        ahead_bytes = iter(self._ahead_bytes(use) if use.buffers else ())
-        for block, memory in self._pieces(use):
-            start = next(ahead_bytes, 0)
-            parts += [(block, part) for part in (memory[:start], memory[start:]) if part]
-        return parts
-
-    def _pieces(self, use: _Use) -> list[tuple[BlockSpec, memoryview]]:
-        """The weights of each block. Of an embedding that is looked up, first the rows, then what is behind the matrix.
-
-        They must have been read and updated.
-        """
-        pieces = [(weights.block, weights.memory) for weights in use.weights]
-        if use.rows is not None:
-            block, memory = pieces[0]
-            others = memory[block.dtype_bytes * use.rows.others_start :]
-            pieces[:1] = [(block, self._rows(use, use.rows, memory)), (block, others)]
-        return pieces
 
     def _rows(self, use: _Use, rows: EmbeddingRows, memory: memoryview) -> memoryview:
         """The rows of an embedding whose weights are in `memory`, gathered when they are first asked for."""

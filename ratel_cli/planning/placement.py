@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.direct.timeline import AccessMode
 from ratel_cli.schedule.blocks import BlockSpec, with_rows
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage
@@ -130,6 +131,9 @@ class Placement:
     gpu_embedding_rows: int | None = None
     """To look up tokens, a GPU gets their rows instead of the embedding's matrix: this many at most, the tokens of a
     full step. None: it gets the matrix."""
+    read_in_place: Mapping[str, AccessMode] = field(default_factory=dict)
+    """How a GPU gets parameters that are not uploaded for each use, by name: DHA reads host memory in forward and in
+    backward, DFGB in forward alone. Of a matrix whose rows go up, it reads the rows and nothing else."""
     gpu_window_bytes: int = 0
     """GPU memory for weights of the next segment while one computes: for its first parameters, as many as fit."""
     gpu_units: UnitsOnGpu | None = None

@@ -9,6 +9,7 @@ into the GPU is for the caller to check (`fits_device`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +27,7 @@ from ratel_cli.planning.activations import (
 from ratel_cli.planning.analytic import head_sum_bytes, num_head_chunks
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.costs import ComputeSeconds, compute_seconds, overlapped_step
+from ratel_cli.planning.direct.timeline import AccessMode
 from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
 from ratel_cli.planning.link import exposed_units
 from ratel_cli.planning.model_profile import ModelProfile
@@ -42,6 +44,10 @@ from ratel_cli.planning.step_time import StepTime
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.traffic import Traffic, state_written_bytes, step_traffic
 from ratel_cli.planning.wear import WearPolicy
+
+_LEAST_ROW_BYTES = 512
+"""Of a row that is read in place: an H200 reads rows of 4 KiB at 50 GB/s where it copies at 55; short ones were not
+measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +326,11 @@ class Problem:
         """The placement where nothing limits the GPU's memory: nothing waits for it, and nothing stays there."""
         window_bytes = max(segment.compute_bytes for segment in self.spec.segments)
         return replace(
-            placement, gpu_embedding_rows=self._gpu_embedding_rows, gpu_window_bytes=window_bytes, gpu_holds_sums=True
+            placement,
+            gpu_embedding_rows=self._gpu_embedding_rows,
+            read_in_place=self._read_in_place,
+            gpu_window_bytes=window_bytes,
+            gpu_holds_sums=True,
         )
 
     def _with_resident(self, placement: Placement, resident: GpuResident) -> Placement:
@@ -330,6 +340,7 @@ class Problem:
             gpu_weights=resident.weights,
             gpu_leaving_bytes=resident.leaving_bytes,
             gpu_embedding_rows=self._gpu_embedding_rows,
+            read_in_place=self._read_in_place,
             gpu_window_bytes=resident.window_bytes,
             gpu_holds_sums=resident.holds_sums,
             gpu_holds_lookup=resident.holds_lookup,
@@ -392,6 +403,16 @@ class Problem:
     @cached_property
     def _gpu_embedding_rows(self) -> int | None:
         return most_rows(self.spec, self.workload)
+
+    @cached_property
+    def _read_in_place(self) -> Mapping[str, AccessMode]:
+        """The matrix whose rows are looked up: reading them in place takes the link as long as uploading them, and the
+        host need not collect them before. Nothing else gains at training sizes (docs/planning.md)."""
+        block = self.spec.lookup_block
+        if block is None or self._gpu_embedding_rows is None:
+            return {}
+        row_bytes = block.dtype_bytes * self.spec.embedding_width
+        return {block.parameters[0].name: "DHA"} if row_bytes >= _LEAST_ROW_BYTES else {}
 
     @cached_property
     def _gpu(self) -> GpuMemory | None:

@@ -12,6 +12,7 @@ import torch
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
+from ratel_cli.engine.weights import WeightReader
 from ratel_cli.hardware import gpu
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.io.buffers import BufferPool, Lease, PinMemory
@@ -119,6 +120,18 @@ def test_the_export_is_what_pytorch_trains(tmp_path: Path, base: Path, rows: Pat
     config = write_config(tmp_path, base=base, rows=rows, dtype=dtype, device=GPU_KEY)
     succeed(config)
     check_same(config, reference(config, base), dtype)
+
+
+def test_rows_of_tokens_are_read_in_place(
+    tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, where a row has 512 bytes: no step asks host memory to collect them."""
+    config = write_config(tmp_path, base=base, rows=rows, dtype="float32", device=GPU_KEY)
+    monkeypatch.setattr(WeightReader, "_rows", pytest.fail)
+    succeed(config)
+    assert json.loads((output_of(config) / "run" / "plan.json").read_text())["placement"]["read_in_place"] == [
+        "model.embed_tokens.weight"
+    ]
 
 
 @pytest.mark.full

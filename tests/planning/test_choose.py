@@ -192,6 +192,7 @@ def deep(prefetch_blocks: int, pending_updates: int) -> Placement:
         prefetch_blocks=prefetch_blocks,
         pending_updates=pending_updates,
         gpu_embedding_rows=WORKLOAD.tokens,
+        read_in_place={"wte": "DHA"},
         gpu_window_bytes=2 * max(SPEC.block_elements),
         gpu_holds_sums=True,
     )
@@ -504,6 +505,14 @@ def test_a_separate_optimizer_has_nothing_pending_or_deferred(hardware: Hardware
     placement = weigh(problem(hardware, overlap="separate", limit_bytes=limit_bytes)).best.placement
     assert (placement.pending_updates, placement.deferred) == (0, frozenset())
     assert placement.prefetch_blocks > 0
+
+
+@pytest.mark.parametrize(("hidden_size", "names"), [(255, []), (256, ["wte"])])
+def test_rows_that_are_long_enough_are_read_in_place(hidden_size: int, names: list[str]) -> None:
+    spec = gpt(num_layers=2, hidden_size=hidden_size, vocab_size=20_000)
+    found = weigh(replace(problem(EVEN), spec=spec, profile=estimated(spec))).best.placement
+    assert found.gpu_embedding_rows == WORKLOAD.tokens
+    assert list(found.read_in_place) == names
 
 
 @pytest.mark.parametrize("overlap", ["optimized", "naive"])

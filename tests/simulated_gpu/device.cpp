@@ -136,8 +136,17 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
     return at::detail::empty_strided_generic(size, stride, &allocator, kKeys, dtype.value_or(at::kFloat));
 }
 
+// A tensor of the device may be memory of the host, which work reads in place.
+void note_read_of(const at::Tensor& tensor) {
+    if (is_computing || tensor.device() != kDevice || tensor.numel() == 0) return;
+    const auto* start = static_cast<const char*>(tensor.data_ptr());
+    const auto* stop = static_cast<const char*>(tensor.storage().data()) + tensor.storage().nbytes();
+    note_read(current_stream, start, std::min(tensor.nbytes(), size_t(stop - start)));
+}
+
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     if (to.numel() == 0) return to;
+    note_read_of(from);
     if (current_stream != kComputes) {
         copy_on_stream(to, from, non_blocking);
     } else {
@@ -222,6 +231,15 @@ void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* st
         arguments.insert(tensor.unsafeGetTensorImpl());
         bytes += double(tensor.nbytes());
     });
+    const auto& arguments_of = schema.arguments();
+    for (size_t i = 0; i < arguments_of.size(); ++i) {  // what the operator itself writes changes before it is over
+        const c10::IValue& value = torch::jit::peek(*stack, i, arguments_of.size());
+        const bool is_written = arguments_of[i].alias_info() != nullptr && arguments_of[i].alias_info()->isWrite();
+        if (!is_written && value.isTensor() && value.toTensor().defined()) note_read_of(value.toTensor());
+        if (!is_written && value.isTensorList()) {
+            for (const at::Tensor& tensor : value.toTensorList()) note_read_of(tensor);
+        }
+    }
     const bool draws = operation.hasTag(at::Tag::nondeterministic_seeded);
     const auto before = std::pair(std::exchange(current_stream, kComputes), std::exchange(is_computing, true));
     if (draws) exchange_generators();

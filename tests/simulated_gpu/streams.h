@@ -62,7 +62,7 @@ struct Stream {
     double ready() const { return std::max(seconds_now(), free_at); }
 };
 
-// An upload that the host does not know to be over.
+// An upload, or a read of host memory in place, that the host does not know to be over.
 struct Sent {
     int64_t stream, number;
     int64_t computed_with;
@@ -113,7 +113,7 @@ inline void learn(Event& event) {
         is_unchanged = is_unchanged && std::memcmp(copy.from, copy.bytes.data(), copy.bytes.size()) == 0;
         return true;
     });
-    TORCH_CHECK(is_unchanged, "host memory changed before its upload was over");
+    TORCH_CHECK(is_unchanged, "host memory changed before its upload, or what read it in place, was over");
 }
 
 inline bool is_known(const Event& event) {
@@ -231,6 +231,15 @@ inline double begin_computing() {
     std::lock_guard guard(mutex);
     last_computed = ++last_number;
     return streams[kComputes].ready();
+}
+
+// Note that the work reads this memory; if it is the host's, it is read in place, and must not change until then.
+inline void note_read(int64_t stream, const void* pointer, size_t num_bytes) {
+    if (num_bytes == 0 || !is_pinned(pointer)) return;
+    TORCH_CHECK(pinned_bytes_from(pointer) >= num_bytes, "host memory is read in place beyond what was registered");
+    std::lock_guard guard(mutex);
+    const auto* bytes = static_cast<const char*>(pointer);
+    sent.push_back({stream, ++last_number, kNever, pointer, {bytes, bytes + num_bytes}});
 }
 
 // Note how much that was.

@@ -64,6 +64,28 @@ def test_it_catches_host_memory_that_changes_too_early(device: GpuDevice, lease:
     assert int(found[0]) == 1
 
 
+def test_it_catches_host_memory_changed_while_it_is_read_in_place(device: GpuDevice, lease: Lease) -> None:
+    values = device.mapped(lease.memory)
+    assert values is not None and values.device == device.torch_device
+    assert values.data_ptr() == view(lease.memory, torch.uint8).data_ptr()
+    doubled = values * 2
+    read = device.mark()
+    lease.memory[0] = 2  # too early: the GPU may be far behind
+    with pytest.raises(RuntimeError, match="host memory changed"):
+        read()
+    assert int(doubled[0]) == 0
+    later = values * 2
+    device.mark()()
+    lease.memory[0] = 3
+    assert int(later[0]) == 4 and int((values * 2)[0]) == 6
+
+
+def test_only_registered_memory_is_read_in_place(device: GpuDevice, lease: Lease) -> None:
+    assert device.mapped(memoryview(bytearray(16))) is None
+    empty = device.mapped(lease.memory[:0])
+    assert empty is not None and (empty.device, empty.numel()) == (device.torch_device, 0)
+
+
 def test_it_catches_a_read_before_open(device: GpuDevice, lease: Lease) -> None:
     upload = device.upload(lease.memory, device.reserve(4096), LABEL)
     assert int(upload._values[0]) != 0

@@ -95,6 +95,13 @@ class Device(Protocol):
     ) -> Upload:
         """Copy host memory to the buffer. `after` is the download that fills the memory, if it may still be running."""
 
+    def mapped(self, memory: memoryview) -> torch.Tensor | None:
+        """Host memory as a tensor of the device, flat uint8 `[bytes]`, which is read where it is; None if the device
+        cannot. Until the work that reads it is done, the host memory must not change."""
+
+    def upload_rows(self, table: torch.Tensor, rows: torch.Tensor, buffer: DeviceBuffer, label: SpanLabel) -> Upload:
+        """Copy chosen rows of a mapped table `[rows, width]` to the buffer. `rows` are on the device."""
+
     def download(
         self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
     ) -> Download:
@@ -143,6 +150,12 @@ class HostDevice:
         after: Download | None = None,
     ) -> Upload:
         return _InPlace(view(memory, torch.uint8))
+
+    def mapped(self, memory: memoryview) -> torch.Tensor | None:
+        return view(memory, torch.uint8)
+
+    def upload_rows(self, table: torch.Tensor, rows: torch.Tensor, buffer: DeviceBuffer, label: SpanLabel) -> Upload:
+        return _InPlace(table[rows].view(-1).view(torch.uint8))
 
     def download(
         self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0

@@ -35,6 +35,7 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, Transfer, UploadLane
+from ratel_cli.engine.device.mapped import mapped
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
 from ratel_cli.io.pinning import copy_in_pieces, use_device
@@ -175,14 +176,26 @@ class GpuDevice(Closing):
         after: Download | None = None,
     ) -> _GpuUpload:
         assert isinstance(buffer, _GpuBuffer)
-        stream = self._up[lane]
-        stream.wait_event(buffer.free)
+        stream = self._free_for(buffer, lane)
         if after is not None:
             assert isinstance(after, _GpuDownload)
             stream.wait_event(after.end)
         start = _record(stream)
         with self._module.stream(stream):
             copy_in_pieces(buffer.values, view(memory, torch.uint8))
+        return _GpuUpload(self, buffer.values, self._measure("up", label, start, stream))
+
+    def mapped(self, memory: memoryview) -> torch.Tensor | None:
+        return mapped(memory, self.torch_device)
+
+    def upload_rows(
+        self, table: torch.Tensor, rows: torch.Tensor, buffer: DeviceBuffer, label: SpanLabel
+    ) -> _GpuUpload:
+        assert isinstance(buffer, _GpuBuffer)
+        stream = self._free_for(buffer, "weights")
+        start = _record(stream)
+        with self._module.stream(stream), torch.no_grad():
+            torch.index_select(table, 0, rows, out=buffer.values.view(table.dtype).view(len(rows), -1))
         return _GpuUpload(self, buffer.values, self._measure("up", label, start, stream))
 
     def download(
@@ -259,6 +272,12 @@ class GpuDevice(Closing):
         if self._is_limited:
             self._is_limited = False
             self._module.set_per_process_memory_fraction(1.0, self.torch_device)
+
+    def _free_for(self, buffer: _GpuBuffer, lane: UploadLane) -> torch.Stream:
+        """The lane's stream, on which nothing more begins before the buffer is free."""
+        stream = self._up[lane]
+        stream.wait_event(buffer.free)
+        return stream
 
     def _drop_oldest(self) -> None:
         self._downloading.popleft().download.num_held -= 1
