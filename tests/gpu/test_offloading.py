@@ -22,6 +22,7 @@ from tests.library.test_offloading import (
     offloading,
     one_forward_one_backward,
 )
+from tests.real_time import in_real_time, of_this_try
 from tests.simulated_gpu import is_simulated
 from tests.simulated_gpu.timed import Rates, timed
 from tests.tiers import pairwise
@@ -123,15 +124,18 @@ def test_it_takes_the_memory_of_two_blocks(tmp_path: Path, host_memory: int | st
 
 
 @pytest.mark.skipif(not is_simulated(), reason="a real GPU has its own time")
-@pytest.mark.parametrize(("link_seconds", "host_memory"), [(0.005, 0), (0.005, "1GiB"), (0.4, "1GiB"), (0.4, 0)])
+@in_real_time
+@pytest.mark.parametrize(("link_share", "host_memory"), [(0.1, 0), (0.1, "1GiB"), (8.0, "1GiB"), (8.0, 0)])
 def test_the_host_does_not_run_ahead_of_what_it_measures(
-    tmp_path: Path, link_seconds: float, host_memory: int | str
+    request: pytest.FixtureRequest, tmp_path: Path, link_share: float, host_memory: int | str
 ) -> None:
-    """A block's forward takes 0.05 s, and what it saves `link_seconds` on the link: if that is less, nearly all goes,
-    though the host queues a forward in no time; if it is more, next to nothing does, and no forward waits for it."""
+    """What a block saves takes this share of its forward on the link: if that is less than one, nearly all goes, though
+    the host queues a forward in no time; if it is more, next to nothing does, and no forward waits for it."""
     model, rows = stack()
+    forward_seconds = of_this_try(request, (0.05, 0.1, 0.2, 0.4))
+    link_seconds = link_share * forward_seconds
     rates = Rates(
-        flops_per_second=2 * WIDTH * WIDTH * NUM_ROWS / 0.05,
+        flops_per_second=2 * WIDTH * WIDTH * NUM_ROWS / forward_seconds,
         up_bytes_per_second=BLOCK_BYTES / link_seconds,
         down_bytes_per_second=BLOCK_BYTES / link_seconds,
     )
@@ -153,8 +157,8 @@ def test_the_host_does_not_run_ahead_of_what_it_measures(
             moved = counts.resident + counts.written - before
         torch.accelerator.synchronize()
         seconds = perf_counter() - began
-    if link_seconds < 0.05:
+    if link_share < 1:
         assert moved >= (NUM_BLOCKS - 3) * BLOCK_BYTES
     else:
         assert moved <= 6 * BLOCK_BYTES
-    assert seconds < 1.2 * num_steps * 3 * NUM_BLOCKS * 0.05
+    assert seconds < 1.2 * num_steps * 3 * NUM_BLOCKS * forward_seconds
