@@ -75,6 +75,7 @@ _CHANGES: dict[str, object] = {
     "max_grad_norm": 2.0,
     "lr_scheduler": "linear",
     "val_set_size": 2,
+    "mlm_probability": 0.3,
     "adam_beta1": 0.5,
     "random_init": True,
 }

@@ -26,7 +26,7 @@ DECIDES_THE_BITS: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "shuffle", "micro_batch_size",
     "gradient_accumulation_steps", "learning_rate", "lr_scheduler", "lr_scheduler_kwargs", "warmup_steps",
     "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
-    "gradient_dtype", "attn_implementation", "head_chunk", "deterministic", "seed", "val_set_size",
+    "gradient_dtype", "attn_implementation", "head_chunk", "deterministic", "seed", "val_set_size", "mlm_probability",
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
