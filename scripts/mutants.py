@@ -538,7 +538,7 @@ MUTANTS = (
     Mutant("the tensor cache reads one block ahead", "engine/saved_transfers.py", "if ahead_bytes > self.buffer_bytes and not must_come:", "if not must_come:", "what is faster to write is written", "engine/test_tensor_cache_time.py"),
     Mutant("a GPU's memory is free when the host knows it", "engine/device/gpu.py", "return not self.num_held or self.done", "return self.done", "offloading takes the memory of two blocks", "gpu/test_offloading.py"),
     Mutant("the host runs ahead of what it measures", "engine/tensor_cache.py", "            if before is not None:\n                before()\n", "", "what hides is found though the host queues a forward at once", "gpu/test_offloading.py"),
-    Mutant("what is read in place is not waited for", "engine/weights.py", "self.device.mark()()", "pass", "host memory does not change while the GPU reads it", "gpu/test_read_in_place.py"),
+    Mutant("what is read in place is not waited for", "engine/weights.py", "self._device.mark()()  #", "pass  #", "host memory does not change while the GPU reads it", "gpu/test_read_in_place.py"),
     Mutant("what stays on a GPU is read in place", "engine/weights.py", "return not use.stays_up and ", "return ", "what stays is uploaded once", "gpu/test_read_in_place.py"),
     Mutant("no schedule starts a read", "engine/tensor_cache.py", "following is not None and following is not self._pass", "False", "a schedule starts the reads of the next backward", "library/test_offloading_memory.py engine/test_tensor_cache_time.py"),
     Mutant("the tensor cache works in backward", "engine/tensor_cache.py", "running_backward() is not None", "False", "what backward makes is not offloaded", "library/test_offloading.py"),

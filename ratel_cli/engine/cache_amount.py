@@ -1,7 +1,8 @@
-"""How much of a pass the tensor cache writes where it finds that itself (SSDTrain, section III-A). Pure.
+"""How much of a pass goes to one place, the drives or RAM, where the tensor cache finds that itself (SSDTrain, section
+III-A). Pure.
 
-    1. find     the first pass shows at which rate the drives write: what they write while forward computes; and what
-                the link moved meanwhile
+    1. find     the first pass shows at which rate the drives write: what they write while forward computes; for RAM,
+                what the link moved meanwhile
     2. reduce   where backward waits for what comes back, a quarter less, until it does not
     3. regrow   after a while without waiting, a little more, up to what was found
 
@@ -35,15 +36,15 @@ class FoundAmount:
             seconds = max(ended for _, ended in spans) - min(began for began, _ in spans)
             self._found_bytes = self.most_bytes = int(num_bytes / max(1e-9, seconds) * forward_seconds)
 
-    def has_room(self, num_bytes: int) -> bool:
+    def allows(self, num_bytes: int) -> bool:
         """Whether so much of a pass may go."""
         return self.most_bytes is None or num_bytes <= self.most_bytes
 
     def adapt(self, num_bytes: int, stalled_seconds: float, *, forward_seconds: float) -> None:
         """`num_bytes` of a pass went, and its backward waited for them for so long."""
-        if not num_bytes:
-            return
         if self.most_bytes is None:
+            if not num_bytes:
+                return
             self._found_bytes = self.most_bytes = num_bytes
         if stalled_seconds > _MOST_STALL * forward_seconds:
             self.most_bytes = int(_LESS * self.most_bytes)

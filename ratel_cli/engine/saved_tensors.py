@@ -120,7 +120,7 @@ class SavedStorage:
         return [transfer for transfer in each if transfer is not None]
 
     @property
-    def is_up(self) -> bool:
+    def is_not_uploading(self) -> bool:
         """No upload is in flight."""
         return all(each is None or each.done for each in (self.upload, self.uploaded))
 

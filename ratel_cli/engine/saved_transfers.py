@@ -4,7 +4,7 @@
                 the copy, which on a GPU is long before the host knows that the copy has ended
     2. write    what does not stay in its buffer is written; then the buffer is free
     3. read     into a buffer, ahead of its use
-    4. upload   on a GPU ahead of its use, too, beside what is computed meanwhile
+    4. upload   on a GPU ahead of its use, too, overlapped with computing
 
 What is asked for while its bytes are in a buffer is taken from there and never read. Buffers of what is being written
 take no more than `buffer_bytes`; what is computed next waits for downloads that take more than that of a GPU's memory.
@@ -26,7 +26,7 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.resident_buffers import ResidentBuffers
 from ratel_cli.engine.saved_tensors import CacheCounts, SavedPass, SavedScope, SavedStorage
 from ratel_cli.engine.telemetry import SpanLabel
-from ratel_cli.errors import RatelError
+from ratel_cli.errors import DoesNotFit, RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 
@@ -34,7 +34,7 @@ _LABEL = SpanLabel(text="saved tensors", block=0, stage="forward")
 
 
 class SavedTransfers(Closing):
-    """All methods are for threads that wait for one another."""
+    """Moves the storages of saved tensors. All methods are for threads that wait for one another."""
 
     def __init__(
         self,
@@ -67,24 +67,30 @@ class SavedTransfers(Closing):
         self._up_bytes = 0
         """Of a GPU's memory for what was not asked for yet."""
 
-    def buffer_in_memory(self, num_bytes: int, *, must_be_idle: bool) -> Lease | None:
-        """A buffer in which a storage stays; None if host memory has none. `must_be_idle`: nor if computing would wait
-        for what leaves."""
-        if self._resident is None or (must_be_idle and not self._is_link_idle(num_bytes)):
+    def buffer_in_memory(self, num_bytes: int, *, must_not_stall: bool) -> Lease | None:
+        """A buffer in which a storage stays; None if host memory has none. `must_not_stall`: nor if computing would
+        wait for what leaves."""
+        if self._resident is None or (must_not_stall and not self._leaves_without_stall(num_bytes)):
             return None
         return self._resident.take(num_bytes)
 
-    def buffer_and_place(self, num_bytes: int, *, must_be_idle: bool) -> tuple[Lease, ScratchPlace] | None:
-        """A buffer from which a storage goes to the place on the drives. Waits for writes; `must_be_idle`: None
+    def buffer_and_place(self, num_bytes: int, *, must_not_stall: bool) -> tuple[Lease, ScratchPlace] | None:
+        """A buffer from which a storage goes to the place on the drives. Waits for writes; `must_not_stall`: None
         instead, and if computing would wait for what leaves."""
-        if must_be_idle and (num_bytes > self.buffer_bytes or not self._is_link_idle(num_bytes)):
+        if must_not_stall and (num_bytes > self.buffer_bytes or not self._leaves_without_stall(num_bytes)):
             return None
         while self._storing and self._stored_bytes + num_bytes > self.buffer_bytes:
-            if must_be_idle:
+            if must_not_stall:
                 return None
             self._end_storing(self._storing.popleft())
         place = self._space.take(num_bytes)
-        return self._pool.lease(place.num_bytes, "saved tensors"), place
+        try:
+            return self._pool.lease(place.num_bytes, "saved tensors"), place
+        except DoesNotFit:
+            self._space.give_back(place)
+            if must_not_stall:
+                return None
+            raise
 
     def leave(
         self, tensor: torch.Tensor, lease: Lease, place: ScratchPlace | None, scope: SavedScope, of_pass: SavedPass
@@ -120,7 +126,7 @@ class SavedTransfers(Closing):
                 self._start_write(entry)
         while self._storing and self._storing[0].write is not None and self._storing[0].write.done:
             self._end_storing(self._storing.popleft())
-        while self._uploading and self._uploading[0].is_up:
+        while self._uploading and self._uploading[0].is_not_uploading:
             self._end_upload(self._uploading.popleft())
         ended, self._ended = self._ended, []
         for entry in ended:
@@ -145,7 +151,7 @@ class SavedTransfers(Closing):
         """Take memory on the GPU for those that are away, and start the uploads of those that host memory has. Returns
         False, and stops, where one would take too much memory, unless they `must_come`. Nothing if the host computes.
 
-        What is computed from now on does not use that memory, so that uploads that begin later run beside it."""
+        What is computed from now on does not use that memory: uploads that begin later are overlapped with it."""
         if self.device.is_host:
             return False
         for entry in entries:
@@ -162,14 +168,13 @@ class SavedTransfers(Closing):
     def restored(self, entry: SavedStorage) -> torch.Tensor:
         """A tensor with the entry's storage: what was saved, or a copy of it."""
         if entry.tensor is not None:
-            if entry.download is not None:
-                self._check_unchanged(entry)
+            self._check_unchanged(entry)
             return entry.tensor
         if entry.restored is None:
             computed = self.device.mark()
             if entry.is_on_drives:
                 self._start_read(entry)
-            is_there = (entry.read is None or entry.read.done) and entry.is_up
+            is_there = self._is_there(entry)
             if entry.upload is None:
                 self._start_upload(entry)
             upload, entry.upload = entry.upload, None
@@ -185,16 +190,24 @@ class SavedTransfers(Closing):
                 entry.restored, entry.uploaded = opened, upload.give_up()
         return entry.restored
 
+    def _is_there(self, entry: SavedStorage) -> bool:
+        """Whether nothing has to be waited for."""
+        if self.device.is_host:
+            return entry.lease is not None and (entry.read is None or entry.read.done)
+        return entry.upload is not None and entry.upload.done
+
     def end(self, entry: SavedStorage) -> None:
         """Nobody needs it any more."""
         entry.tensor = entry.restored = None
+        if entry.upload is None:
+            self._drop_buffer(entry)
         self._ended.append(entry)
 
     def close(self) -> None:
         """Wait for transfers in flight. Nothing can be restored any more. Idempotent."""
         for entry in self._live:
-            with contextlib.suppress(RatelError):  # nobody needs these bytes any more
-                self._end_transfers(entry)
+            entry.tensor = entry.restored = None
+            self._end_transfers(entry)
         for group in (self._live, self._storing, self._leaving, self._uploading, self._ended):
             group.clear()
 
@@ -215,8 +228,8 @@ class SavedTransfers(Closing):
     def _stored_bytes(self) -> int:
         return sum(entry.lease.num_bytes for entry in self._storing if entry.lease is not None)
 
-    def _is_link_idle(self, num_bytes: int) -> bool:
-        """Whether so much more may leave without having what is computed next wait."""
+    def _leaves_without_stall(self, num_bytes: int) -> bool:
+        """Whether another `num_bytes` may leave while what is computed next does not wait."""
         leaving = sum(entry.num_bytes for entry in (*self._leaving, *self._storing) if entry.tensor is not None)
         return not leaving or leaving + num_bytes <= self.buffer_bytes
 
@@ -254,14 +267,18 @@ class SavedTransfers(Closing):
         write.wait()
         entry.of_pass.spans.append(write.span)
         entry.is_written = True
-        if entry.is_up:
+        if entry.is_not_uploading:
             self._free_buffer(entry)
 
     def _start_read(self, entry: SavedStorage) -> None:
         assert entry.place is not None
-        entry.lease = self._pool.lease(entry.place.num_bytes, "saved tensors")
-        entry.read = entry.place.scratch.read_sealed(entry.place.offset, entry.lease.memory, "a saved tensor")
-        entry.is_read = True
+        lease = self._pool.lease(entry.place.num_bytes, "saved tensors")
+        try:
+            entry.read = entry.place.scratch.read_sealed(entry.place.offset, lease.memory, "a saved tensor")
+        except BaseException:
+            lease.release()
+            raise
+        entry.lease, entry.is_read = lease, True
         self.counts.read += entry.num_bytes
         self._reading_bytes += entry.num_bytes
 
@@ -269,12 +286,22 @@ class SavedTransfers(Closing):
         entry.buffer = self.device.reserve(entry.num_bytes)
         self._up_bytes += entry.num_bytes
 
+    def _drop_buffer(self, entry: SavedStorage) -> None:
+        """The device buffer of an entry that was not asked for is not needed."""
+        if entry.upload is not None or entry.buffer is not None:
+            self._up_bytes -= entry.num_bytes
+        entry.buffer = None
+
     def _start_upload(self, entry: SavedStorage) -> None:
-        """Waits for the read."""
+        """Waits for the read. If that failed, only the drives have the entry again."""
         assert entry.lease is not None
         read, entry.read = entry.read, None
         if read is not None:
-            read.wait()
+            try:
+                read.wait()
+            except BaseException:
+                self._free_buffer(entry)
+                raise
         elif entry.place is not None:
             self.counts.forwarded += entry.num_bytes
         if entry.buffer is None:
@@ -292,13 +319,13 @@ class SavedTransfers(Closing):
             self._free_buffer(entry)
 
     def _end_transfers(self, entry: SavedStorage) -> None:
-        """Wait for what is in flight, and give back buffer and place."""
-        for transfer in entry.transfers:
-            transfer.wait()
-        if entry.upload is not None or entry.buffer is not None:
-            self._up_bytes -= entry.num_bytes
-        entry.buffer = None
+        """Wait for what is in flight, and give back buffer and place. Nobody needs the bytes, so no failure matters."""
+        transfers = entry.transfers
+        self._drop_buffer(entry)
         entry.download = entry.write = entry.read = entry.upload = entry.uploaded = None
+        for transfer in transfers:
+            with contextlib.suppress(RatelError):
+                transfer.wait()
         self._free_buffer(entry)
         if entry.place is not None:
             self._space.give_back(entry.place)

@@ -6,7 +6,7 @@ It knows no model. Autograd hands over each tensor that it saves, and asks for i
     2. forward    ends a pass; what the last scope saved, small tensors and weights stay where they are
     3. restore    backward asks for a tensor. When the first one of a scope is asked for, the reads of this scope and of
                   the one before it are started, and those of more scopes while there are buffers; on a GPU uploads are,
-                  too, which then run beside this scope's backward
+                  too, which are then overlapped with this scope's backward
 
 A pass is one forward, a scope is what one block of it saves. Several passes may wait for their backwards. A schedule
 (engine/pass_schedule.py) says which backward comes next: its last scopes are read while the unit before it runs.
@@ -77,6 +77,8 @@ class TensorCache(Closing):
         """By storage and version: those whose storage may be saved again."""
         self._pass: SavedPass | None = None
         self._keeps = False
+        self._has_saved = False
+        """Whether this pass saved anything that may leave."""
         self._scope_began: Moment | None = None
         self._scheduled: dict[int, SavedPass] = {}
         """Passes that wait for their backwards, by their numbers in the schedule."""
@@ -103,7 +105,7 @@ class TensorCache(Closing):
         self._find_most()
         self._transfers.settle()
         self._pass = SavedPass(self._device.mark(), SavedScope(None))
-        self._keeps, self._scope_began = False, None
+        self._keeps, self._has_saved, self._scope_began = False, False, None
         if self._schedule is not None:
             self._pass.number = self._schedule.begin_forward()
             self._scheduled[self._pass.number] = self._pass
@@ -111,7 +113,7 @@ class TensorCache(Closing):
 
     def begin_scope(self, *, is_last: bool) -> None:
         """A block of the forward begins. What the last one saves stays: its backward comes at once."""
-        if self._finds_most:
+        if self._finds_most and self._pass is not None and torch.is_grad_enabled():
             before, self._scope_began = self._scope_began, self._device.mark()
             if before is not None:
                 before()
@@ -126,8 +128,9 @@ class TensorCache(Closing):
         ended, self._pass = self._pass, None
         if ended is not None:
             ended.ended = self._device.mark()
-            self._most_buffer_bytes = 0
-            if self._finds_most and ended.num_bytes:
+            if ended.scope.before is not None and self._has_saved:
+                self._most_buffer_bytes = 0
+            if self._finds_most and self._has_saved:
                 self._measured.append(ended)
 
     def close(self) -> None:
@@ -152,6 +155,7 @@ class TensorCache(Closing):
         may_leave = self._least_bytes <= num_bytes <= _MOST_OF_VIEW * tensor.nbytes
         if may_leave:
             self._pass.scope.num_bytes += num_bytes
+            self._has_saved = True
         buffer = self._buffer_for(self._pass, num_bytes) if may_leave and not self._keeps else None
         if buffer is None:
             self.counts.stayed += num_bytes
@@ -201,13 +205,13 @@ class TensorCache(Closing):
         not go."""
         if self._most_bytes is not None and of_pass.num_bytes + num_bytes > self._most_bytes:
             return None
-        if self._found_in_memory.has_room(of_pass.in_memory.num_bytes + num_bytes):
-            lease = self._transfers.buffer_in_memory(num_bytes, must_be_idle=self._finds_most)
+        if self._found_in_memory.allows(of_pass.in_memory.num_bytes + num_bytes):
+            lease = self._transfers.buffer_in_memory(num_bytes, must_not_stall=self._finds_most)
             if lease is not None:
                 return lease, None
-        if not self._found_on_drives.has_room(of_pass.on_drives.num_bytes + num_bytes):
+        if not self._found_on_drives.allows(of_pass.on_drives.num_bytes + num_bytes):
             return None
-        return self._transfers.buffer_and_place(num_bytes, must_be_idle=self._finds_most)
+        return self._transfers.buffer_and_place(num_bytes, must_not_stall=self._finds_most)
 
     def _grow_buffers(self, scope_bytes: int) -> None:
         """A scope of the first pass has saved so much. Where the host queues one ahead of the GPU, four have buffers:

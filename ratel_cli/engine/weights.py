@@ -115,19 +115,17 @@ class _Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _InPlace:
+class _ReadInPlace:
     """Stands for an upload of what is read in place."""
 
     values: torch.Tensor
-    device: Device
-    done = False
+    done = True
 
     def open(self) -> torch.Tensor:
         return self.values
 
     def wait(self) -> None:
-        """Until nothing that is queued now reads the memory."""
-        self.device.mark()()
+        """Nothing was moved. Who reads the memory is waited for with the whole use (`_close`)."""
 
     def give_up(self) -> Transfer:
         return self
@@ -237,6 +235,8 @@ class WeightReader:
             return
         for part in use.uploads:
             part.upload.wait()  # no stall of its own: what computes has waited for it where it was opened
+        if any(isinstance(part.upload, _ReadInPlace) for part in use.uploads):
+            self._device.mark()()  # until nothing that is queued now reads the memory
         use.uploads, use.buffers = [], []
         if use.gathered is not None:
             use.gathered.release()
@@ -296,7 +296,7 @@ class WeightReader:
         label = SpanLabel.of("weights", source.block, use.stage)
         upload: Upload
         if source.mapped is not None:
-            upload = _InPlace(source.mapped, self._device)
+            upload = _ReadInPlace(source.mapped)
         elif source.table is not None:
             assert use.rows is not None
             if buffer is None:
@@ -321,9 +321,8 @@ class WeightReader:
                 yield _Source(block, memory, table=table), next(buffers) if piece.ahead_bytes else None
                 continue
             memory = memory[piece.start : piece.stop]
-            mapped = self._device.mapped(memory) if piece.is_in_place else None
-            if piece.is_in_place:  # in memory that is not registered with the GPU it goes up, without a window
-                yield _Source(block, memory, mapped=mapped), None
+            if piece.is_in_place:  # what the GPU cannot read goes up, without a window
+                yield _Source(block, memory, mapped=self._device.mapped(memory)), None
                 continue
             ahead, behind = memory[: piece.ahead_bytes], memory[piece.ahead_bytes :]
             if ahead:

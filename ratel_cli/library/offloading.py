@@ -54,13 +54,14 @@ def offload_activations(
     """A context in which what autograd saves in the module's forward goes to the drives until backward needs it.
 
     Forward and backward belong inside; gradients have the same bits as without. `storage`: directories, one on each
-    drive. `amount`: bytes of one forward that go; "auto": what the drives write while forward computes, found in the
-    first one; "all": all but the last block's. `blocks`: as of `ratel.hook`. Tensors below `least_bytes` stay, weights
-    do, too. `buffer_bytes`: host memory for what is being written, and as much for what is read ahead; None: 256 MiB,
-    or what a block saves, if that is more. `host_memory`: as bytes or as a text such as "4GiB", what goes stays there
-    while there is space, and is not written; no more is taken than the first step needs. With "auto", the amount is
-    that of the drives alone. `schedule`: the forwards and backwards of a step in their order, so
-    that a backward's reads begin before it does: [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)].
+    drive. `amount`: bytes of one forward that go; "auto": what the drives write and the link moves while forward
+    computes, found in the first one; "all": all but the last block's. `blocks`: as of `ratel.hook`. Tensors below
+    `least_bytes` stay, weights do, too. `buffer_bytes`: host memory for what is being written, and as much for what is
+    read ahead; on a GPU also GPU memory for what leaves, and for what is uploaded ahead; None: 256 MiB, or what a block
+    saves if that is more (four blocks with "auto" on a GPU). `host_memory`: as bytes or as a text such as "4GiB", what
+    goes stays there while there is space, and is not written; no more is taken than the first step needs. `schedule`:
+    the forwards and backwards of a step in their order, so that a backward's reads begin before it does: [("forward",
+    0), ("forward", 1), ("backward", 0), ("backward", 1)].
     Gives counts of what was moved (SSDTrain, section III). Raises RatelError.
     """
     if _IS_OPEN.get():
@@ -98,7 +99,9 @@ def offload_activations(
                 least_bytes=least_bytes,
                 most_bytes=amount if isinstance(amount, int) else None,
                 finds_most=amount == "auto",
-                most_buffer_bytes=None if buffer_bytes else context.host_limit_bytes // _BUFFER_SHARE,
+                most_buffer_bytes=None
+                if buffer_bytes
+                else (context.host_limit_bytes - resident_bytes) // _BUFFER_SHARE,
                 schedule=units,
             )
         )

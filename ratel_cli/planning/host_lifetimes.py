@@ -265,7 +265,7 @@ class PlacedStep:
 
     @property
     def _rows_bytes(self) -> int:
-        """Rows of the embedding's matrix that are gathered here for a GPU, when it goes up."""
+        """Rows of the embedding's matrix that are gathered here for a GPU that does not read them in place."""
         num_rows = self._placement.gpu_embedding_rows
         if num_rows is None:
             return 0

@@ -70,7 +70,7 @@ class Plan(Prediction):
                 "kept_from": placement.gpu_units_from,
                 "kept_weights": sorted(placement.gpu_weights),
                 "embedding_rows": placement.gpu_embedding_rows,
-                "read_in_place": sorted(placement.read_in_place),
+                "read_in_place": dict(placement.read_in_place),
                 "window_bytes": placement.gpu_window_bytes,
                 "forward_units_bytes": placement.gpu_units and placement.gpu_units.forward_bytes,
                 "units_ahead_bytes": placement.gpu_units and placement.gpu_units.ahead_bytes,

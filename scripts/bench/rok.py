@@ -96,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host-memory", default="1GiB", help="what `host` may take")
     parser.add_argument("--storage", help="a directory on the drive; a temporary one if it is not given")
     options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error("--steps must be 2 at least: the first one does not count")
     dtype: torch.dtype = getattr(torch, options.dtype)
     model = Stack(options.blocks, options.width).to(options.device, dtype)
     rows = torch.randn(options.rows, options.width, device=options.device, dtype=dtype, requires_grad=True)

@@ -14,12 +14,12 @@ def test_what_is_written_while_forward_computes() -> None:
     amount.find(500, [(1.0, 2.0)], forward_seconds=0.0)
     amount.adapt(0, 9.0, forward_seconds=1.0)
     assert amount.most_bytes is None  # not known yet
-    assert amount.has_room(1 << 60)
+    assert amount.allows(1 << 60)
     amount.find(500, [(3.0, 4.0), (2.0, 3.5)], forward_seconds=6.0)
     assert amount.most_bytes == 1500  # 250 a second
     amount.find(500, [(0.0, 1.0)], forward_seconds=6.0)
     assert amount.most_bytes == 1500
-    assert (amount.has_room(1500), amount.has_room(1501)) == (True, False)
+    assert (amount.allows(1500), amount.allows(1501)) == (True, False)
 
 
 def test_what_went_first_where_no_drive_says_more() -> None:

@@ -14,9 +14,11 @@ from torch import nn
 
 import ratel_cli as ratel
 from ratel_cli.engine.pass_schedule import PassUnit
+from ratel_cli.engine.tensor_cache import TensorCache
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.library import offloading as offloading_module
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import KIB, MIB
 from tests.library.test_hook import built, net_steps
@@ -228,3 +230,20 @@ def test_what_is_in_host_memory_is_given_back(tmp_path: Path) -> None:
             model(rows)
         assert counts.written == 0
         assert counts.resident == 20 * NUM_BLOCKS * rows.nbytes
+
+
+def test_buffers_have_what_a_block_of_the_first_training_forward_saves(tmp_path: Path) -> None:
+    """An evaluation before it, which saves nothing, decides nothing; and later forwards do not either."""
+    model, rows = stack()
+    begin, caches, sizes = TensorCache.begin_pass, list[TensorCache](), list[int]()
+    with (
+        mock.patch.object(offloading_module, "_BUFFER_BYTES", 1),
+        mock.patch.object(TensorCache, "begin_pass", lambda cache: caches.append(cache) or begin(cache)),
+        ratel.offload_activations(model, storage=[tmp_path], amount="all", least_bytes=1),
+    ):
+        with torch.no_grad():
+            model(rows)
+        for more in (1, 1, 3):
+            model(rows.repeat(more, 1)).sum().backward()
+            sizes.append(caches[0]._transfers.buffer_bytes)
+    assert sizes == [2 * rows.nbytes] * 3  # the first block's input and its result

@@ -283,7 +283,7 @@ def test_json_lists_what_stays_in_order() -> None:
         "kept_from": None,
         "kept_weights": [],
         "embedding_rows": WORKLOAD.tokens,
-        "read_in_place": ["wte"],
+        "read_in_place": {"wte": "DHA"},
         "window_bytes": 2 * max(ELEMENTS),
         "forward_units_bytes": None,
         "units_ahead_bytes": None,

@@ -12,8 +12,11 @@ downloads and computing run next to each other. An upload has these phases:
 Uploads in one lane follow each other in the order in which they were started. Those in another lane do not wait for
 them: what is needed soon does not stand behind what must wait for memory.
 
-A download has two: `download` starts the copy of tensors that nothing may overwrite, and `wait` returns when the copy
-has ended.
+Work may also read host memory where it is (`mapped`), and collect rows of a table there into a device buffer
+(`upload_rows`).
+
+A download has two phases: `download` starts the copy of tensors that nothing may overwrite, and `wait` returns when the
+copy has ended.
 
 Invariants: nothing computes with bytes, and the host reads no bytes, before they have arrived; how much memory the
 device takes follows from the order of calls alone, not from how far the device is behind.
@@ -54,8 +57,8 @@ class Transfer(Protocol):
 
 
 class Upload(Transfer, Protocol):
-    """Bytes on their way to the device: then the host memory may change. Their owner must call `wait` before it drops
-    the upload, opened or not."""
+    """Bytes on their way to the device. When they have arrived, the host memory may change. Their owner must call
+    `wait` before it drops the upload, opened or not."""
 
     def open(self) -> torch.Tensor:
         """Return the bytes on the device, flat uint8 `[bytes]`, for work that is queued from now on. Repeatable."""

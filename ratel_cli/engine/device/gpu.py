@@ -4,7 +4,8 @@ Four rules order the streams:
 
     1. all device memory is allocated on the computing stream and freed in that stream's order. So the allocator may
        reuse a tensor's memory as soon as Python drops the tensor, however far the GPU is behind
-    2. an upload waits for all work that was queued when its buffer was reserved: nothing later may use that memory
+    2. an upload waits for all work that was queued when its buffer was reserved: nothing later may use that memory. A
+       kernel that collects rows runs on the upload's stream, and must not allocate there
     3. computing waits for an upload where the upload is opened
     4. a download waits for all work that was queued before it. Each of its tensors is held until computing has waited
        for the end of its copy. Computing waits when another download is asked for, or memory for what is computed next,

@@ -15,7 +15,8 @@ A layer's computing is divided among its matrices by their FLOPs; the rest (atte
 parameter. Each use of a parameter that several segments share counts on its own, a tied head's too.
 
 Invariant: `is_paper` follows MemFerry: reads in place leave the link to uploads, backward recomputes nothing, and the
-whole matrix of an embedding is uploaded. Otherwise all is as Ratel trains: rows of tokens go up in place of the matrix.
+whole matrix of an embedding is uploaded. Otherwise rows of tokens go up in place of the matrix, as Ratel trains where
+it does not read them in place.
 """
 
 from __future__ import annotations
