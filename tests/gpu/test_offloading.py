@@ -124,6 +124,7 @@ def test_it_takes_the_memory_of_two_blocks(tmp_path: Path, host_memory: int | st
 
 
 @pytest.mark.skipif(not is_simulated(), reason="a real GPU has its own time")
+@pytest.mark.full
 @in_real_time
 @pytest.mark.parametrize(("link_share", "host_memory"), [(0.1, 0), (0.1, "1GiB"), (8.0, "1GiB"), (8.0, 0)])
 def test_the_host_does_not_run_ahead_of_what_it_measures(
