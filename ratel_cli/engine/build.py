@@ -67,8 +67,9 @@ class Following:
 
 
 @contextmanager
-def open_device(device: torch.device, timeline: Timeline, *, limit_bytes: int | None = None) -> Iterator[Device]:
-    """Open the device for an engine. `limit_bytes`: the most that torch may allocate on a GPU; None sets no limit."""
+def open_device(device: torch.device, timeline: Timeline | None, *, limit_bytes: int | None = None) -> Iterator[Device]:
+    """Open the device for an engine. `timeline` None: nothing is recorded. `limit_bytes`: the most that torch may
+    allocate on a GPU; None sets no limit."""
     if device.type == "cpu":
         yield HostDevice(timeline)
         return

@@ -20,7 +20,6 @@ from ratel_cli.engine.pass_schedule import PassSchedule, PassUnit
 from ratel_cli.engine.resident_buffers import ResidentBuffers
 from ratel_cli.engine.saved_tensors import CacheCounts
 from ratel_cli.engine.saved_transfers import SavedTransfers
-from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.tensor_cache import TensorCache
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import GrowingScratch
@@ -83,7 +82,7 @@ def offload_activations(
             available = format_bytes(context.host_limit_bytes)
             raise BadInput(f"host_memory is {format_bytes(resident_bytes)}, but {available} of RAM may be used")
         resident = opened.enter_context(ResidentBuffers(context.pool, resident_bytes)) if resident_bytes else None
-        engine_device = opened.enter_context(open_device(device, Timeline()))
+        engine_device = opened.enter_context(open_device(device, None))
         weights = _Weights(module)
         transfers = SavedTransfers(
             context.pool,

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from time import perf_counter, sleep
 
 import pytest
 import torch
 
+from ratel_cli.engine.device import gpu
 from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.optimizer.leaving import _norm_on_gpu
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
@@ -98,6 +100,23 @@ def test_a_download_may_be_uploaded_again_at_once(device: GpuDevice, pool: Buffe
             upload = device.upload(lease.memory, device.reserve(LARGE), LABEL, after=download)
             assert bool((upload.open() == number).all())
             upload.wait()
+
+
+def test_without_a_timeline_nothing_is_remembered(pool: BufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of any length may use it; its moments stay in order when the clock is set again."""
+    monkeypatch.setattr(gpu, "_MOST_CLOCK_SECONDS", 0.01)
+    with GpuDevice(GPU, None) as device, pool.lease(LARGE, "weights") as lease:
+        clock, seconds = device._clock, []
+        for _ in range(5):
+            began = perf_counter()
+            device.upload(lease.memory, device.reserve(LARGE), LABEL).wait()
+            with device.computing(LABEL):
+                keep_busy(device)
+            sleep(0.01)
+            seconds.append(device.mark()())
+            assert began <= seconds[-1] + 1e-3 and seconds[-1] <= perf_counter() + 1e-3
+        assert seconds == sorted(seconds)
+        assert device._measured == [] and device._clock.seconds > clock.seconds
 
 
 @in_real_time

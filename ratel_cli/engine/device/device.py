@@ -33,6 +33,7 @@ import torch
 
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.views import view
+from ratel_cli.planning.step_time import Resource
 
 UploadLane = Literal["weights", "activations"]
 """What an upload queues behind: earlier uploads in the same lane."""
@@ -137,7 +138,8 @@ class HostDevice:
     is_host = True
     torch_device = torch.device("cpu")
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline | None) -> None:
+        """None: nothing is recorded."""
         self._timeline = timeline
 
     def reserve(self, num_bytes: int) -> DeviceBuffer:
@@ -163,7 +165,7 @@ class HostDevice:
     def download(
         self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
     ) -> Download:
-        with self._timeline.during("down", label):
+        with self._recorded("down", label):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor)
         return _NOTHING
@@ -172,7 +174,7 @@ class HostDevice:
         return
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
-        return self._timeline.during("compute", label)
+        return self._recorded("compute", label)
 
     def mark(self) -> Moment:
         now = perf_counter()
@@ -183,6 +185,9 @@ class HostDevice:
 
     def collect(self) -> None:
         return
+
+    def _recorded(self, resource: Resource, label: SpanLabel) -> AbstractContextManager[None]:
+        return nullcontext() if self._timeline is None else self._timeline.during(resource, label)
 
 
 class _InPlace:

@@ -51,6 +51,10 @@ _NOT_DETERMINISTIC = (
 """What is in messages about operators that would have to be deterministic and are not."""
 
 
+_MOST_CLOCK_SECONDS = 60.0
+"""Times between events are rounded to a part in ten million. Beyond this, moments are counted from a later one."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Clock:
     """Translates times of events to the host's clock, from one moment that both have measured."""
@@ -139,8 +143,9 @@ class GpuDevice(Closing):
 
     is_host = False
 
-    def __init__(self, device: torch.device, timeline: Timeline, *, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: the most that torch may allocate on the GPU while this is open; None sets no limit."""
+    def __init__(self, device: torch.device, timeline: Timeline | None, *, limit_bytes: int | None = None) -> None:
+        """`timeline` None: nothing is recorded. `limit_bytes`: the most that torch may allocate on the GPU while this
+        is open; None sets no limit."""
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.torch_device = torch.device(device.type, index)
         self._module = torch.get_device_module(self.torch_device)
@@ -234,7 +239,10 @@ class GpuDevice(Closing):
 
         def moment() -> float:
             _wait(event)
-            return clock.at(event)
+            seconds = clock.at(event)
+            if seconds > self._clock.seconds + _MOST_CLOCK_SECONDS:
+                self._clock = _Clock(event, seconds)
+            return seconds
 
         return moment
 
@@ -246,6 +254,7 @@ class GpuDevice(Closing):
         running = []
         for measured in self._measured:
             if measured.end.query():
+                assert self._timeline is not None
                 measured.record_in(self._timeline)
             else:
                 running.append(measured)
@@ -297,7 +306,8 @@ class GpuDevice(Closing):
     ) -> torch.Event:
         """Note what the stream does from `start` to here, for `collect`. Returns the event at its end."""
         end = _record(stream)
-        self._measured.append(_Measured(resource, label, self._clock, start, end))
+        if self._timeline is not None:
+            self._measured.append(_Measured(resource, label, self._clock, start, end))
         return end
 
     def _set_clock(self) -> _Clock:
