@@ -32,14 +32,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise, takewhile
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import Device, DeviceBuffer, Transfer, Upload
+from ratel_cli.engine.device.device import Device, DeviceBuffer, InPlace, Upload
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.update import Updates
@@ -103,32 +102,13 @@ class _Part(NamedTuple):
     upload: Upload
 
 
-class _Source(NamedTuple):
-    """Where a part comes from."""
+class _Coming(NamedTuple):
+    """A part that the device does not get yet."""
 
     block: BlockSpec
-    memory: memoryview
-    mapped: torch.Tensor | None = None
-    """The same bytes, which the GPU reads in place."""
-    table: torch.Tensor | None = None
-    """`[rows, width]`, of which the GPU collects rows in place; `memory` is not used then."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadInPlace:
-    """Stands for an upload of what is read in place."""
-
-    values: torch.Tensor
-    done = True
-
-    def open(self) -> torch.Tensor:
-        return self.values
-
-    def wait(self) -> None:
-        """Nothing was moved. Who reads the memory is waited for with the whole use (`_close`)."""
-
-    def give_up(self) -> Transfer:
-        return self
+    is_ahead: bool
+    """Whether it may come while the segment before computes: in the window, or without taking memory."""
+    start: Callable[[], Upload]
 
 
 class WeightReader:
@@ -161,7 +141,7 @@ class WeightReader:
         layers = frozenset(layer.index for layer in program.spec.layers)
         self._gpu_weights = frozenset() if device.is_host else gpu_weights & layers
         self._gpu_window_bytes = gpu_window_bytes
-        self._read_in_place = {} if device.is_host else read_in_place
+        self._modes = {} if device.is_host else read_in_place
         self._device = device
         self._timeline = timeline
         self._uses: deque[_Use] = deque()
@@ -182,8 +162,8 @@ class WeightReader:
             coming[lifetime.last].ends.add(lifetime.of.index)
         for upload in upload_lifetimes(uses, staying=self._gpu_weights):
             coming[upload.first].goes_up = True
-            for position in range(upload.first, upload.last):
-                coming[position].stays_up = True
+            for use in coming[upload.first : upload.last]:
+                use.stays_up = use.stays_up or use.segment is upload.of
         self._uses.extend(coming)
 
     def open(self, segment: Segment) -> SegmentWeights:
@@ -235,7 +215,7 @@ class WeightReader:
             return
         for part in use.uploads:
             part.upload.wait()  # no stall of its own: what computes has waited for it where it was opened
-        if any(isinstance(part.upload, _ReadInPlace) for part in use.uploads):
+        if any(isinstance(part.upload, InPlace) for part in use.uploads):
             self._device.mark()()  # until nothing that is queued now reads the memory
         use.uploads, use.buffers = [], []
         if use.gathered is not None:
@@ -269,9 +249,8 @@ class WeightReader:
 
     def _upload(self, use: _Use) -> None:
         """Start what has not started yet of a use's uploads."""
-        for number, (source, buffer) in enumerate(self._with_buffers(use)):
-            if number == len(use.uploads):
-                self._start(use, source, buffer)
+        for coming in islice(self._coming(use), len(use.uploads), None):
+            use.uploads.append(_Part(coming.block, coming.start()))
 
     def _prepare(self) -> None:
         """On a GPU: reserve the window's buffers for the next use, and start its upload if its weights are ready."""
@@ -286,49 +265,50 @@ class WeightReader:
         is_read = bool(coming.weights) and all(weights.is_read for weights in coming.weights)
         if not is_read or not all(map(self._updates.is_updated, coming.segment.bound)):
             return
-        for source, buffer in self._with_buffers(coming):
-            if buffer is None and source.mapped is None:
-                return
-            self._start(coming, source, buffer)
+        for part in takewhile(lambda part: part.is_ahead, self._coming(coming)):
+            coming.uploads.append(_Part(part.block, part.start()))
 
-    def _start(self, use: _Use, source: _Source, buffer: DeviceBuffer | None) -> None:
-        """Start the upload of a part, if it goes up. Without a buffer, it gets one that waits for what computes now."""
-        label = SpanLabel.of("weights", source.block, use.stage)
-        upload: Upload
-        if source.mapped is not None:
-            upload = _ReadInPlace(source.mapped)
-        elif source.table is not None:
-            assert use.rows is not None
-            if buffer is None:
-                buffer = self._device.reserve(source.block.dtype_bytes * use.rows.num_elements)
-            upload = self._device.upload_rows(source.table, use.rows.tokens.on_device, buffer, label)
-        else:
-            if buffer is None:
-                buffer = self._device.reserve(len(source.memory))
-            upload = self._device.upload(source.memory, buffer, label)
-        use.uploads.append(_Part(source.block, upload))
-
-    def _with_buffers(self, use: _Use) -> Iterator[tuple[_Source, DeviceBuffer | None]]:
-        """Where each part comes from, and the window's buffer for it. All weights must have been read and updated."""
+    def _coming(self, use: _Use) -> Iterator[_Coming]:
+        """The parts of a use, in order. All weights must have been read and updated."""
         buffers = iter(use.buffers)
         memories = {weights.block.index: weights.memory for weights in use.weights}
         for piece in self._pieces(use):
             block, memory = piece.block, memories[piece.block.index]
+            label = SpanLabel.of("weights", block, use.stage)
             if piece.is_rows:
-                assert use.rows is not None
-                table = use.rows.table(self._device, memory) if piece.is_in_place else None
-                memory = memory[:0] if table is not None else self._rows(use, use.rows, memory)
-                yield _Source(block, memory, table=table), next(buffers) if piece.ahead_bytes else None
+                buffer = next(buffers) if piece.ahead_bytes else None
+                yield _Coming(block, buffer is not None, partial(self._upload_rows, use, memory, buffer, label, piece))
                 continue
             memory = memory[piece.start : piece.stop]
-            if piece.is_in_place:  # what the GPU cannot read goes up, without a window
-                yield _Source(block, memory, mapped=self._device.mapped(memory)), None
+            if piece.is_in_place:
+                yield _Coming(block, True, partial(self._read_in_place, memory, label))
                 continue
             ahead, behind = memory[: piece.ahead_bytes], memory[piece.ahead_bytes :]
             if ahead:
-                yield _Source(block, ahead), next(buffers)
+                yield _Coming(block, True, partial(self._device.upload, ahead, next(buffers), label))
             if behind:
-                yield _Source(block, behind), None
+                yield _Coming(block, False, partial(self._upload_now, behind, label))
+
+    def _read_in_place(self, memory: memoryview, label: SpanLabel) -> Upload:
+        """What the GPU cannot read goes up."""
+        mapped = self._device.mapped(memory)
+        return self._upload_now(memory, label) if mapped is None else InPlace(mapped)
+
+    def _upload_now(self, memory: memoryview, label: SpanLabel) -> Upload:
+        """To a buffer that waits for what computes now."""
+        return self._device.upload(memory, self._device.reserve(len(memory)), label)
+
+    def _upload_rows(
+        self, use: _Use, memory: memoryview, buffer: DeviceBuffer | None, label: SpanLabel, piece: _Piece
+    ) -> Upload:
+        """The rows of a matrix that is in `memory`: the GPU collects them in place, or the host does."""
+        assert use.rows is not None
+        if buffer is None:
+            buffer = self._device.reserve(piece.block.dtype_bytes * use.rows.num_elements)
+        table = use.rows.table(self._device, memory) if piece.is_in_place else None
+        if table is None:
+            return self._device.upload(self._rows(use, use.rows, memory), buffer, label)
+        return self._device.upload_rows(table, use.rows.tokens.on_device, buffer, label)
 
     def _pieces(self, use: _Use) -> Iterator[_Piece]:
         """The weights of the use's blocks, cut where the GPU gets them in another way. Of an embedding that is looked
@@ -355,7 +335,7 @@ class WeightReader:
 
     def _is_in_place(self, use: _Use, parameter: ParameterSpec) -> bool:
         """What stays on the GPU from forward to backward is uploaded for that."""
-        mode = self._read_in_place.get(parameter.name, "GFGB")
+        mode = self._modes.get(parameter.name, "GFGB")
         return not use.stays_up and (mode == "DHA" or (mode == "DFGB" and use.stage == "forward"))
 
     def _ahead_bytes(self, use: _Use) -> list[int]:

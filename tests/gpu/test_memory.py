@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span
+from ratel_cli.engine.weights import SegmentWeights, WeightReader
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.operators import OperatorMode, TorchOperator
@@ -25,6 +27,7 @@ from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.units import MIB, align_up
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.engine.exactness import AHEAD
@@ -59,6 +62,27 @@ def config_of(*, num_layers: int, hidden_size: int = HIDDEN_SIZE, tied: bool = F
         max_position_embeddings=8192,
         tie_word_embeddings=tied,
     )
+
+
+def test_weights_that_stay_are_those_of_layers_until_their_backward(tmp_path: Path) -> None:
+    """Nothing between, such as the head, stays beside them; and after the step nothing is there."""
+    stayed = list[set[int]]()
+    opened = WeightReader.open
+
+    def noted(reader: WeightReader, segment: Segment) -> SegmentWeights:
+        weights = opened(reader, segment)
+        stayed.append({*reader._on_gpu})
+        return weights
+
+    config = config_of(num_layers=3, hidden_size=64)
+    placement = replace(AHEAD, gpu_weights=frozenset({2, 3}))
+    with (
+        mock.patch.object(WeightReader, "open", noted),
+        gpu_machine(tmp_path, config, RECIPE, placement=placement) as ratel,
+    ):
+        ratel.train(random_steps(1, 1), RECIPE)
+    # Embedding, three layers, the head, and back.
+    assert stayed == [set(), set(), {2}, {2, 3}, {2, 3}, {2}, set(), set(), set()]
 
 
 def batches_of(num_micro_batches: int, *, rows: int, tokens: int, vocab_size: int = VOCAB_SIZE) -> list[MicroBatch]:

@@ -154,13 +154,13 @@ class HostDevice:
         lane: UploadLane = "weights",
         after: Download | None = None,
     ) -> Upload:
-        return _InPlace(view(memory, torch.uint8))
+        return InPlace(view(memory, torch.uint8))
 
     def mapped(self, memory: memoryview) -> torch.Tensor | None:
         return view(memory, torch.uint8)
 
     def upload_rows(self, table: torch.Tensor, rows: torch.Tensor, buffer: DeviceBuffer, label: SpanLabel) -> Upload:
-        return _InPlace(table[rows].view(-1).view(torch.uint8))
+        return InPlace(table[rows].view(-1).view(torch.uint8))
 
     def download(
         self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
@@ -190,8 +190,8 @@ class HostDevice:
         return nullcontext() if self._timeline is None else self._timeline.during(resource, label)
 
 
-class _InPlace:
-    """A transfer of bytes that are already where they are needed."""
+class InPlace:
+    """A transfer of bytes that are already where they are needed: nothing moves, and `wait` waits for nobody."""
 
     done = has_left = True
 
@@ -208,4 +208,4 @@ class _InPlace:
         return self
 
 
-_NOTHING = _InPlace(torch.empty(0, dtype=torch.uint8))
+_NOTHING = InPlace(torch.empty(0, dtype=torch.uint8))

@@ -121,8 +121,10 @@ class _GpuUpload(_GpuTransfer):
 
 
 class _GpuDownload(_GpuTransfer):
-    num_held = 0
-    """Of its tensors, for whose copies computing does not wait yet."""
+    def __init__(self, end: torch.Event, num_held: int) -> None:
+        super().__init__(end)
+        self.num_held = num_held
+        """Of its tensors, those for whose copies computing does not wait yet."""
 
     @property
     def has_left(self) -> bool:
@@ -215,8 +217,7 @@ class GpuDevice(Closing):
             for tensor, memory in pieces:
                 copy_in_pieces(view(memory, torch.uint8), tensor)
                 ends.append(_record(self._down))
-        download = _GpuDownload(self._measure("down", label, start, self._down))
-        download.num_held = len(ends)
+        download = _GpuDownload(self._measure("down", label, start, self._down), len(ends))
         leaving = [_Leaving(end, tensor, download) for end, (tensor, _) in zip(ends, pieces, strict=True)]
         self._downloading.extend(leaving)
         return download
