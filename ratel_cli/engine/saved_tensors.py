@@ -36,7 +36,8 @@ class SavedScope:
     entries: list[SavedStorage] = field(default_factory=list)
     num_bytes: int = 0
     """What may leave of what it saves."""
-    is_fetched: bool = False
+    is_read_ahead: bool = False
+    """Whether the reads of all its entries were started."""
 
 
 @dataclass(slots=True)
@@ -61,6 +62,8 @@ class SavedPass:
     scope: SavedScope
     number: int = 0
     """Of its micro-batch, in a schedule."""
+    saved_bytes: int = 0
+    """What may leave of what it saves."""
     in_memory: Moved = field(default_factory=Moved)
     on_drives: Moved = field(default_factory=Moved)
     ended: Moment | None = None
@@ -133,6 +136,11 @@ class SavedStorage:
     def is_away(self) -> bool:
         """Whether it must come back to be used."""
         return self.tensor is None and self.restored is None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether its buffer has the bytes, or will have them when the download has ended."""
+        return self.lease is not None and (self.read is None or self.read.done)
 
     @property
     def is_on_drives(self) -> bool:

@@ -62,10 +62,6 @@ class SavedTransfers(Closing):
         """Those that nobody needs, and whose transfers may be in flight."""
         self._live: set[SavedStorage] = set()
         """All that have a buffer or a place."""
-        self._reading_bytes = 0
-        """Of buffers of what is read, or was read and is uploaded."""
-        self._up_bytes = 0
-        """Of a GPU's memory for what was not asked for yet."""
 
     def buffer_in_memory(self, num_bytes: int, *, must_not_stall: bool) -> Lease | None:
         """A buffer in which a storage stays; None if host memory has none. `must_not_stall`: nor if computing would
@@ -158,10 +154,10 @@ class SavedTransfers(Closing):
             if not entry.num_users or not entry.is_away or entry.upload is not None:
                 continue
             if entry.buffer is None:
-                if not must_come and self._up_bytes + entry.num_bytes > self.buffer_bytes:
+                if not must_come and self._ahead_bytes + entry.num_bytes > self.buffer_bytes:
                     return False
-                self._reserve(entry)
-            if entry.lease is not None and (entry.read is None or entry.read.done):
+                entry.buffer = self.device.reserve(entry.num_bytes)
+            if entry.is_in_memory:
                 self._start_upload(entry)
         return True
 
@@ -179,7 +175,6 @@ class SavedTransfers(Closing):
                 self._start_upload(entry)
             upload, entry.upload = entry.upload, None
             assert upload is not None
-            self._up_bytes -= entry.num_bytes
             opened = upload.open()
             if not is_there:
                 entry.moved.waits.append((computed, self.device.mark()))
@@ -190,17 +185,9 @@ class SavedTransfers(Closing):
                 entry.restored, entry.uploaded = opened, upload.give_up()
         return entry.restored
 
-    def _is_there(self, entry: SavedStorage) -> bool:
-        """Whether nothing has to be waited for."""
-        if self.device.is_host:
-            return entry.lease is not None and (entry.read is None or entry.read.done)
-        return entry.upload is not None and entry.upload.done
-
     def end(self, entry: SavedStorage) -> None:
         """Nobody needs it any more."""
-        entry.tensor = entry.restored = None
-        if entry.upload is None:
-            self._drop_buffer(entry)
+        entry.tensor = entry.restored = entry.buffer = None
         self._ended.append(entry)
 
     def close(self) -> None:
@@ -227,6 +214,22 @@ class SavedTransfers(Closing):
     @property
     def _stored_bytes(self) -> int:
         return sum(entry.lease.num_bytes for entry in self._storing if entry.lease is not None)
+
+    @property
+    def _reading_bytes(self) -> int:
+        """Of buffers of what is read, or was read and is uploaded."""
+        return sum(entry.num_bytes for entry in self._live if entry.is_read)
+
+    @property
+    def _ahead_bytes(self) -> int:
+        """Of a GPU's memory for what was not asked for yet."""
+        return sum(entry.num_bytes for entry in self._live if entry.buffer is not None or entry.upload is not None)
+
+    def _is_there(self, entry: SavedStorage) -> bool:
+        """Whether computing need not wait for it."""
+        if self.device.is_host:
+            return entry.is_in_memory
+        return entry.upload is not None and entry.upload.done
 
     def _leaves_without_stall(self, num_bytes: int) -> bool:
         """Whether another `num_bytes` may leave while what is computed next does not wait."""
@@ -280,17 +283,6 @@ class SavedTransfers(Closing):
             raise
         entry.lease, entry.is_read = lease, True
         self.counts.read += entry.num_bytes
-        self._reading_bytes += entry.num_bytes
-
-    def _reserve(self, entry: SavedStorage) -> None:
-        entry.buffer = self.device.reserve(entry.num_bytes)
-        self._up_bytes += entry.num_bytes
-
-    def _drop_buffer(self, entry: SavedStorage) -> None:
-        """The device buffer of an entry that was not asked for is not needed."""
-        if entry.upload is not None or entry.buffer is not None:
-            self._up_bytes -= entry.num_bytes
-        entry.buffer = None
 
     def _start_upload(self, entry: SavedStorage) -> None:
         """Waits for the read. If that failed, only the drives have the entry again."""
@@ -304,10 +296,7 @@ class SavedTransfers(Closing):
                 raise
         elif entry.place is not None:
             self.counts.forwarded += entry.num_bytes
-        if entry.buffer is None:
-            self._reserve(entry)
-        buffer, entry.buffer = entry.buffer, None
-        assert buffer is not None
+        buffer, entry.buffer = entry.buffer or self.device.reserve(entry.num_bytes), None
         memory = entry.lease.memory[: entry.num_bytes]
         entry.upload = self.device.upload(memory, buffer, _LABEL, lane="activations", after=entry.download)
         if not self.device.is_host:
@@ -321,7 +310,7 @@ class SavedTransfers(Closing):
     def _end_transfers(self, entry: SavedStorage) -> None:
         """Wait for what is in flight, and give back buffer and place. Nobody needs the bytes, so no failure matters."""
         transfers = entry.transfers
-        self._drop_buffer(entry)
+        entry.buffer = None
         entry.download = entry.write = entry.read = entry.upload = entry.uploaded = None
         for transfer in transfers:
             with contextlib.suppress(RatelError):
@@ -332,11 +321,9 @@ class SavedTransfers(Closing):
 
     def _free_buffer(self, entry: SavedStorage) -> None:
         lease, entry.lease = entry.lease, None
+        entry.is_read = False
         if lease is None:
             return
-        if entry.is_read:
-            entry.is_read = False
-            self._reading_bytes -= entry.num_bytes
         if entry.place is None and self._resident is not None:
             self._resident.give_back(lease)
         else:

@@ -58,12 +58,12 @@ class TensorCache(Closing):
         least_bytes: int,
         most_bytes: int | None,
         finds_most: bool,
-        most_buffer_bytes: int | None = None,
+        most_buffer_bytes: int = 0,
         schedule: PassSchedule | None = None,
     ) -> None:
         """The cache closes `transfers`. `stays`: whether a tensor never leaves, such as a weight. `least_bytes`: of a
         storage that leaves. `most_bytes`: of a pass; None: all. `finds_most`: it is found instead. `most_buffer_bytes`:
-        the buffers of `transfers` grow in the first pass, up to this, to what a scope saves; None: they do not."""
+        the buffers of `transfers` grow up to this, to what a scope of the first pass that saves anything does."""
         self._transfers = transfers
         self._device = transfers.device
         self._stays = stays
@@ -71,14 +71,12 @@ class TensorCache(Closing):
         self._most_bytes = most_bytes
         self._finds_most = finds_most
         self._found_in_memory, self._found_on_drives = FoundAmount(), FoundAmount()
-        self._most_buffer_bytes = most_buffer_bytes or 0
+        self._most_buffer_bytes = most_buffer_bytes
         self._schedule = schedule
         self._entries: dict[tuple[int, int], SavedStorage] = {}
         """By storage and version: those whose storage may be saved again."""
         self._pass: SavedPass | None = None
         self._keeps = False
-        self._has_saved = False
-        """Whether this pass saved anything that may leave."""
         self._scope_began: Moment | None = None
         self._scheduled: dict[int, SavedPass] = {}
         """Passes that wait for their backwards, by their numbers in the schedule."""
@@ -105,11 +103,11 @@ class TensorCache(Closing):
         self._find_most()
         self._transfers.settle()
         self._pass = SavedPass(self._device.mark(), SavedScope(None))
-        self._keeps, self._has_saved, self._scope_began = False, False, None
+        self._keeps, self._scope_began = False, None
         if self._schedule is not None:
             self._pass.number = self._schedule.begin_forward()
             self._scheduled[self._pass.number] = self._pass
-            self._fetch_next()
+            self._read_next()
 
     def begin_scope(self, *, is_last: bool) -> None:
         """A block of the forward begins. What the last one saves stays: its backward comes at once."""
@@ -128,10 +126,10 @@ class TensorCache(Closing):
         ended, self._pass = self._pass, None
         if ended is not None:
             ended.ended = self._device.mark()
-            if ended.scope.before is not None and self._has_saved:
+            if ended.saved_bytes:
                 self._most_buffer_bytes = 0
-            if self._finds_most and self._has_saved:
-                self._measured.append(ended)
+                if self._finds_most:
+                    self._measured.append(ended)
 
     def close(self) -> None:
         """Wait for transfers in flight. What is saved cannot be restored any more. Idempotent."""
@@ -155,7 +153,7 @@ class TensorCache(Closing):
         may_leave = self._least_bytes <= num_bytes <= _MOST_OF_VIEW * tensor.nbytes
         if may_leave:
             self._pass.scope.num_bytes += num_bytes
-            self._has_saved = True
+            self._pass.saved_bytes += num_bytes
         buffer = self._buffer_for(self._pass, num_bytes) if may_leave and not self._keeps else None
         if buffer is None:
             self.counts.stayed += num_bytes
@@ -170,16 +168,14 @@ class TensorCache(Closing):
     def _restore(self, saved: SavedView | StayingTensor) -> torch.Tensor:
         if isinstance(saved, StayingTensor):
             if saved.scope is not None and not self._is_closed:
-                self._fetch(saved.scope)
-                self._upload_ahead(saved.scope)
+                self._reach(saved.scope)
             return saved.unchanged()
         if self._is_closed:
             raise BadInput(
                 "a backward comes after its offload_activations has ended", "let it run inside of that context"
             )
         entry = saved.entry
-        self._fetch(entry.scope)
-        self._upload_ahead(entry.scope)
+        self._reach(entry.scope)
         self._follow_schedule(entry)
         base = self._transfers.restored(entry)
         values = torch.empty(0, dtype=saved.dtype, device=base.device)
@@ -232,25 +228,21 @@ class TensorCache(Closing):
 
     # Restoring.
 
-    def _fetch(self, scope: SavedScope) -> None:
-        """Start the reads of a scope, of the one before it, whose backward comes next, and of more in free buffers."""
+    def _reach(self, scope: SavedScope) -> None:
+        """Backward asks for a tensor of this scope."""
         self._advance()
-        each: SavedScope | None = scope
-        must_come = 2
-        while each is not None:
-            if not each.is_fetched:
-                each.is_fetched = self._transfers.read_ahead(reversed(each.entries), must_come=must_come > 0)
-                if not each.is_fetched:
-                    return
-            each, must_come = each.before, must_come - 1
+        self._read_ahead(scope)
+        for each, must_come in _backwards(scope):
+            if not self._transfers.upload_ahead(reversed(each.entries), must_come=must_come):
+                return
 
-    def _upload_ahead(self, scope: SavedScope) -> None:
-        """Start the uploads of a scope and of the one before it, as far as they have been read, and of more while there
-        is memory."""
-        each: SavedScope | None = scope
-        must_come = 2
-        while each is not None and self._transfers.upload_ahead(reversed(each.entries), must_come=must_come > 0):
-            each, must_come = each.before, must_come - 1
+    def _read_ahead(self, scope: SavedScope) -> None:
+        """Start the reads of a scope, of the one before it, whose backward comes next, and of more in free buffers."""
+        for each, must_come in _backwards(scope):
+            if not each.is_read_ahead:
+                each.is_read_ahead = self._transfers.read_ahead(reversed(each.entries), must_come=must_come)
+                if not each.is_read_ahead:
+                    return
 
     def _follow_schedule(self, entry: SavedStorage) -> None:
         """Backward asks for a tensor of this entry. Where its first block is reached, the next backward comes soon."""
@@ -262,16 +254,16 @@ class TensorCache(Closing):
             self._schedule.begin_backward(number)
         before = entry.scope.before
         if before is None or before.before is None:
-            self._fetch_next()
+            self._read_next()
 
-    def _fetch_next(self) -> None:
+    def _read_next(self) -> None:
         """Start the reads that the next unit of the schedule begins with, if that is a backward whose forward has
         ended."""
         assert self._schedule is not None
         number = self._schedule.next_backward
         following = None if number is None else self._scheduled.get(number)
         if following is not None and following is not self._pass:
-            self._fetch(following.scope)
+            self._read_ahead(following.scope)
 
     def _find_most(self) -> None:
         """Find how much of a pass goes, from those before whose writes, or whose backwards, have ended."""
@@ -287,3 +279,12 @@ class TensorCache(Closing):
                 ):
                     found.adapt(moved.num_bytes, moved.stalled_seconds, forward_seconds=each.forward_seconds)
                 self._measured.remove(each)
+
+
+def _backwards(scope: SavedScope) -> Iterator[tuple[SavedScope, bool]]:
+    """A scope and those before it, and whether each must come now: the first one, and the next one of backward."""
+    each: SavedScope | None = scope
+    number = 0
+    while each is not None:
+        yield each, number < 2
+        each, number = each.before, number + 1

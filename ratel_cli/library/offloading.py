@@ -66,11 +66,7 @@ def offload_activations(
     if _IS_OPEN.get():
         raise BadInput("offload_activations is open for another module", "give it a module that has both")
     names = find_module_blocks(module, blocks)
-    is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
-    if not is_number and amount not in ("auto", "all"):
-        raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
-    if (buffer_bytes is not None and buffer_bytes <= 0) or least_bytes < 0:
-        raise BadInput("buffer_bytes must be above 0, and least_bytes not below")
+    _check(amount, buffer_bytes, least_bytes)
     resident_bytes = _parsed(host_memory)
     units = None if schedule is None else PassSchedule(schedule)
     device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
@@ -84,13 +80,10 @@ def offload_activations(
         resident = opened.enter_context(ResidentBuffers(context.pool, resident_bytes)) if resident_bytes else None
         engine_device = opened.enter_context(open_device(device, None))
         weights = _Weights(module)
-        transfers = SavedTransfers(
-            context.pool,
-            space,
-            engine_device,
-            buffer_bytes=buffer_bytes or _BUFFER_BYTES,
-            resident=resident,
-        )
+        first_bytes, most_bytes = _BUFFER_BYTES, (context.host_limit_bytes - resident_bytes) // _BUFFER_SHARE
+        if buffer_bytes is not None:
+            first_bytes = most_bytes = buffer_bytes
+        transfers = SavedTransfers(context.pool, space, engine_device, buffer_bytes=first_bytes, resident=resident)
         cache = opened.enter_context(
             TensorCache(
                 transfers,
@@ -98,9 +91,7 @@ def offload_activations(
                 least_bytes=least_bytes,
                 most_bytes=amount if isinstance(amount, int) else None,
                 finds_most=amount == "auto",
-                most_buffer_bytes=None
-                if buffer_bytes
-                else (context.host_limit_bytes - resident_bytes) // _BUFFER_SHARE,
+                most_buffer_bytes=most_bytes,
                 schedule=units,
             )
         )
@@ -121,6 +112,15 @@ def offload_activations(
         opened.callback(_IS_OPEN.reset, token)
         with cache.saving():
             yield cache.counts
+
+
+def _check(amount: object, buffer_bytes: int | None, least_bytes: int) -> None:
+    """Raises BadInput."""
+    is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
+    if not is_number and amount not in ("auto", "all"):
+        raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
+    if (buffer_bytes is not None and buffer_bytes <= 0) or least_bytes < 0:
+        raise BadInput("buffer_bytes must be above 0, and least_bytes not below")
 
 
 def _parsed(host_memory: int | str) -> int:

@@ -376,7 +376,7 @@ def test_nothing_is_left_of_what_is_over(tmp_path: Path) -> None:
         assert (len(transfers._live) - len(transfers._storing), transfers._reading_bytes) == (0, 0)
         loss = NETS["gpt2"].loss(model, batches[0])
         for entry in list(transfers._live)[:1]:
-            cache._fetch(entry.scope)  # reads that nobody waits for
+            cache._read_ahead(entry.scope)  # reads that nobody waits for
     assert transfers._pool.leased_bytes == 0
     del loss
 
