@@ -540,6 +540,7 @@ MUTANTS = (
     Mutant("the host runs ahead of what it measures", "engine/tensor_cache.py", "            if before is not None:\n                before()\n", "", "what hides is found though the host queues a forward at once", "gpu/test_offloading.py"),
     Mutant("what is read in place is not waited for", "engine/weights.py", "self._device.mark()()  #", "pass  #", "host memory does not change while the GPU reads it", "gpu/test_read_in_place.py"),
     Mutant("what stays on a GPU is read in place", "engine/weights.py", "return not use.stays_up and ", "return ", "what stays is uploaded once", "gpu/test_read_in_place.py"),
+    Mutant("what is between layers that stay stays", "engine/weights.py", "use.stays_up or use.segment is upload.of", "True", "between layers that stay on a GPU nothing else stays", "gpu/test_memory.py"),
     Mutant("no schedule starts a read", "engine/tensor_cache.py", "following is not None and following is not self._pass", "False", "a schedule starts the reads of the next backward", "library/test_offloading_memory.py engine/test_tensor_cache_time.py"),
     Mutant("the tensor cache works in backward", "engine/tensor_cache.py", "running_backward() is not None", "False", "what backward makes is not offloaded", "library/test_offloading.py"),
     Mutant("loaded parameters leave within an operator", "library/initialising.py", "if id(parameter) in stay or ", "if ", "an operator finds all its arguments", "library/test_init.py"),

@@ -44,6 +44,14 @@ def modes(config: PretrainedConfig, choice: str) -> dict[str, AccessMode]:
     return {name: CHOICES[choice](name) for name, _ in model.named_parameters()}
 
 
+def train(directory: Path, choice: str, **changes: object) -> None:
+    """Two steps of a small Llama in bf16, with the bits of plain PyTorch. `changes`: of the placement."""
+    config = gpu_config("llama")
+    placement = replace(AHEAD, read_in_place=modes(config, choice), **changes)  # type: ignore[arg-type]
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=None)
+    check_training(gpu_machine, directory, config, recipe, num_steps=2, placement=placement)
+
+
 @pytest.fixture
 def mapped_bytes() -> Iterator[list[int]]:
     """Of each piece that is read in place."""
@@ -97,15 +105,8 @@ def test_it_changes_no_bit(
 
 @pytest.mark.parametrize("resident", [False, True])
 def test_what_stays_on_the_gpu_is_uploaded_once(tmp_path: Path, mapped_bytes: list[int], resident: bool) -> None:
-    config = gpu_config("llama")
-    placement = replace(
-        AHEAD,
-        read_in_place=modes(config, "everything"),
-        gpu_weights=EVERY_BLOCK,
-        resident_weights=EVERY_BLOCK if resident else frozenset(),
-    )
-    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=None)
-    check_training(gpu_machine, tmp_path, config, recipe, num_steps=2, placement=placement)
+    resident_weights = EVERY_BLOCK if resident else frozenset()
+    train(tmp_path, "everything", gpu_weights=EVERY_BLOCK, resident_weights=resident_weights)
     # The embedding's matrix and the head's, neither of which stays: of three uses, each in two steps.
     assert len(mapped_bytes) == 2 * 3
 
@@ -119,19 +120,13 @@ def test_it_is_over_before_the_memory_is_given_back(tmp_path: Path) -> None:
             view(lease.memory, torch.uint8).bitwise_not_()
         release(lease)
 
-    config = gpu_config("llama")
-    placement = replace(AHEAD, read_in_place=modes(config, "everything"))
-    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=None)
     with mock.patch.object(Lease, "release", scribbling):
-        check_training(gpu_machine, tmp_path, config, recipe, num_steps=2, placement=placement)
+        train(tmp_path, "everything")
 
 
 def test_no_row_is_collected_by_the_host(tmp_path: Path) -> None:
-    config = gpu_config("llama")
-    placement = replace(AHEAD, read_in_place=modes(config, "the embedding"))
-    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=None)
     with mock.patch.object(EmbeddingRows, "gather", side_effect=AssertionError):
-        check_training(gpu_machine, tmp_path, config, recipe, num_steps=2, placement=placement)
+        train(tmp_path, "the embedding")
 
 
 def test_its_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +137,5 @@ def test_its_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_that_is_not_registered_is_uploaded(tmp_path: Path) -> None:
-    config = gpu_config("llama")
-    placement = replace(AHEAD, read_in_place=modes(config, "everything"))
-    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=None)
     with mock.patch.object(GpuDevice, "mapped", return_value=None):
-        check_training(gpu_machine, tmp_path, config, recipe, num_steps=2, placement=placement)
+        train(tmp_path, "everything")
