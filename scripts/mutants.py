@@ -425,7 +425,7 @@ MUTANTS = (
     Mutant("frozen parameters are trained", "model/decoder.py", "requires_grad=block.is_trained)", "requires_grad=True)", "what is frozen never changes", "engine/test_mixed_blocks.py"),
     Mutant("gradients in fp32 are rounded", "model/binding.py", "gradient_dtype if each.dtype == dtype else None", "gradient_dtype", "gradients of parameters in fp32 are not rounded", "engine/test_mixed_blocks.py"),
     Mutant("weights leave after their first use", "engine/weights.py", "coming[lifetime.last].ends", "coming[lifetime.first].ends", "weights stay as long as they are planned to", "engine/test_exactness.py"),
-    Mutant("uploads leave after their first use", "engine/weights.py", "for position in range(upload.first, upload.last)", "for position in range(upload.first, upload.first)", "weights stay on the GPU as long as they are planned to", "gpu/test_exactness.py"),
+    Mutant("uploads leave after their first use", "engine/weights.py", "coming[upload.first : upload.last]", "coming[upload.first : upload.first]", "weights stay on the GPU as long as they are planned to", "gpu/test_memory.py"),
     Mutant("a lifetime ends a use early", "schedule/lifetimes.py", "before.first, position)", "before.first, position - 1)", "weights are there for each use", "schedule/test_lifetimes.py"),
     Mutant("a lifetime begins a use late", "schedule/lifetimes.py", "Lifetime(thing, position - ahead, position, position)", "Lifetime(thing, position - ahead + 1, position, position)", "memory is planned from when it is leased", "schedule/test_lifetimes.py"),
     Mutant("nothing stays for a next use", "schedule/lifetimes.py", "number_between <= ahead", "number_between < ahead", "what is there is not read again", "schedule/test_lifetimes.py"),
