@@ -37,7 +37,7 @@ class FoundAmount:
             self._found_bytes = self.most_bytes = int(num_bytes / max(1e-9, seconds) * forward_seconds)
 
     def allows(self, num_bytes: int) -> bool:
-        """Whether so much of a pass may go."""
+        """Whether this many bytes of a pass may go."""
         return self.most_bytes is None or num_bytes <= self.most_bytes
 
     def adapt(self, num_bytes: int, stalled_seconds: float, *, forward_seconds: float) -> None:

@@ -210,8 +210,8 @@ class TensorCache(Closing):
         return self._transfers.buffer_and_place(num_bytes, must_not_stall=self._finds_most)
 
     def _grow_buffers(self, scope_bytes: int) -> None:
-        """A scope of the first pass has saved so much. Where the host queues one ahead of the GPU, four have buffers:
-        one that is queued, one that is computed, one that is downloaded, and one that is written."""
+        """A scope of the first pass has saved `scope_bytes`. Where the host queues one ahead of the GPU, four have
+        buffers: one that is queued, one that is computed, one that is downloaded, and one that is written."""
         num_scopes = 4 if self._finds_most and not self._device.is_host else 1
         buffer_bytes = min(num_scopes * scope_bytes, self._most_buffer_bytes)
         self._transfers.buffer_bytes = max(self._transfers.buffer_bytes, buffer_bytes)

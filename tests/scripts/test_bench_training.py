@@ -38,6 +38,7 @@ def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> 
 
 @pytest.mark.nightly
 def test_a_hooked_module_next_to_plain_pytorch(tmp_path: Path) -> None:
+    """What `--planned` says without building it is what it moves."""
     tiny = [
         "--layers",
         "2",
@@ -54,7 +55,10 @@ def test_a_hooked_module_next_to_plain_pytorch(tmp_path: Path) -> None:
     ]
     command = [sys.executable, "-m", "scripts.bench.hooked", *tiny, "--storage", str(tmp_path)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
-    rows = [line.split("  ")[0] for line in output.splitlines()]
+    planned = subprocess.run([*command, "--planned"], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+    lines = output.splitlines()
+    assert (planned.splitlines()[0], planned.splitlines()[-1]) == (lines[0], lines[4])
+    rows = [line.split("  ")[0] for line in lines]
     assert [row.strip() for row in rows if row[0].isalpha()] == [
         "build", "write the state", "step", "open", "vertical step", "plain step",
     ]  # fmt: skip
