@@ -69,9 +69,14 @@ class MicroBatch:
         )
 
     @property
-    def others(self) -> dict[str, torch.Tensor]:
-        """What a model gets besides tokens and positions, by the names that transformers has for it."""
-        named = {"attention_mask": self.mask, "decoder_input_ids": self.decoder_ids}
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model gets, by the names that transformers has for it."""
+        named = {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": self.mask,
+            "decoder_input_ids": self.decoder_ids,
+        }
         return {name: each for name, each in named.items() if each is not None}
 
     @property

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.carried import Embedded
-from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
+from ratel_cli.model.layer_runner import CANNOT_RUN, Inputs, LayerRunner, last_hidden_state, text_inputs
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 from ratel_cli.model.trials import ordinary_tokens, trying
 from ratel_cli.model.two_stacks import TwoStackRunner
@@ -35,11 +35,12 @@ def reject_what_passes_all_layers(layer_runner: LayerRunner, outside: Sequence[S
     """Raise BadInput if something before the layers is used behind them. `outside`: the parameters outside the layers,
     unbound and on the CPU."""
     positions = torch.arange(_TOKENS).unsqueeze(0)
-    rows = [ordinary_tokens(layer_runner.model, vocab_size, _TOKENS, seed) for seed in (1, 2)]
+    tokens = [ordinary_tokens(layer_runner.model, vocab_size, _TOKENS, seed) for seed in (1, 2)]
+    rows = [text_inputs(ids, positions) for ids in tokens]
     try:
         with trying(layer_runner) as stand_ins, stand_ins.bound(outside):
-            hidden = stand_ins.random(layer_runner.embed(rows[0], positions).hidden.shape)
-            finished = [last_hidden_state(layer_runner.finish(hidden, ids, positions)) for ids in rows]
+            hidden = stand_ins.random(layer_runner.embed(rows[0]).hidden.shape)
+            finished = [last_hidden_state(layer_runner.finish(hidden, row)) for row in rows]
     except CANNOT_RUN:
         return  # it cannot be tried
     if not torch.equal(*finished):
@@ -63,7 +64,8 @@ def reject_other_text(
     them fails, a model that cannot be tried is refused too.
     """
     name = type(layer_runner.model).__name__
-    rows = torch.cat([ordinary_tokens(layer_runner.model, vocab_size, _ROW_TOKENS, seed) for seed in (1, 2)])
+    tokens = [ordinary_tokens(layer_runner.model, vocab_size, _ROW_TOKENS, seed) for seed in (1, 2)]
+    rows = {"input_ids": torch.cat(tokens)}
     with trying(layer_runner) as stand_ins, stand_ins.bound(outside):
         try:
             wanted = _of_owner(layer_runner, rows, stand_ins)
@@ -89,16 +91,15 @@ def reject_other_pairs(runner: TwoStackRunner, outside: Sequence[StandsIn], *, v
     """Raise BadInput unless the model does with two texts what its stacks do one after the other: it calls the layers
     of both with the same, and makes the same logits of the last one's output. `outside`: as above."""
     source, target = (ordinary_tokens(runner.model, vocab_size, tokens, 1) for tokens in (_TOKENS, _ROW_TOKENS))
-    positions = torch.arange(_TOKENS).unsqueeze(0)
-    others = {"decoder_input_ids": target, "attention_mask": torch.ones_like(source)}
+    inputs = {"input_ids": source, "decoder_input_ids": target, "attention_mask": torch.ones_like(source)}
     try:
         with trying(runner.decoder) as stand_ins, stand_ins.bound(outside):
-            embedded = runner.embed(source, positions, others)
+            embedded = runner.embed(inputs)
             hidden = stand_ins.random((1, _ROW_TOKENS, embedded.hidden.shape[-1]))
-            finished = runner.finish(hidden, source, positions, others)
+            finished = runner.finish(hidden, inputs)
             wanted = runner.logits(finished, last_hidden_state(finished))
             _, (states,) = runner.run_layer(runner.bridge, embedded.hidden, embedded.calls[runner.bridge])
-            below, above, found = runner.run_model(source, others, hidden)
+            below, above, found = runner.run_model(inputs, hidden)
     except CANNOT_RUN as error:
         raise _no_pairs(runner, f"it cannot run on two texts alone ({type(error).__name__})") from error
     stands_for, own = embedded.extras[runner.bridge][0], list(embedded.calls)
@@ -123,16 +124,12 @@ def _no_part(name: str, reason: str) -> BadInput:
     )
 
 
-def _of_owner(
-    layer_runner: LayerRunner, rows: torch.Tensor, stand_ins: StandIns
-) -> tuple[torch.Tensor, list[object], bool]:
+def _of_owner(layer_runner: LayerRunner, rows: Inputs, stand_ins: StandIns) -> tuple[torch.Tensor, list[object], bool]:
     """An output of the last layer; what layers get, and the logits of that output, as a flat list; and whether these
     are the logits of all rows as one row, but for rounding."""
-    positions = torch.arange(_ROW_TOKENS).expand(rows.shape)
-    with layer_runner.without_positions():
-        embedded = layer_runner.embed(rows, positions)
-        hidden = stand_ins.random(embedded.hidden.shape)
-        finished = layer_runner.finish(hidden, rows, positions)
+    embedded = layer_runner.embed(rows)
+    hidden = stand_ins.random(embedded.hidden.shape)
+    finished = layer_runner.finish(hidden, rows)
     # All rows at once, as the model does: for each row alone, a matrix product may round differently.
     last = last_hidden_state(finished)
     logits = layer_runner.logits(finished, last)

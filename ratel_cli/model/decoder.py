@@ -210,8 +210,7 @@ class DecoderModel:
 
     def begin(self, batch: MicroBatch) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput."""
-        batch = self._filled(batch)
-        return self.layer_runner.embed(batch.input_ids, batch.position_ids, batch.others)
+        return self.layer_runner.embed(self._filled(batch).inputs)
 
     def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         """The output of a decoder layer, counted from 0, and what it returns besides for later layers."""
@@ -220,8 +219,7 @@ class DecoderModel:
     def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens | FinishedRows:
         """The last layer's output `[batch, tokens, hidden_size]` behind the final norm, or the logits of rows. Raises
         BadInput."""
-        batch = self._filled(batch)
-        finished = self.layer_runner.finish(hidden, batch.input_ids, batch.position_ids, batch.others)
+        finished = self.layer_runner.finish(hidden, self._filled(batch).inputs)
         if self.layer_runner.gives_logits:
             return FinishedRows(last_hidden_state(finished).unsqueeze(0), batch.targets[:, 0], self.loss)
         return FinishedTokens(self.layer_runner, finished, batch.targets, self.loss)

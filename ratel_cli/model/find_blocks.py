@@ -134,7 +134,7 @@ def _find_two_stacks(skeleton: PreTrainedModel, name: str, gradient_dtype: Dtype
         ("head", [*parts[2], *(parts[0][:1] if tied else [])]),
     ]
     with torch.no_grad():
-        embedded = runner.embed(torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long), torch.arange(SAMPLE_TOKENS)[None])
+        embedded = runner.embed({"input_ids": torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long)})
     return _assembled(
         skeleton,
         runner,

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from transformers.utils.generic import ModelOutput
 
 from ratel_cli.errors import BadInput, first_line
-from ratel_cli.model.carried import Argument, Embedded, LayerCall, LayerOutput
+from ratel_cli.model.carried import Argument, Embedded, LayerCall, LayerOutput, tensors_of
 from ratel_cli.model.module_state import ModuleState
 from ratel_cli.sizes import IGNORED_TARGET
 
@@ -38,9 +38,17 @@ CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, K
 """What a model's code raises if it is called with something that it is not made for, such as stand-ins."""
 
 
-Others: TypeAlias = Mapping[str, torch.Tensor]
-"""What an owner gets besides tokens and positions, by name."""
-Keywords: TypeAlias = Callable[[torch.Tensor], Mapping[str, object]]
+_NO_CACHE: Mapping[str, object] = {"use_cache": False}
+"""Of a language model: keys and values of tokens before are not kept."""
+Inputs: TypeAlias = Mapping[str, torch.Tensor]
+"""What an owner gets, by name. Of text `input_ids` and `position_ids`, int64 `[batch, tokens]`, and besides these, for
+instance, an `attention_mask` of the same shape, which is 0 for padding."""
+Keywords: TypeAlias = Mapping[str, object]
+
+
+def text_inputs(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tokens and their positions, `[batch, tokens]`, as inputs."""
+    return {"input_ids": input_ids, "position_ids": position_ids}
 
 
 class Forward(Protocol):
@@ -58,11 +66,12 @@ class LayerRunner:
         owner: nn.Module,
         layers: Sequence[nn.Module],
         *,
-        others: Keywords = lambda input_ids: {},
-        of_head: Keywords = lambda input_ids: {},
+        settings: Keywords = _NO_CACHE,
+        filled: Callable[[Inputs], Inputs] = lambda inputs: inputs,
+        of_head: Callable[[torch.Tensor], Keywords] = lambda input_ids: {},
     ) -> None:
-        """`others`: what the owner gets besides tokens where nothing is given; `of_head`: what the model gets besides
-        tokens when its head alone is needed. Both of tokens `[batch, tokens]`."""
+        """`settings`: what the owner always gets besides. `filled`: adds to inputs what the owner cannot do without.
+        `of_head`: what the model gets besides tokens `[batch, tokens]` when its head alone is needed."""
         self.model = model
         self._owner = owner
         self.layers = tuple(layers)
@@ -86,7 +95,7 @@ class LayerRunner:
         """What is added to hidden states in each layer. For trials."""
         self._extras: tuple[tuple[torch.Tensor | None, ...], ...] = ((),) * len(layers)
         """What each shim returns besides its hidden states, and other layers get."""
-        self._others, self._of_head = others, of_head
+        self._settings, self._filled, self._of_head = settings, filled, of_head
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
@@ -105,24 +114,24 @@ class LayerRunner:
         for index, layer in enumerate(layers):
             layer.forward = self._shim(index)
 
-    def find_layer_output(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        """Find out by trials whether layers return bare hidden states or a tuple. Both arguments: `[batch, tokens]`.
+    def find_layer_output(self, inputs: Inputs) -> None:
+        """Find out by trials whether layers return bare hidden states or a tuple.
 
         Must come before all other calls. Raises BadInput if the model breaks an invariant of this file, or if its code
         changes its layers before they run.
         """
         with self._layers_unchanged():
-            self._try_outputs(input_ids, position_ids)
+            self._try_outputs(inputs)
             if self._num_extras:
-                self._find_extras(input_ids, position_ids)
+                self._find_extras(inputs)
 
-    def _find_extras(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+    def _find_extras(self, inputs: Inputs) -> None:
         """Find out whether the owner hands a layer what another one returns besides its hidden states."""
-        without = self.embed(input_ids, position_ids)
+        without = self.embed(inputs)
         number = self._num_extras or 0
         self._extras = tuple(tuple(torch.zeros((), dtype=torch.long) for _ in range(number)) for _ in self.layers)
         try:
-            found = self.embed(input_ids, position_ids)
+            found = self.embed(inputs)
         except CANNOT_RUN as error:
             raise self.code_between_layers() from error
         handed = {id(each) for call in found.calls for each in call.tensors}
@@ -132,15 +141,14 @@ class LayerRunner:
         ):
             raise self.code_between_layers()
 
-    def _try_outputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+    def _try_outputs(self, inputs: Inputs) -> None:
         rejection: BadInput | None = None
         failure: Exception | None = None
         for self._num_extras in _NUMBERS_OF_EXTRAS:
             self._extras = ((None,) * (self._num_extras or 0),) * len(self.layers)
             try:
-                finished = self._run_owner(input_ids, position_ids, injected=None)[1]
-                shape = last_hidden_state(finished).shape
-                if shape[:1] == input_ids.shape[:1] if self.gives_logits else shape[:2] == input_ids.shape:
+                finished = self._run_owner(inputs, injected=None)[1]
+                if self._is_output(finished, inputs):
                     return
             except BadInput as error:
                 rejection = rejection or error
@@ -152,24 +160,22 @@ class LayerRunner:
             " such models cannot be streamed"
         )
 
-    @contextlib.contextmanager
-    def without_positions(self) -> Iterator[None]:
-        """A context in which the model's code gets no positions."""
-        before, self.takes_positions = self.takes_positions, False
-        try:
-            yield
-        finally:
-            self.takes_positions = before
+    def _is_output(self, finished: object, inputs: Inputs) -> bool:
+        """Whether the owner may have returned this."""
+        if "input_ids" not in inputs:
+            return bool(tensors_of(finished))
+        tokens, shape = inputs["input_ids"].shape, last_hidden_state(finished).shape
+        return shape[:1] == tokens[:1] if self.gives_logits else shape[:2] == tokens
 
-    def learn_state(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, num_positions: int) -> None:
+    def learn_state(self, trials: Iterable[Inputs]) -> None:
         """Learn by trials which tensors outside the layers the model's code writes to: they will be copied.
 
-        Both tensors: `[1, tokens]`. Short and long rows are tried, and rows beyond `num_positions`. Afterwards a call
-        that writes to any other tensor raises BadInput. Raises BadInput if the code changes its layers before they run.
+        Afterwards a call that writes to any other tensor raises BadInput. Raises BadInput if the code changes its
+        layers before they run.
         """
-        for number, first in ((1, 0), (3, num_positions), (1, 0)):
+        for inputs in trials:
             with self._layers_unchanged(), contextlib.suppress(IndexError, TypeError, ValueError, RuntimeError):
-                self.embed(input_ids.repeat(1, number), position_ids.repeat(1, number) + first)
+                self.embed(inputs)
         self._state_outside.is_learning = False
 
     @contextlib.contextmanager
@@ -188,13 +194,9 @@ class LayerRunner:
         finally:
             self._mark = None
 
-    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, others: Others | None = None) -> Embedded:
-        """The first hidden states and every layer's arguments. Raises BadInput.
-
-        `input_ids` and `position_ids`: `[batch, tokens]`, int64. `others`: what the owner gets besides, such as an
-        `attention_mask` of the same shape, which is 0 for padding.
-        """
-        return self._run_owner(input_ids, position_ids, others, injected=None)[0]
+    def embed(self, inputs: Inputs) -> Embedded:
+        """The first hidden states and every layer's arguments. Raises BadInput."""
+        return self._run_owner(inputs, injected=None)[0]
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         """The output of one decoder layer, and what it returns besides for later layers. Hidden states before and
@@ -206,20 +208,14 @@ class LayerRunner:
         wanted = zip(extras, self._extras[index], strict=False)
         return first, tuple(each if stands_for is not None else None for each, stands_for in wanted)
 
-    def finish(
-        self,
-        hidden: torch.Tensor,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        others: Others | None = None,
-    ) -> object:
+    def finish(self, hidden: torch.Tensor, inputs: Inputs) -> object:
         """The owner's output object, after the final norm, for the output of the last layer.
 
-        `hidden`: `[batch, tokens, hidden_size]`; the others: `[batch, tokens]`. The owner also computes the embedding
-        again, for nothing. Placeholders as its weights make that cheap, but the head may have bound the matrix. Raises
-        BadInput.
+        `hidden`: as `embed` gives it, `[batch, tokens, hidden_size]` of text. The owner also computes what is before
+        the layers again, for nothing. Placeholders as its weights make that cheap, but the head may have bound the
+        matrix. Raises BadInput.
         """
-        return self._run_owner(input_ids, position_ids, others, injected=hidden)[1]
+        return self._run_owner(inputs, injected=hidden)[1]
 
     def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
         """The model's own head on `hidden` `[rows, tokens, hidden_size]`, a part of `finished`'s hidden states.
@@ -231,7 +227,7 @@ class LayerRunner:
         output = _with_last_hidden_state(finished, hidden)
         with _instance_forward(self._owner, lambda *arguments, **keywords: output):
             placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            result = self.model(**{"input_ids": placeholder, "use_cache": False, **self._of_head(placeholder)})
+            result = self.model(**{"input_ids": placeholder, **self._settings, **self._of_head(placeholder)})
         logits = result.logits
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -250,14 +246,10 @@ class LayerRunner:
         finally:
             self._start(None)
 
-    def run_model(
-        self, input_ids: torch.Tensor, hidden: torch.Tensor, others: Others | None = None
-    ) -> tuple[Embedded, torch.Tensor]:
+    def run_model(self, inputs: Inputs, hidden: torch.Tensor) -> tuple[Embedded, torch.Tensor]:
         """What `embed` gives if the whole model is called instead of the owner, and the logits `[batch, tokens,
         vocabulary]` that it makes of `hidden`, the output of the last layer. Raises BadInput."""
-        embedded, result = self._run(
-            lambda: self.model(input_ids=input_ids, use_cache=False, **(others or {})), injected=hidden
-        )
+        embedded, result = self._run(lambda: self.model(**self._settings, **inputs), injected=hidden)
         logits = result.logits  # type: ignore[attr-defined]
         assert isinstance(logits, torch.Tensor)
         return embedded, logits
@@ -288,18 +280,11 @@ class LayerRunner:
 
         return forward
 
-    def _run_owner(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        others: Others | None = None,
-        *,
-        injected: torch.Tensor | None,
-    ) -> tuple[Embedded, object]:
-        keywords = dict(self._others(input_ids) if others is None else others)
-        if self.takes_positions:
-            keywords["position_ids"] = position_ids
-        return self._run(lambda: self._owner(input_ids=input_ids, use_cache=False, **keywords), injected=injected)
+    def _run_owner(self, inputs: Inputs, *, injected: torch.Tensor | None) -> tuple[Embedded, object]:
+        keywords = dict(self._filled(inputs))
+        if not self.takes_positions:
+            keywords.pop("position_ids", None)
+        return self._run(lambda: self._owner(**self._settings, **keywords), injected=injected)
 
     def _run(self, call: Callable[[], object], *, injected: torch.Tensor | None) -> tuple[Embedded, object]:
         self._start(injected)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_map
@@ -19,7 +20,7 @@ from transformers import PretrainedConfig
 
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.carried import Embedded, LayerCall
-from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
+from ratel_cli.model.layer_runner import CANNOT_RUN, Inputs, LayerRunner, last_hidden_state, text_inputs
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 
@@ -53,21 +54,21 @@ def probe_usage(
     `embedding`: the name of the embedding's matrix, and `lookup` its module. Also returns the result of the part before
     the layers. Raises BadInput if the model cannot be streamed.
     """
-    input_ids = torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long)
-    position_ids = torch.arange(SAMPLE_TOKENS // 2).repeat(2).unsqueeze(0)
+    inputs = packed_sample()
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
     with _training(parameters.values()), _UsageWatch(names, embedding) as watch:
-        layer_runner.find_layer_output(input_ids, position_ids)
-        layer_runner.learn_state(input_ids, position_ids, num_positions=_POSITIONS)
-        looked_up = _looked_up(layer_runner, lookup, watch, input_ids, position_ids) if lookup.is_possible else None
+        layer_runner.find_layer_output(inputs)
+        layer_runner.learn_state(map(partial(_repeated, inputs), (1, 3, 1), (0, _POSITIONS, 0)))
+        looked_up = _looked_up(layer_runner, lookup, watch, inputs) if lookup.is_possible else None
         watch.before.clear()
         layer_runner.at_layer = watch.enter_layers
-        embedded = layer_runner.embed(input_ids, position_ids)
+        embedded = layer_runner.embed(inputs)
         watch.leave_layers()
-        finished = layer_runner.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
+        finished = layer_runner.finish(torch.zeros_like(embedded.hidden), inputs)
         logits = _logits(layer_runner, finished)
         layer_runner.at_layer = None
-        _reject_between_layers(layer_runner, embedded, input_ids, position_ids)
+        reject_between_layers(layer_runner, embedded, inputs)
+        _reject_other_tokens(layer_runner, embedded)
     after = _used_for(logits, parameters)
     handed = {each.untyped_storage()._cdata for call in embedded.calls for each in call.tensors}
     usage = Usage(
@@ -89,28 +90,41 @@ def _logits(layer_runner: LayerRunner, finished: object) -> torch.Tensor:
         ) from error
 
 
-def _reject_between_layers(
-    layer_runner: LayerRunner, embedded: Embedded, input_ids: torch.Tensor, position_ids: torch.Tensor
-) -> None:
-    """Raise BadInput if hidden states are not those of the model's tokens; or if what a layer gets besides depends on
-    the output of a layer below, or is the first hidden states: their gradients would be added in another order."""
+def packed_sample() -> dict[str, torch.Tensor]:
+    """Two samples of text in a row."""
+    positions = torch.arange(SAMPLE_TOKENS // 2).repeat(2).unsqueeze(0)
+    return text_inputs(torch.zeros_like(positions), positions)
+
+
+def _repeated(inputs: Inputs, number: int, first: int) -> Inputs:
+    """A row of text again and again, with other positions: `first` is added to them."""
+    return text_inputs(inputs["input_ids"].repeat(1, number), inputs["position_ids"].repeat(1, number) + first)
+
+
+def reject_between_layers(layer_runner: LayerRunner, embedded: Embedded, inputs: Inputs) -> None:
+    """Raise BadInput if what a layer gets besides hidden states depends on the output of a layer below, or is the first
+    hidden states: their gradients would be added in another order. `embedded`: what `inputs` give."""
     mark = torch.ones((), requires_grad=True)
     with layer_runner.marking(mark):
-        marked = layer_runner.embed(input_ids, position_ids)
+        marked = layer_runner.embed(inputs)
     for call, other in zip(embedded.calls, marked.calls, strict=True):
         for tensor, with_mark in zip(call.tensors, other.tensors, strict=True):
             is_same = tensor is with_mark or torch.equal(tensor, with_mark)  # a parameter itself has no values here
             if _used_for(with_mark, {"mark": mark}) or not is_same:
                 raise layer_runner.code_between_layers()
-    if SAMPLE_TOKENS not in embedded.hidden.shape[1:3]:
-        raise BadInput(
-            f"{type(layer_runner.model).__name__}: its layers get other tokens than the model; such models cannot be"
-            " streamed"
-        )
     if any(each is embedded.hidden for each in embedded.carried):
         raise BadInput(
             f"{type(layer_runner.model).__name__}: its layers receive the first hidden states besides their own; such"
             " models cannot be streamed"
+        )
+
+
+def _reject_other_tokens(layer_runner: LayerRunner, embedded: Embedded) -> None:
+    """Raise BadInput if hidden states are not those of the model's tokens."""
+    if SAMPLE_TOKENS not in embedded.hidden.shape[1:3]:
+        raise BadInput(
+            f"{type(layer_runner.model).__name__}: its layers get other tokens than the model; such models cannot be"
+            " streamed"
         )
 
 
@@ -153,8 +167,7 @@ def _looked_up(
     layer_runner: LayerRunner,
     lookup: RowLookup,
     watch: _UsageWatch,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
+    inputs: Inputs,
 ) -> set[int] | None:
     """Tokens that are looked up in the place of others, if the matrix is only read by lookups in rows that `lookup` has
     chosen, one for each token; else None.
@@ -170,7 +183,7 @@ def _looked_up(
         watch.looked_up_rows.clear()
         lookup.bind(DistinctTokens(ids=ids, on_device=ids), is_trial=True)
         try:
-            layer_runner.embed(torch.full_like(input_ids, token), position_ids)
+            layer_runner.embed({**inputs, "input_ids": torch.full_like(inputs["input_ids"], token)})
         finally:
             lookup.unbind()
         if len(watch.looked_up_rows) != 1:

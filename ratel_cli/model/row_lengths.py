@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ratel_cli.model.carried import Carried
-from ratel_cli.model.layer_runner import CANNOT_RUN
+from ratel_cli.model.layer_runner import CANNOT_RUN, text_inputs
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 from ratel_cli.model.trials import one_of_each_kind
 from ratel_cli.model.two_stacks import AnyRunner
@@ -46,7 +46,7 @@ def row_multiple(
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), StandIns() as stand_ins:
                 with stand_ins.bound(outside):
-                    embedded = layer_runner.embed(torch.zeros_like(positions), positions)
+                    embedded = layer_runner.embed(text_inputs(torch.zeros_like(positions), positions))
                 carried = Carried(embedded)
                 for index in one_of_each_kind(layer_runner, layers, [embedded]):
                     with stand_ins.bound(layers[index]):

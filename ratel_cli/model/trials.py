@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.carried import Carried, Embedded
-from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state
+from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state, text_inputs
 from ratel_cli.model.probe import special_tokens
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 from ratel_cli.model.two_stacks import AnyRunner
@@ -80,14 +80,14 @@ class Trial:
         input_ids = [ordinary_tokens(layer_runner.model, self.vocab_size, num_tokens, seed) for seed in (1, 2)]
         input_ids[1][:, watched] = input_ids[0][:, watched]
         with stand_ins.bound(self.outside):
-            embedded = [layer_runner.embed(ids, positions) for ids in input_ids]
+            rows = [text_inputs(ids, positions) for ids in input_ids]
+            embedded = list(map(layer_runner.embed, rows))
             if not _is_same([each.hidden for each in embedded], num_tokens, watched):
                 return False
             hidden = [stand_ins.random(each.hidden.shape) for each in embedded]
             _tokens_of(hidden[1], num_tokens, watched).copy_(_tokens_of(hidden[0], num_tokens, watched))
             finished = [
-                last_hidden_state(layer_runner.finish(each, ids, positions))
-                for each, ids in zip(hidden, input_ids, strict=True)
+                last_hidden_state(layer_runner.finish(each, row)) for each, row in zip(hidden, rows, strict=True)
             ]
             if not _is_same(finished, num_tokens, watched):
                 return False
@@ -110,9 +110,8 @@ def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[Stan
     positions = torch.arange(_SAMPLES[1]).unsqueeze(0)
     try:
         with trying(layer_runner) as stand_ins, stand_ins.bound(outside):
-            given = layer_runner.embed(input_ids, positions)
-            with layer_runner.without_positions():
-                default = layer_runner.embed(input_ids, positions)
+            given = layer_runner.embed(text_inputs(input_ids, positions))
+            default = layer_runner.embed({"input_ids": input_ids})
     except (*CANNOT_RUN, BadInput):
         return True
     found, wanted = (
@@ -209,7 +208,7 @@ def carried_bytes(
         input_ids = ordinary_tokens(layer_runner.model, vocab_size, num_tokens, seed=1)
         with contextlib.suppress(*CANNOT_RUN, BadInput), trying(layer_runner) as stand_ins:
             with stand_ins.bound(outside):
-                embedded = layer_runner.embed(input_ids, torch.arange(num_tokens).unsqueeze(0))
+                embedded = layer_runner.embed(text_inputs(input_ids, torch.arange(num_tokens).unsqueeze(0)))
             carried = Carried(embedded)
             for index, parameters in enumerate(layers):
                 with stand_ins.bound(parameters):

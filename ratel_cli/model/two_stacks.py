@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
-from ratel_cli.model.layer_runner import LayerRunner, Others, last_hidden_state
+from ratel_cli.model.layer_runner import Inputs, LayerRunner, last_hidden_state
 
 _STATES, _MASK = "encoder_hidden_states", "encoder_attention_mask"
 """Names of what every decoder with cross-attention takes."""
@@ -49,25 +49,24 @@ class TwoStackRunner:
         """`encoder` and `decoder`: the owner and the layers of each."""
         self.model = model
         self.encoder = LayerRunner(encoder[0], *encoder)
-        self.decoder = LayerRunner(model, *decoder, others=self._no_states, of_head=self._of_head)
+        self.decoder = LayerRunner(model, *decoder, filled=self._with_states, of_head=self._of_head)
         for runner in (self.encoder, self.decoder):
             runner.takes_positions = False
         self.bridge = len(self.encoder.layers)
         """The index of the bridge among the layers."""
         self.layers = (*self.encoder.layers, Bridge(), *self.decoder.layers)
 
-    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, others: Others | None = None) -> Embedded:
+    def embed(self, inputs: Inputs) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput.
 
-        `input_ids`: `[batch, tokens]`, of the encoder. `others`: `attention_mask` of the same shape, and
-        `decoder_input_ids`; without them there is no padding, and the decoder gets the encoder's tokens.
+        `input_ids`: `[batch, tokens]`, of the encoder; `attention_mask` of the same shape, and `decoder_input_ids`:
+        without them there is no padding, and the decoder gets the encoder's tokens.
         """
-        others = others or {}
-        mask = others.get("attention_mask")
-        below = self.encoder.embed(input_ids, position_ids, {} if mask is None else {"attention_mask": mask})
+        input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        below = self.encoder.embed(_of_encoder(input_ids, mask))
         states = torch.zeros_like(below.hidden)
-        of_decoder = {_STATES: states} if mask is None else {_STATES: states, _MASK: mask}
-        above = self.decoder.embed(others.get("decoder_input_ids", input_ids), position_ids, of_decoder)
+        of_decoder = {"input_ids": _decoder_ids(inputs), _STATES: states}
+        above = self.decoder.embed(of_decoder if mask is None else {**of_decoder, _MASK: mask})
         found = {id(each) for call in above.calls for each in call.tensors}
         if id(states) not in found:
             raise BadInput(
@@ -91,42 +90,44 @@ class TwoStackRunner:
         first, input_ids, mask = call.arguments
         assert isinstance(first, torch.Tensor)
         assert isinstance(input_ids, torch.Tensor)
-        masked = {"attention_mask": mask} if isinstance(mask, torch.Tensor) else {}
-        finished = self.encoder.finish(hidden, input_ids, input_ids, masked)
+        finished = self.encoder.finish(hidden, _of_encoder(input_ids, mask if isinstance(mask, torch.Tensor) else None))
         return first, (last_hidden_state(finished),)
 
-    def finish(
-        self,
-        hidden: torch.Tensor,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        others: Others | None = None,
-    ) -> object:
-        """The decoder's output object, after its final norm, for the output of its last layer. Others as in `embed`."""
-        return self.decoder.finish(hidden, (others or {}).get("decoder_input_ids", input_ids), position_ids)
+    def finish(self, hidden: torch.Tensor, inputs: Inputs) -> object:
+        """The decoder's output object, after its final norm, for the output of its last layer. Inputs as in `embed`."""
+        return self.decoder.finish(hidden, {"input_ids": _decoder_ids(inputs)})
 
     def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
         """The model's own head on a part of the decoder's hidden states `[rows, tokens, hidden_size]`."""
         return self.decoder.logits(finished, hidden)
 
-    def run_model(
-        self, input_ids: torch.Tensor, others: Others, hidden: torch.Tensor
-    ) -> tuple[Embedded, Embedded, torch.Tensor]:
+    def run_model(self, inputs: Inputs, hidden: torch.Tensor) -> tuple[Embedded, Embedded, torch.Tensor]:
         """What the stacks begin with and their layers get if the whole model is called, and the logits that it makes of
-        `hidden`, the output of the decoder's last layer. `others` as in `embed`. Raises BadInput."""
+        `hidden`, the output of the decoder's last layer. Inputs as in `embed`. Raises BadInput."""
         with self.encoder.collecting() as found:
-            above, logits = self.decoder.run_model(input_ids, hidden, others)
+            above, logits = self.decoder.run_model(inputs, hidden)
             return found(), above, logits
 
-    def _no_states(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the decoder's owner gets where nothing is given: states of zeros, of as many tokens."""
+    def _with_states(self, inputs: Inputs) -> Inputs:
+        """What the decoder's owner gets: where no states are given, zeros of as many tokens."""
+        return inputs if _STATES in inputs else {**inputs, _STATES: self._no_states(inputs["input_ids"])}
+
+    def _no_states(self, input_ids: torch.Tensor) -> torch.Tensor:
         shape = *input_ids.shape, self.model.config.hidden_size
-        return {_STATES: torch.zeros(shape, dtype=self.model.dtype, device=input_ids.device)}
+        return torch.zeros(shape, dtype=self.model.dtype, device=input_ids.device)
 
     def _of_head(self, input_ids: torch.Tensor) -> dict[str, object]:
         """What the whole model gets where its decoder's output is known: nothing of the encoder is computed."""
-        states = BaseModelOutput(last_hidden_state=self._no_states(input_ids)[_STATES])
+        states = BaseModelOutput(last_hidden_state=self._no_states(input_ids))
         return {"encoder_outputs": states, "decoder_input_ids": input_ids}
+
+
+def _of_encoder(input_ids: torch.Tensor, mask: torch.Tensor | None) -> Inputs:
+    return {"input_ids": input_ids} if mask is None else {"input_ids": input_ids, "attention_mask": mask}
+
+
+def _decoder_ids(inputs: Inputs) -> torch.Tensor:
+    return inputs.get("decoder_input_ids", inputs["input_ids"])
 
 
 AnyRunner: TypeAlias = LayerRunner | TwoStackRunner

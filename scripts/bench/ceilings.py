@@ -62,7 +62,7 @@ def block_flops_per_second(
     """
     model.place(device)
     with torch.no_grad(), _bound(model, 0, device):
-        embedded = model.layer_runner.embed(batch.input_ids.to(device), batch.position_ids.to(device))
+        embedded = model.begin(batch.to(device))
     leaf = embedded.hidden.detach().requires_grad_()
     with _bound(model, 1, device) as parameters:
 

@@ -160,7 +160,7 @@ def test_any_change_outside_the_layers_is_put_back(change: str) -> None:
     before = {**vars(norm)}
     hidden, ids = torch.randn(1, 5, 32), torch.zeros((1, 5), dtype=torch.long)
     for _ in range(3):
-        model.layer_runner.finish(hidden, ids, torch.arange(5).unsqueeze(0))
+        model.layer_runner.finish(hidden, {"input_ids": ids})
     assert vars(norm) == before and norm.num_calls == 0 and norm.seen == 0
 
 
@@ -174,7 +174,7 @@ def test_a_change_inside_a_layer_is_put_back_or_refused(change: str, tmp_path: P
 
     model = decoder(config, wrap)
     mlp = model.skeleton.get_submodule("model.layers.1.mlp")
-    call = model.layer_runner.embed(torch.zeros((1, 5), dtype=torch.long), torch.arange(5).unsqueeze(0)).calls[1]
+    call = model.layer_runner.embed({"input_ids": torch.zeros((1, 5), dtype=torch.long)}).calls[1]
     block = model.spec.blocks[2]
     model.bind(block, torch.zeros(block.num_elements))
     for _ in range(2):

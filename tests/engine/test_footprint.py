@@ -16,7 +16,7 @@ from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.replay.tape import Recorder
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.layer_runner import last_hidden_state
+from ratel_cli.model.layer_runner import last_hidden_state, text_inputs
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.model.spec import LayerActivations, LayerTraits, name_in_layer
 from ratel_cli.planning.analytic import gpt_activations, gpt_norm
@@ -54,7 +54,7 @@ def two_samples(num_tokens: int) -> torch.Tensor:
 def saved_bytes(model: DecoderModel, num_tokens: int) -> int:
     """What autograd saves of the first layer on one row of two samples."""
     positions = two_samples(num_tokens)
-    embedded = model.layer_runner.embed(torch.zeros_like(positions), positions)
+    embedded = model.layer_runner.embed(text_inputs(torch.zeros_like(positions), positions))
     block = model.spec.blocks[1]
     parameters = model.bind(block, (torch.randn(block.num_elements) / 10).to(model.skeleton.dtype))
     recorder = Recorder(parameters)
@@ -83,7 +83,7 @@ def test_the_products_that_are_saved_are_those_that_autograd_packs(architecture:
     """The results of the layer's linear modules, next to what the hooks of autograd are given."""
     model = model_of(architecture)
     positions = two_samples(96)
-    embedded = model.layer_runner.embed(torch.zeros_like(positions), positions)
+    embedded = model.layer_runner.embed(text_inputs(torch.zeros_like(positions), positions))
     block, layer = model.spec.blocks[1], model.layer_runner.layers[0]
     packed: list[torch.Tensor] = []
     made: dict[str, torch.Tensor] = {}
@@ -152,7 +152,8 @@ def test_the_final_norm_takes_what_it_takes_with_values(architecture: str) -> No
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         positions = torch.arange(tokens).unsqueeze(0)
-        finished = last_hidden_state(model.layer_runner.finish(leaf, torch.zeros_like(positions), positions))
+        inputs = text_inputs(torch.zeros_like(positions), positions)
+        finished = last_hidden_state(model.layer_runner.finish(leaf, inputs))
     model.release(model.spec.segments[block.segment])
     saved_bytes = sum(packed.values())
     assert tokens * norm.held_per_token == pytest.approx(saved_bytes + 2 * finished.nbytes, rel=0.02)

@@ -14,6 +14,7 @@ from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.errors import BadInput
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
+from ratel_cli.model.layer_runner import text_inputs
 from ratel_cli.model.operators import TorchOperator
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import LayerTraits
@@ -45,7 +46,7 @@ class Layer:
         self.model = wider_model(architecture, attention=attention, dtype=dtype)
         torch.manual_seed(0)
         ids = torch.randint(0, VOCAB_SIZE, (ROWS, SEQUENCE_LEN))
-        embedded = self.model.layer_runner.embed(ids, torch.arange(SEQUENCE_LEN).repeat(ROWS, 1))
+        embedded = self.model.layer_runner.embed(text_inputs(ids, torch.arange(SEQUENCE_LEN).repeat(ROWS, 1)))
         block = self.model.spec.blocks[1]
         self.parameters = self.model.bind(block, torch.randn(block.num_elements).to(embedded.hidden.dtype) / 10)
         hidden = torch.randn(embedded.hidden.shape).to(embedded.hidden.dtype).requires_grad_()

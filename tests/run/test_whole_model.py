@@ -97,4 +97,4 @@ def test_it_can_be_stopped_before_every_block(tmp_path: Path) -> None:
                 assert pool.leased_bytes == 0
                 assert all(each.is_meta for layer in model.layer_runner.layers for each in layer.parameters())
     positions = torch.arange(5).unsqueeze(0)
-    assert len(model.layer_runner.embed(positions, positions).calls) == model.spec.num_layers
+    assert len(model.layer_runner.embed({"input_ids": positions}).calls) == model.spec.num_layers

@@ -282,9 +282,11 @@ def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedMod
         if decoder.task == "seq2seq":
             batch = replace(batch, decoder_ids=tokens)
         ours = BlockwiseForward(decoder, reader).outputs(batch)
-    keywords = {**({"position_ids": positions} if decoder.layer_runner.takes_positions else {}), **batch.others}
+    inputs = batch.inputs
+    if not decoder.layer_runner.takes_positions:
+        del inputs["position_ids"]
     with torch.no_grad():
-        theirs = model(input_ids=tokens, use_cache=False, **keywords).logits
+        theirs = model(**inputs, use_cache=False).logits
     check = Check(
         what="logits",
         num_bytes=ours.nbytes,
