@@ -92,6 +92,11 @@ class MicroBatch:
         return self.input_ids.numel() + (self.targets.numel() if self.is_pair else 0)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Lines, and tokens of a line."""
+        return self.input_ids.shape[0], self.input_ids.shape[1]
+
+    @property
     def width(self) -> int:
         """Tokens of a line, of the longer text if there are two."""
         return max(self.input_ids.shape[1], self.targets.shape[1])

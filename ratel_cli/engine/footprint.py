@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +42,7 @@ from ratel_cli.model.spec import (
 )
 from ratel_cli.schedule.segments import Segment
 
+_PerToken = TypeVar("_PerToken", LayerActivations, RestOfBackward, NormActivations, MovedBytes)
 _TOKENS = 61
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, LookupError)
 """What fake tensors raise where values would decide what runs, and models that take fewer tokens."""
@@ -95,18 +97,29 @@ def _silent_fake_tensors() -> Iterator[None]:
 
 def _measured_traits(program: Program[AnyBatch]) -> LayerTraits:
     batch = program.sample(_TOKENS)
+    shared_by = program.spec.sample_tokens or 1
     try:
         with torch.no_grad():
             embedded = program.begin(batch)
         measured = _layers(program, embedded)
-        traits = replace(program.traits, activations=_most([activations for activations, _ in measured]))
+        activations = _shared_out(_most([activations for activations, _ in measured]), shared_by)
+        activations = replace(activations, rests=tuple(_shared_out(each, shared_by) for each in activations.rests))
+        traits = replace(program.traits, activations=activations)
     except _CANNOT_RUN:
         return program.traits
     try:
         norm, head = _last(program, batch, embedded.hidden.shape)
     except _CANNOT_RUN:
         return traits
-    return replace(traits, norm=norm, moved=_mean([moved for _, moved in measured], head))
+    moved = _shared_out(_mean([moved for _, moved in measured], head), shared_by)
+    return replace(traits, norm=_shared_out(norm, shared_by), moved=moved)
+
+
+def _shared_out(found: _PerToken, number: int) -> _PerToken:
+    """What each of a sample's tokens takes, where `found` is what a sample does: those of a sample are always as many,
+    so what grows with their square grows with the samples."""
+    names = [each.name for each in fields(found) if each.name.endswith("per_token")]
+    return replace(found, **{name: -(-getattr(found, name) // number) for name in names})
 
 
 def _layers(program: AnyProgram, embedded: Embedded) -> list[tuple[LayerActivations, _Moved]]:

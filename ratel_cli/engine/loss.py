@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ratel_cli.engine.program import Finished
+from ratel_cli.model.finished import Finished
 
 
 class MeanLoss(NamedTuple):

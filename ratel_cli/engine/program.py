@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
+from ratel_cli.model.finished import Finished
 from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec
@@ -40,24 +41,6 @@ class Batch(Protocol):
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
-
-
-class Finished(Protocol):
-    """What the last segment made of hidden states before it treats each token alone."""
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        """`[batch, tokens, hidden]`."""
-
-    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the model returns for a part of `hidden`, `[rows, tokens, hidden]`: logits `[rows, tokens, vocab]`."""
-
-    def loss_sum(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
-        """The sum of the losses of some tokens, an fp32 scalar. `hidden` `[1, tokens, hidden]`: theirs, which begin at
-        token `first` of all rows one after another."""
-
-    def num_right(self, hidden: torch.Tensor, first: int) -> int | None:
-        """How many of these tokens have their target as the largest output; None: that is not counted."""
 
 
 class BoundModel(Protocol):
@@ -89,7 +72,7 @@ class Program(BoundModel, Protocol[AnyBatch]):
 
     def sample(self, num_tokens: int) -> AnyBatch:
         """A micro-batch of one row with this many tokens, of all of them a loss, and of two samples if rows may have
-        several."""
+        several; of a program with `spec.sample_tokens` so many samples."""
 
     def train(self, mode: bool) -> bool:
         """Switch dropout on or off. Returns whether it was on before."""

@@ -6,12 +6,16 @@ Invariant: what a batch asks for is done, or rejected by name: nothing in it is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.errors import BadInput
+from ratel_cli.model.cut_model import AnyModelBatch
 from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.stack import StackModel
 from ratel_cli.sizes import IGNORED_TARGET
 
 Tensors = Mapping[str, torch.Tensor]
@@ -19,16 +23,22 @@ Tensors = Mapping[str, torch.Tensor]
 tokens themselves; `attention_mask`, 1 for tokens and 0 for padding, which must come last in each line; `position_ids`.
 As with transformers, the label of a token is what the token before it must predict. Other tasks need labels: of masked
 tokens what each must itself predict; of a classifier `[batch]`, the class of each line; of an encoder-decoder `[batch,
-target tokens]`, and `decoder_input_ids` of the same shape are by default the labels, moved on by one."""
+target tokens]`, and `decoder_input_ids` of the same shape are by default the labels, moved on by one.
+
+Of a module: what its forward gets by name, and whatever its loss needs besides, each `[samples, ..]`."""
 _KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-def micro_batches(batches: Tensors | Sequence[Tensors], *, model: DecoderModel) -> list[MicroBatch]:
+def micro_batches(batches: Tensors | Sequence[Tensors], *, model: DecoderModel) -> list[AnyModelBatch]:
     """One micro-batch for each batch of tensors that are for `model`. Raises BadInput."""
+    return [_micro_batch(batch, model) for batch in _several(batches)]
+
+
+def _several(batches: Tensors | Sequence[Tensors]) -> list[Tensors]:
     found = [batches] if isinstance(batches, Mapping) else list(batches)
     if not found:
         raise BadInput("a step needs a batch, or a list of at least one")
-    return [_micro_batch(batch, model) for batch in found]
+    return found
 
 
 def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
@@ -65,6 +75,50 @@ def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
         num_targets=int((targets != IGNORED_TARGET).sum()),
         num_tokens=int(mask.sum()),
     )
+
+
+def example_of(sample: Tensors) -> SampleBatch:
+    """What a module gets, by name, of some samples. Raises BadInput."""
+    return SampleBatch(inputs=_samples(sample, "sample", sample))
+
+
+def sample_batches(batches: Tensors | Sequence[Tensors], *, model: StackModel) -> list[AnyModelBatch]:
+    """One micro-batch for each batch of samples: what the module gets, shaped as in its example, and what the loss gets
+    besides. Raises BadInput."""
+    return [_sample_batch(batch, model) for batch in _several(batches)]
+
+
+def _sample_batch(batch: Tensors, model: StackModel) -> SampleBatch:
+    wanted = model.example.inputs
+    missing = next((name for name in wanted if name not in batch), None)
+    if missing is not None:
+        names = ", ".join(map(repr, wanted))
+        raise BadInput(f"a batch has tensors called {names}, as the sample; {missing!r} is missing")
+    tensors = _samples(batch, "a batch", wanted)
+    for name, like in wanted.items():
+        given = tensors[name]
+        if (given.shape[1:], given.dtype) != (like.shape[1:], like.dtype):
+            raise BadInput(
+                f"{name!r} is {given.dtype} {list(given.shape)}, but the sample's is {like.dtype} {list(like.shape)}",
+                "give all samples one shape and dtype; only their number may differ",
+            )
+    return replace(
+        model.example,
+        inputs={name: tensors[name] for name in wanted},
+        targets={name: each for name, each in tensors.items() if name not in wanted},
+    )
+
+
+def _samples(tensors: Tensors, what: str, wanted: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, all of which have a row for each sample."""
+    if not tensors or not all(isinstance(each, torch.Tensor) and each.dim() for each in tensors.values()):
+        raise BadInput(f"{what} must be a mapping of tensors [samples, ..]")
+    first = next(iter(wanted))
+    number = len(tensors[first])
+    for name, each in tensors.items():
+        if len(each) != number or not number:
+            raise BadInput(f"{name!r} is {list(each.shape)}, but {what} must have at least one row for each sample")
+    return {name: each.detach().to("cpu") for name, each in tensors.items()}
 
 
 def _targets(batch: Tensors, tokens: torch.Tensor, mask: torch.Tensor, model: DecoderModel) -> torch.Tensor:

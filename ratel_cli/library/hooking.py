@@ -24,7 +24,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.build import EngineSettings, UpdatingParts, open_device
@@ -40,16 +39,14 @@ from ratel_cli.library.initialising import INIT
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.optimizer import HOOKED, AdamW
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
+from ratel_cli.library.sources import save_module
 from ratel_cli.library.states import new_state, opened_state
 from ratel_cli.model.away import AwayGradient, AwayParameter
-from ratel_cli.model.export_layout import layout_of_module
-from ratel_cli.model.export_weights import write_weights
-from ratel_cli.model.hooked import HookedModule, find_module_blocks
+from ratel_cli.model.hooked import HookedModule, find_module_blocks, identity_of
+from ratel_cli.model.module_weights import ModuleWeights
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.model.staging import Staging
 from ratel_cli.planning.horizontal import HorizontalPlan, plan_horizontal
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.files.output import own_output
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.loop import progress_after
 
@@ -84,7 +81,7 @@ def hook(
         if around is None:
             raise BadInput("hook needs storage: directories for the training state", "storage=['/mnt/a'], for instance")
         storage, limits = around.storage, limits or around.limits
-    source = _ModuleWeights(module)
+    source = ModuleWeights(module)
     hooked = HookedModule(module, find_module_blocks(module, blocks), outside=outside)
     config = caller_config(
         {
@@ -107,7 +104,7 @@ def hook(
         planned = partial(_planned, context, process_bytes=process_bytes)
         planned(hooked.spec, None)  # raises if nothing fits, before a byte is written
         identity = StoreIdentity(
-            model_hash=hooked.identity, config_hash="hooked", data_hash=OWN_LOOP, seed=0, software=software()
+            model_hash=identity_of(hooked.spec), config_hash="hooked", data_hash=OWN_LOOP, seed=0, software=software()
         )
         paths = config.storage.paths
         if Store.exists(paths):
@@ -187,16 +184,8 @@ class Hooked(Closing):
         """
         self._check_open()
         self._settle()
-        module, spec = self._hooked.module, self._hooked.spec
-        layout, config = layout_of_module(module, spec), getattr(module, "config", None)
-        texts = {"config.json": config.to_json_string()} if isinstance(config, PretrainedConfig) else {}
-        run = own_output(self._context.config)
-        with Staging(Path(directory), run=run, overwrite=overwrite, option="directory") as staging:
-            staging.reject_files_of_others([*layout.file_names, *texts])
-            write_weights(staging, layout, spec, self._store.current(), self._context.pool, dtype=spec.dtype)
-            for name, text in texts.items():
-                staging.write_text(name, text)
-            staging.publish(step=self._store.progress.step)
+        hooked = self._hooked
+        save_module(hooked.module, hooked.spec, self._context, self._store, Path(directory), overwrite=overwrite)
 
     def verify(self) -> None:
         """Commit the last step, and compare every byte of the training state with its checksum. Raises
@@ -405,23 +394,6 @@ class _NoOptimizer:
     def begin_step(self) -> float:
         """There is no rate."""
         raise BadInput("the hooked module has no optimizer", "make one before backward: ratel.AdamW(module, lr=1e-4)")
-
-
-class _ModuleWeights:
-    """The values that a module has, for import (model/import_weights.py)."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = dict(module.named_parameters(remove_duplicate=False))
-
-    @property
-    def num_bytes(self) -> int:
-        """What they take in main memory."""
-        own = {id(each): each for each in self._parameters.values() if not isinstance(each, AwayParameter)}
-        return sum(each.nbytes for each in own.values() if each.device.type == "cpu")
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See WeightSource."""
-        return self._parameters[name].detach().reshape(-1)[start:stop].float().cpu()
 
 
 def _close_if_there(hooked: weakref.ref[Hooked]) -> None:

@@ -14,33 +14,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ratel_cli.closing import Closing
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, Diverged, DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.library.batches import Tensors, micro_batches
+from ratel_cli.library.batches import Tensors
 from ratel_cli.library.plans import is_within, measured_plan, workload_of
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.export_layout import ExportLayout
-from ratel_cli.model.export_weights import export_model
+from ratel_cli.library.sources import TrainedModel
+from ratel_cli.model.cut_model import AnyModelBatch
 from ratel_cli.model.marker import read_marker
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.files.output import own_output, reject_overlap
-from ratel_cli.run.inputs.base_model import Base
-from ratel_cli.run.inputs.inputs import check_positions
+from ratel_cli.run.files.output import own_output
 from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
 from ratel_cli.store.store import Store
 from ratel_cli.training.loop import may_skip, progress_after
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[..., torch.Tensor]
+"""Of a language model: from the logits `[tokens, vocabulary]` of some tokens, and the labels `[tokens]` of the next
+ones. Of a module: from its output, and the batch. To the sum of the losses, a scalar."""
 
 
 class Model(Closing):
@@ -49,22 +48,20 @@ class Model(Closing):
     def __init__(
         self,
         context: RunContext,
-        base: Base,
-        layout: ExportLayout,
+        trained: TrainedModel,
         store: Store,
         hardware: HardwareProfile,
         resources: ExitStack,
     ) -> None:
-        """`resources` closes everything that is open. `layout`: what the files of an export hold."""
+        """`resources` closes everything that is open."""
         self._context = context
-        self._base = base
-        self._layout = layout
+        self._trained = trained
         self._store = store
         self._hardware = hardware
         self._resources = resources
         self._engines = resources.enter_context(ExitStack())
         """Closed first: the engine of the plan that fits the batches so far."""
-        self._engine: StepEngine[MicroBatch] | None = None
+        self._engine: StepEngine[Any] | None = None
         self._plan: Plan | None = None
         self._pending = store.progress
         """After the last step that was computed."""
@@ -108,11 +105,11 @@ class Model(Closing):
                 "forward_backward was called twice without step() in between",
                 "to accumulate gradients, give it a list of micro-batches",
             )
-        batches = micro_batches(batch, model=self._base.model)
+        batches = self._trained.batches(batch)
         if not any(each.num_targets for each in batches):
             raise BadInput("a step needs a label: all of this batch are -100, or the first in their line")
         before = self._pending
-        with self._as_before(), _losing(self._base.model, loss):
+        with self._as_before(), self._trained.model.losing(loss):
             engine = self._engine_for(batches)
             try:
                 outcome = engine.run(
@@ -165,12 +162,12 @@ class Model(Closing):
         """The mean loss over all labels of the next tokens, without dropout and without gradients. `loss` as above."""
         self._check_open()
         self._check_applied("evaluate")
-        batches = micro_batches(batch, model=self._base.model)
+        batches = self._trained.batches(batch)
         num_targets = sum(each.num_targets for each in batches)
         if not num_targets:
             raise BadInput("a loss needs a label: all of this batch are -100, or the first in their line")
         total = 0.0
-        with self._as_before(), _losing(self._base.model, loss):
+        with self._as_before(), self._trained.model.losing(loss):
             for batch_of_step in batches:  # one at a time takes no more than a step does
                 engine = self._engine_for([batch_of_step])
                 self._settle()
@@ -186,24 +183,11 @@ class Model(Closing):
         self._check_open()
         self._check_applied("save_pretrained")
         config, output = self._context.config, Path(directory)
-        reject_overlap(output, self._base.directory, option="directory")
         marker = read_marker(output)
         if marker is not None and not overwrite and marker.run != own_output(config):
             raise BadInput(f"{output} has the model of {marker.run}", "choose another directory, or set overwrite=True")
         self._settle()
-        notices = export_model(
-            self._base.model.spec,
-            self._store.current(),
-            self._context.pool,
-            base_dir=self._base.directory,
-            output_dir=output,
-            run=own_output(config),
-            overwrite=overwrite,
-            option="directory",
-            dtype=config.dtype,
-            layout=self._layout,
-        )
-        for text in notices:
+        for text in self._trained.save(self._context, self._store, output, overwrite):
             self._context.log.notice(text)
 
     def verify(self) -> None:
@@ -252,7 +236,7 @@ class Model(Closing):
     def _commit(self) -> None:
         self._store.commit(self._pending)
 
-    def _engine_for(self, batches: Sequence[MicroBatch]) -> StepEngine[MicroBatch]:
+    def _engine_for(self, batches: Sequence[AnyModelBatch]) -> StepEngine[Any]:
         """The engine of a plan that these batches follow: the last one, or a new one for these and those before.
 
         Where both together do not fit, that of these batches alone.
@@ -261,22 +245,22 @@ class Model(Closing):
         wanted = workload_of(batches, None)
         if self._engine is not None and known is not None and is_within(wanted, known):
             return self._engine
-        check_positions(wanted.sequence_len, self._base.model, self._base.config, self._context.log)
+        self._trained.check(wanted, self._context.log)
         self._settle()
         self._engine = self._plan = None
         self._engines.close()
-        planned = partial(measured_plan, self._context, self._base.model, self._hardware, batch=batches[0])
+        planned = partial(measured_plan, self._context, self._trained.model, self._hardware, batch=batches[0])
         try:
             plan = planned(workload=workload_of(batches, known))
         except DoesNotFit:
             if known is None:
                 raise
             plan = planned(workload=wanted)
-        pin_ahead(self._context, self._base.model.spec, plan)
-        engine_for: Callable[[Plan], StepEngine[MicroBatch]] = self._engines.enter_context(
+        pin_ahead(self._context, self._trained.model.spec, plan)
+        engine_for: Callable[[Plan], StepEngine[Any]] = self._engines.enter_context(
             open_planned_engines(
                 self._context,
-                self._base.model,
+                self._trained.model,
                 self._store,
                 plan,
                 timeline=self._timeline,
@@ -296,23 +280,3 @@ class Model(Closing):
                 yield
             finally:
                 self._timeline.take()
-
-
-@contextmanager
-def _losing(model: DecoderModel, loss: Loss | None) -> Iterator[None]:
-    """A context in which the model has this loss. Raises BadInput there if it is no sum."""
-    if loss is None:
-        yield
-        return
-
-    def of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found = loss(logits[0], targets)
-        if not isinstance(found, torch.Tensor) or found.dim() or not found.is_floating_point():
-            raise BadInput("the loss must be one number: the sum over the tokens that it is given, as a tensor")
-        return found.float()
-
-    before, model.loss = model.loss, of_tokens
-    try:
-        yield
-    finally:
-        model.loss = before

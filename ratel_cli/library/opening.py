@@ -1,7 +1,7 @@
-"""Opens a model for a loop of the caller's own: from a directory or hub id, with its state on drives.
+"""Opens a model for a loop of the caller's own, with its state on drives: one from a directory or hub id, or a module.
 
     1. the config   the caller's arguments, checked as those of a run are
-    2. the model    its skeleton and its files
+    2. the model    its skeleton and its files, or the module cut at its blocks
     3. the store    the one that an earlier loop left in `storage`, or a new one with the weights of the files
 
 Invariant: a store is opened only by a loop with the same model and settings as the one that made it; no other is
@@ -11,22 +11,29 @@ replaced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+
+from torch import nn
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.hardware.host import return_large_buffers
+from ratel_cli.hardware.host import return_free_memory, return_large_buffers
+from ratel_cli.library.batches import Tensors
+from ratel_cli.library.initialising import INIT
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.model import Model
-from ratel_cli.library.plans import LEAST, planner_for
+from ratel_cli.library.plans import least_of, planner_for
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
+from ratel_cli.library.sources import TrainedModel, language_model, module_model
 from ratel_cli.library.states import new_state, opened_state
+from ratel_cli.model.hooked import own_dtype
+from ratel_cli.model.module_weights import as_it_was_on_failure
 from ratel_cli.run.context import open_context
-from ratel_cli.run.inputs.base_model import Base, model_hash, open_weights, read_base
 from ratel_cli.run.inputs.settings import settings_hash
 from ratel_cli.run.train.planner import estimated_profile
 from ratel_cli.run.train.profile_machine import measure_for_run
@@ -35,11 +42,13 @@ from ratel_cli.store.store import Store, StoreIdentity
 
 
 def open_model(
-    model: str | Path,
+    model: str | Path | nn.Module,
     *,
-    storage: Sequence[str | Path],
+    storage: Sequence[str | Path] | None = None,
+    sample: Tensors | None = None,
+    blocks: str | Sequence[str] | None = None,
     task: Task = "causal_lm",
-    dtype: DtypeName = "bfloat16",
+    dtype: DtypeName | None = None,
     limits: Limits | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     betas: tuple[float, float] = (0.9, 0.999),
@@ -51,13 +60,19 @@ def open_model(
     seed: int = 42,
     verbose: bool = False,
 ) -> Model:
-    """Open a language model for training steps of one's own. Use it as a context manager.
+    """Open a model for training steps of one's own. Use it as a context manager.
 
-    `model`: a directory with config.json and safetensors files, or a Hugging Face hub id. `task`: what it predicts, the
-    next token of each (`causal_lm`), the tokens that are masked (`masked_lm`), or the class of a row (`classification`;
-    the model must be a classifier). `storage`: directories for
-    the training state, one on each drive: two generations of 12 bytes per parameter (14 in fp16). If they have the
-    state that an earlier loop left there, with the same model and settings, training resumes after its last step.
+    `model`: a directory with config.json and safetensors files of a language model, or a Hugging Face hub id; or any
+    module with one stack of blocks, which is this model's from now on. `storage`: directories for the training state,
+    one on each drive: two generations of 12 bytes per parameter (14 in fp16); None: those of the `init` around it. If
+    they have the state that an earlier loop left there, with the same model and settings, training resumes after its
+    last step.
+
+    Of a language model: `task` is what it predicts, the next token of each (`causal_lm`), the tokens that are masked
+    (`masked_lm`), or the class of a row (`classification`; the model must be a classifier); `dtype`: None: bfloat16.
+    Of a module: `sample` has what its forward gets by name, `[samples, ..]`, and `blocks` is as `hook` takes it; the
+    dtype is that of its parameters.
+
     `betas`, `eps` and `weight_decay` are AdamW's, as in torch; norms and biases do not decay. `max_grad_norm` clips the
     norm of all gradients; None does not. `random_init`: draw the weights, as transformers does, and read no weight
     files. `verbose`: print notices and progress on stderr; otherwise notices are Python's warnings.
@@ -66,10 +81,17 @@ def open_model(
     """
     if len(betas) != 2:
         raise BadInput(f"betas must be two numbers, not {betas}")
+    is_module = isinstance(model, nn.Module)
+    _check_kind(is_module=is_module, sample=sample, blocks=blocks, dtype=dtype, random_init=random_init, task=task)
+    around = INIT.get() if is_module else None
+    if storage is None:
+        if around is None:
+            raise BadInput("open needs storage: directories for the training state", "storage=['/mnt/a'], for instance")
+        storage, limits = around.storage, limits or around.limits
     config = caller_config(
         {
-            "base_model": str(model),
-            "dtype": dtype,
+            "base_model": type(model).__name__ if isinstance(model, nn.Module) else str(model),
+            "dtype": own_dtype(model) if isinstance(model, nn.Module) else dtype or "bfloat16",
             "device": device,
             "adam_beta1": betas[0],
             "adam_beta2": betas[1],
@@ -87,23 +109,34 @@ def open_model(
     )
     return_large_buffers()
     log = RunLog() if verbose else WarningLog()
-    with ExitStack() as opening:
-        base = read_base(config, log, task)
-        source, layout = open_weights(config, base, opening)
-        _ = base.model.row_multiple  # found by a trial on the CPU, before anything is on another device
+    keeping = as_it_was_on_failure(model) if isinstance(model, nn.Module) else nullcontext()
+    with keeping, ExitStack() as opening:
+        if isinstance(model, nn.Module):
+            trained = module_model(model, sample, blocks, opening)
+        else:
+            trained = language_model(config, log, task, opening)
         torch_device = compute_device(config.device)
         opening.enter_context(determinism(config.deterministic, torch_device, notice=log.notice))
         context = opening.enter_context(open_context(config, log, device=torch_device))
-        identity = _identity(config, base)
+        if around is not None:
+            around.unload()
+        identity = _identity(config, trained)
         exists = Store.exists(config.storage.paths)
         hardware = measure_for_run(context, has_store=exists)
         if exists:
             store = opened_state(context, identity, _DIFFERENCES)
         else:
-            planner = planner_for(context, base.model, hardware, LEAST)
-            planner.plan(estimated_profile(planner, base.model))  # raises if not even the smallest step fits
-            store = new_state(context, identity, base.model.spec, source, shares=hardware.nvme.weights)
-        return Model(context, base, layout, store, hardware, opening.pop_all())
+            planner = planner_for(context, trained.model, hardware, least_of(trained.model))
+            if trained.module_weights is not None:
+                process_bytes = max(0, planner.process_bytes - trained.module_weights.num_bytes)
+                planner = replace(planner, process_bytes=process_bytes)
+            planner.plan(estimated_profile(planner, trained.model))  # raises if not even the smallest step fits
+            store = new_state(context, identity, trained.model.spec, trained.weights, shares=hardware.nvme.weights)
+        made = Model(context, trained, store, hardware, opening.pop_all())
+    if trained.module_weights is not None:
+        trained.module_weights.forget()
+        return_free_memory()
+    return made
 
 
 _NAMES = {"base_model": "model", "adam_epsilon": "eps", "adam_beta1": "betas", "adam_beta2": "betas"}
@@ -116,9 +149,19 @@ _DIFFERENCES = {
 }
 
 
-def _identity(config: RunConfig, base: Base) -> StoreIdentity:
+def _check_kind(*, is_module: bool, **given: object) -> None:
+    """Raise BadInput for an argument that is for models of the other kind."""
+    others = ("dtype", "random_init") if is_module else ("sample", "blocks")
+    wrong = [name for name in others if given[name]]
+    if is_module and given["task"] != "causal_lm":
+        wrong.append("task")
+    if wrong:
+        raise BadInput(f"{wrong[0]} is for {'language models' if is_module else 'modules'}", f"leave {wrong[0]} out")
+
+
+def _identity(config: RunConfig, trained: TrainedModel) -> StoreIdentity:
     return StoreIdentity(
-        model_hash=model_hash(config, base.model.spec),
+        model_hash=trained.identity,
         config_hash=settings_hash(config),
         data_hash=OWN_LOOP,
         seed=config.seed,

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut_model import AnyModel, AnyModelBatch
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.trial import tried_profile
 
-LEAST = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=2)
+
+def least_of(model: AnyModel) -> Workload:
+    """The smallest step of a model."""
+    return Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=model.spec.sample_tokens or 2)
 
 
-def workload_of(batches: Sequence[MicroBatch], known: Workload | None) -> Workload:
+def workload_of(batches: Sequence[AnyModelBatch], known: Workload | None) -> Workload:
     """The shape of a full step with these micro-batches, and at least that of `known`."""
     found = Workload(
-        micro_batch_size=max(each.input_ids.shape[0] for each in batches),
+        micro_batch_size=max(each.shape[0] for each in batches),
         num_micro_batches=len(batches),
         sequence_len=max(each.width for each in batches),
     )
@@ -42,7 +44,7 @@ def is_within(wanted: Workload, planned: Workload) -> bool:
     )
 
 
-def planner_for(context: RunContext, model: DecoderModel, hardware: HardwareProfile, workload: Workload) -> Planner:
+def planner_for(context: RunContext, model: AnyModel, hardware: HardwareProfile, workload: Workload) -> Planner:
     """The planner of steps whose learning rate comes when all gradients are there."""
     split = {
         "micro_batch_size": workload.micro_batch_size,
@@ -55,7 +57,7 @@ def planner_for(context: RunContext, model: DecoderModel, hardware: HardwareProf
 
 
 def measured_plan(
-    context: RunContext, model: DecoderModel, hardware: HardwareProfile, workload: Workload, batch: MicroBatch
+    context: RunContext, model: AnyModel, hardware: HardwareProfile, workload: Workload, batch: AnyModelBatch
 ) -> Plan:
     """The plan from what one layer of each kind takes. `batch`: a micro-batch of the step. Raises DoesNotFit.
 

@@ -1,36 +1,29 @@
-"""A Hugging Face model as a program: weights are bound to one segment at a time, and the model's own code runs. It is a
-decoder, an encoder that learns masked tokens, a classifier of rows, or an encoder and a decoder.
+"""A language model as a program: a decoder, an encoder that learns masked tokens, a classifier of rows, or an encoder
+and a decoder.
 
-1. `bind` gives a block its weights. When all blocks of a segment have theirs, it can run. The embedding can be given
-   some rows of its matrix alone.
-2. `release` takes the weights away again.
-
-Invariant: an unbound parameter takes no memory. In the layers it is a meta parameter, so that using it by mistake
-fails. Outside the layers it is a placeholder (one zero, expanded), because the owner's code also runs through the part
-whose result is not needed.
+Invariant: a micro-batch is made of tokens, and a step is counted in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.model.binding import PlacedParameter, bound_views
-from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
+from ratel_cli.model.binding import PlacedParameter
+from ratel_cli.model.carried import Embedded
+from ratel_cli.model.cut_model import CutModel, checked_sum
 from ratel_cli.model.layer_runner import TokenLoss, last_hidden_state, loss_sum
 from ratel_cli.model.row_lengths import row_multiple
-from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
+from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.trials import Trial
 from ratel_cli.model.two_stacks import AnyRunner
-from ratel_cli.schedule.blocks import BlockSpec
-from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import IGNORED_TARGET, Task
 
 
@@ -87,7 +80,7 @@ class FinishedRows:
         return int((hidden[0].argmax(dim=-1) == self.targets[first : first + hidden.shape[1]]).sum())
 
 
-class DecoderModel:
+class DecoderModel(CutModel[MicroBatch]):
     """A skeleton whose blocks are known. Bind those of one segment at a time."""
 
     def __init__(
@@ -103,23 +96,15 @@ class DecoderModel:
         has_other_parts: bool,
         lookup: RowLookup,
     ) -> None:
+        super().__init__(skeleton, layer_runner, spec, traits, parameters, lookup)
         self.skeleton = skeleton
-        self.layer_runner = layer_runner
-        self.spec = spec
         self.has_other_parts = has_other_parts
         """Whether the skeleton has parameters that text does not use, such as a vision tower's. They are not trained,
         and no block has them."""
-        self.traits = traits
         self.task = task
-        self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
-        """All parameters, in the order of torch's `named_parameters`."""
-        self._parameters = tuple(parameters)
-        """The parameters of each block, in the order of `spec`."""
         self.loss: TokenLoss = loss_sum
         """Of tokens that are finished: their cross-entropy, unless a loop of the caller's own has another one."""
         self._masks_separate = masks_separate
-        self._lookup = lookup
-        self._device = torch.device("cpu")
 
     @property
     def num_outputs(self) -> int:
@@ -174,23 +159,6 @@ class DecoderModel:
             num_positions=number if isinstance(number, int) else None,
         )
 
-    def place(self, device: torch.device) -> None:
-        """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""
-        if device == self._device:
-            return
-        self._device = device
-        for module in self.skeleton.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
-        self._parameters = tuple(tuple(_moved(each, device) for each in of_block) for of_block in self._parameters)
-
-    def train(self, mode: bool) -> bool:
-        """Switch dropout on or off. Returns whether it was on before."""
-        before = self.skeleton.training
-        self.skeleton.train(mode)
-        return before
-
     def sample(self, num_tokens: int) -> MicroBatch:
         """A micro-batch of one row, all of token 0, every one of them a target: of two samples where rows may have
         several, else with a padded token, without which there would be no masks."""
@@ -204,6 +172,38 @@ class DecoderModel:
         mask[:, max(1, num_tokens - 1) :] = 0
         return replace(batch, mask=mask, decoder_ids=tokens if self.task == "seq2seq" else None)
 
+    def any_batch(self, size: int, num_tokens: int, *, num_samples: int = 1) -> MicroBatch:
+        """A micro-batch `[size, num_tokens]` of random tokens; every position has a target, which every head knows. For
+        two stacks, these are the tokens of both."""
+        shape, is_pair = (size, num_tokens), self.task == "seq2seq"
+        tokens = torch.randint(0, self.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        parts = torch.arange(num_tokens).tensor_split(num_samples)
+        positions = torch.cat([torch.arange(len(part)) for part in parts]).expand(shape).contiguous()
+        return replace(
+            MicroBatch.of_tokens(tokens, positions),
+            targets=torch.zeros_like(tokens),
+            is_pair=is_pair,
+            decoder_ids=tokens if is_pair else None,
+            num_targets=tokens.numel(),
+        )
+
+    @contextmanager
+    def losing(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
+        """A context in which this is the loss of some tokens, from logits `[tokens, vocabulary]` and targets
+        `[tokens]`. Raises BadInput there if it is no sum."""
+        if loss is None:
+            yield
+            return
+
+        def of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return checked_sum(loss(logits[0], targets), "tokens that it is given")
+
+        before, self.loss = self.loss, of_tokens
+        try:
+            yield
+        finally:
+            self.loss = before
+
     def looked_up(self, batch: MicroBatch) -> torch.Tensor:
         """The tokens `[batch, tokens]` that the embedding looks up."""
         return self._filled(batch).looked_up
@@ -211,10 +211,6 @@ class DecoderModel:
     def begin(self, batch: MicroBatch) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput."""
         return self.layer_runner.embed(self._filled(batch).inputs)
-
-    def run(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
-        """The output of a decoder layer, counted from 0, and what it returns besides for later layers."""
-        return self.layer_runner.run_layer(index, hidden, call)
 
     def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens | FinishedRows:
         """The last layer's output `[batch, tokens, hidden_size]` behind the final norm, or the logits of rows. Raises
@@ -229,48 +225,3 @@ class DecoderModel:
         if self.task != "seq2seq" or batch.decoder_ids is not None:
             return batch
         return replace(batch, decoder_ids=self.decoder_ids(batch.targets))
-
-    def module(self, index: int) -> nn.Module:
-        """A decoder layer, counted from 0."""
-        return self.layer_runner.layers[index]
-
-    def bind(
-        self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None
-    ) -> tuple[nn.Parameter, ...]:
-        """Put views of the block's flat array into its modules. `parts` are that array, `[block.num_elements]` in all;
-        each begins where a parameter begins.
-
-        `tokens` are for an embedding whose matrix has the rows of these tokens alone: they are the first part, and the
-        others begin with the second parameter.
-        Returns the views, each in its parameter's shape, in the order of `block.parameters`.
-        """
-        if tokens is not None:
-            self._lookup.bind(tokens)
-        views = bound_views(block, parts, num_rows=None if tokens is None else len(tokens))
-        parameters = tuple(nn.Parameter(values, requires_grad=block.is_trained) for values in views)
-        for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
-            placed.put(parameter)
-        return parameters
-
-    def release(self, segment: Segment) -> None:
-        """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
-        for block in segment.bound:
-            for parameter in self._parameters[block.index]:
-                parameter.unbind()
-        if segment.index == 0:
-            self._lookup.unbind()
-
-
-def _moved(parameter: PlacedParameter, device: torch.device) -> PlacedParameter:
-    """A parameter that is not bound, with its placeholder on a device; without one as it is."""
-    if parameter.unbound.is_meta:
-        return parameter
-    moved = replace(parameter, unbound=placeholder(parameter.unbound, device))
-    moved.unbind()
-    return moved
-
-
-def placeholder(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
-    """A parameter of zeros with the same shape, in the memory of one element."""
-    zero = torch.zeros((), dtype=parameter.dtype, device=device)
-    return nn.Parameter(zero.expand(parameter.shape), requires_grad=False)

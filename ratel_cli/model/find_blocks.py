@@ -21,13 +21,14 @@ from ratel_cli.errors import BadInput
 from ratel_cli.model.around_layers import reject_other_pairs, reject_other_text, reject_what_passes_all_layers
 from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
 from ratel_cli.model.carried import Embedded
-from ratel_cli.model.decoder import DecoderModel, placeholder
+from ratel_cli.model.cut_model import placeholder
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
-from ratel_cli.model.trials import carried_bytes, counts_positions_from_zero
+from ratel_cli.model.trials import ROW_TOKENS, carried_bytes, counts_positions_from_zero, ordinary_row
 from ratel_cli.model.two_stacks import AnyRunner, TwoStackRunner
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, Task
 
@@ -178,7 +179,8 @@ def _assembled(
         embedded,
         used,
         [parameters for _, parameters in found[1:-1]],
-        vocab_size=first.shape[0],
+        inputs=ordinary_row(skeleton, first.shape[0]),
+        num_tokens=ROW_TOKENS,
         num_probed=SAMPLE_TOKENS,
         value_bytes=VALUE_BYTES[dtype],
     )

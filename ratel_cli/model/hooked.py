@@ -48,13 +48,10 @@ class HookedModule:
         check_depth(len(self.blocks))
         placed_outside, placed = _placed_parameters(module, self.blocks, outside)
         everything = [*placed_outside, *(each for own in placed for each in own)]
-        _check_parameters(everything)
+        check_parameters(everything)
         self.parameter_names = tuple(name for name, _ in module.named_parameters())
         segments = [("outside", placed_outside), *zip(self.blocks, placed, strict=True), ("end", [])]
-        sizes = defaultdict[DtypeName, int](int)
-        for each in everything:
-            sizes[each.dtype] += each.unbound.numel()
-        dtype = max(sizes, key=sizes.__getitem__)
+        dtype = main_dtype(everything)
         cut = cut_into_blocks(segments, dtype)
         self.spec = ModelSpec(
             name=type(module).__name__,
@@ -66,15 +63,6 @@ class HookedModule:
             vocab_size=1,
         )
         self._parameters = tuple(each.parameters for each in cut)
-
-    @property
-    def identity(self) -> str:
-        """A hash of what its state has: the name, shape, dtype and place of each parameter."""
-        blocks = [
-            (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters])
-            for each in self.spec.blocks
-        ]
-        return hash_of([self.spec.architecture, blocks])
 
     def send_away(self, device: torch.device) -> None:
         """Let the drives alone have the weights of the blocks. What is outside of them has no values before `bind`.
@@ -161,6 +149,14 @@ class HookedModule:
             for block in segment.bound:
                 for placed in self._parameters[block.index]:
                     placed.unbind()
+
+
+def identity_of(spec: ModelSpec) -> str:
+    """A hash of what a module's state has: the name, shape, dtype and place of each parameter."""
+    blocks = [
+        (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters]) for each in spec.blocks
+    ]
+    return hash_of([spec.architecture, blocks])
 
 
 def find_module_blocks(module: nn.Module, named: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -256,9 +252,27 @@ def _away(placed: PlacedParameter, device: torch.device) -> PlacedParameter:
     return replace(placed, unbound=away)
 
 
-def _check_parameters(parameters: Sequence[PlacedParameter]) -> None:
+def own_dtype(module: nn.Module) -> DtypeName:
+    """The dtype of most elements of a module's parameters. Raises BadInput if it has none, or others."""
+    placed, _ = _placed_parameters(module, {}, ())
+    check_parameters(placed)
+    if not placed:
+        raise BadInput(f"{type(module).__name__} has no parameters")
+    return main_dtype(placed)
+
+
+def main_dtype(parameters: Sequence[PlacedParameter]) -> DtypeName:
+    """The dtype of most elements."""
+    sizes = defaultdict[DtypeName, int](int)
+    for each in parameters:
+        sizes[each.dtype] += each.unbound.numel()
+    return max(sizes, key=sizes.__getitem__)
+
+
+def check_parameters(parameters: Sequence[PlacedParameter]) -> None:
+    """Raise BadInput if a module's parameters cannot be trained."""
     for each in parameters:
         if each.unbound.dtype not in (torch.float32, torch.bfloat16):
-            raise BadInput(f"{each.name} is {each.unbound.dtype}; a hooked module has float32 and bfloat16")
+            raise BadInput(f"{each.name} is {each.unbound.dtype}; only float32 and bfloat16 can be trained")
         if not each.unbound.numel():
             raise BadInput(f"{each.name} has no elements")

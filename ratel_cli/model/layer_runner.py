@@ -96,6 +96,8 @@ class LayerRunner:
         self._extras: tuple[tuple[torch.Tensor | None, ...], ...] = ((),) * len(layers)
         """What each shim returns besides its hidden states, and other layers get."""
         self._settings, self._filled, self._of_head = settings, filled, of_head
+        self.is_running = False
+        """Whether the owner is being called."""
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
@@ -288,11 +290,13 @@ class LayerRunner:
 
     def _run(self, call: Callable[[], object], *, injected: torch.Tensor | None) -> tuple[Embedded, object]:
         self._start(injected)
+        self.is_running = True
         try:
             with self._state_outside.kept():
                 finished = call()
             hidden, calls = self._first, tuple(self._calls)
         finally:
+            self.is_running = False
             self._start(None)
         if hidden is None or len(calls) != len(self.layers):
             raise BadInput(

@@ -1,6 +1,7 @@
 """Runs a skeleton on eight tokens to learn what no attribute says.
 
-It answers three questions. Which parameters outside the layers are used before the first layer, and which after the
+Of a module that takes no text it only learns which parameters are used where. Of a language model it answers three
+questions. Which parameters outside the layers are used before the first layer, and which after the
 last? Does the code before the layers read nothing of the embedding's matrix but the rows of its tokens? Do the masks
 that the model builds from position ids separate packed samples? Invariant: parameters are placeholders,
 and an operator that reads one is not executed: only the shape of its result is computed. So a 100B model takes as long
@@ -13,13 +14,14 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig
 
 from ratel_cli.errors import BadInput, first_line
-from ratel_cli.model.carried import Embedded, LayerCall
+from ratel_cli.model.carried import Embedded, LayerCall, tensors_of
 from ratel_cli.model.layer_runner import CANNOT_RUN, Inputs, LayerRunner, last_hidden_state, text_inputs
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
@@ -78,6 +80,59 @@ def probe_usage(
         substitutes=tuple(sorted(looked_up or ())),
     )
     return usage, embedded
+
+
+class ModuleUsage(NamedTuple):
+    """What a module that takes no text does around its layers."""
+
+    before: frozenset[str]
+    """Names of the parameters that are used before the last layer, outside of the layers."""
+    after: frozenset[str]
+    """Of those behind it. A parameter may be in both, and be a layer's besides."""
+    passing: frozenset[str]
+    """Of those that only what is before the layers reads, and on which the output depends in another way than through
+    the layers."""
+    embedded: Embedded
+    """What is before the layers."""
+    outputs: list[torch.Tensor]
+    """What the module returns."""
+
+
+def probe_module(
+    layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Parameter], inputs: Inputs
+) -> ModuleUsage:
+    """Run a module and note which of its `parameters`, given by name, the code around its layers reads. All of them are
+    placeholders, those of layers too. Raises BadInput if the module cannot be streamed."""
+    names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
+    waiting = 0
+
+    def at_layer() -> None:
+        nonlocal waiting
+        waiting -= 1
+        if not waiting:
+            watch.enter_layers()
+
+    with _training(parameters.values()), _UsageWatch(names, "") as watch:
+        layer_runner.find_layer_output(inputs)
+        layer_runner.learn_state((inputs, inputs))
+        watch.before.clear()
+        watch.after.clear()
+        layer_runner.at_layer, waiting = at_layer, len(layer_runner.layers)
+        embedded = layer_runner.embed(inputs)
+        layer_runner.at_layer = None
+        before, after = frozenset(watch.before), frozenset(watch.after)
+        extras = (each for of_layer in embedded.extras for each in of_layer if each is not None)
+        if watch.read_after & {each.untyped_storage()._cdata for each in extras}:
+            raise BadInput(
+                f"{type(layer_runner.model).__name__}: what is behind its layers uses more of them than hidden states;"
+                " such models cannot be streamed"
+            )
+        outputs = tensors_of(layer_runner.finish(torch.zeros_like(embedded.hidden), inputs))
+        reached = frozenset[str]().union(*(_used_for(each, parameters) for each in outputs))
+        reject_between_layers(layer_runner, embedded, inputs)
+    handed = {each.untyped_storage()._cdata for call in embedded.calls for each in call.tensors}
+    before = before.union(name for storage, name in names.items() if storage in handed)
+    return ModuleUsage(before, after, reached - after, embedded, outputs)
 
 
 def _logits(layer_runner: LayerRunner, finished: object) -> torch.Tensor:
@@ -233,6 +288,9 @@ class _UsageWatch(OperatorMode):
         self.looked_up_rows: set[int | None] = set()
         """Rows of the embedding's matrix that were looked up; None stands for any other use of it."""
         self.before: set[str] = set()
+        self.after: set[str] = set()
+        self.read_after: set[int] = set()
+        """Storages of all tensors that are read after the layers."""
         self._is_before = True
 
     def enter_layers(self) -> None:
@@ -246,8 +304,9 @@ class _UsageWatch(OperatorMode):
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         tensors = tensors_in((args, kwargs))
         touched = {self._names[key] for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._names}
-        if self._is_before:
-            self.before |= touched
+        (self.before if self._is_before else self.after).update(touched)
+        if not self._is_before:
+            self.read_after.update(tensor.untyped_storage()._cdata for tensor in tensors)
         if self._embedding in touched:
             self._note_lookup(func, args)
         if not touched or func.is_view or func._schema.is_mutable:

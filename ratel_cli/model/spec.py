@@ -45,6 +45,9 @@ class ModelSpec:
     hidden_size: int
     """Elements of the hidden states of one token."""
     vocab_size: int
+    sample_tokens: int = 0
+    """Tokens of a sample, each with its hidden state, if all samples have as many: those of an image, say. 0: samples
+    are text of any length."""
     carried_bytes: int = 0
     """Bytes, for one token, of what layers get besides: from the embedding, and from layers below."""
     batch_bytes: int = TOKEN_BYTES

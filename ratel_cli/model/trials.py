@@ -31,13 +31,14 @@ from transformers import PretrainedConfig
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.carried import Carried, Embedded
-from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner, last_hidden_state, text_inputs
+from ratel_cli.model.layer_runner import CANNOT_RUN, Inputs, LayerRunner, last_hidden_state, text_inputs
 from ratel_cli.model.probe import special_tokens
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 from ratel_cli.model.two_stacks import AnyRunner
 
 _SAMPLES = (67, 10, 19)
 """Tokens of each packed sample."""
+ROW_TOKENS = _SAMPLES[0]
 _TOLERANCE = 1e-9
 """How far the numbers of a sample may move, relative to the largest of them. Those of experts move by some 1e-16: how
 their sums are ordered depends on the other tokens."""
@@ -134,6 +135,12 @@ def trying(layer_runner: AnyRunner) -> Iterator[StandIns]:
         layer_runner.model.train(training)
 
 
+def ordinary_row(model: nn.Module, vocab_size: int) -> Inputs:
+    """A row of `ROW_TOKENS` random tokens."""
+    positions = torch.arange(ROW_TOKENS).unsqueeze(0)
+    return text_inputs(ordinary_tokens(model, vocab_size, ROW_TOKENS, seed=1), positions)
+
+
 def ordinary_tokens(model: nn.Module, vocab_size: int, num_tokens: int, seed: int) -> torch.Tensor:
     """Random tokens `[1, num_tokens]`, none of which the model's configuration names: it may mean padding."""
     config = model.config
@@ -196,19 +203,19 @@ def carried_bytes(
     outside: Sequence[StandsIn],
     layers: Sequence[Sequence[StandsIn]],
     *,
-    vocab_size: int,
+    inputs: Inputs,
+    num_tokens: int,
     num_probed: int,
     value_bytes: int,
 ) -> int:
     """Bytes, for one token, of what layers get besides hidden states that has a gradient or comes from layers below; of
-    the latter 0 if the model cannot be tried. `probed`: what is before the layers, for `num_probed` tokens."""
+    the latter 0 if the model cannot be tried. `probed`: what is before the layers, for `num_probed` tokens. `inputs`:
+    of `num_tokens` tokens, to be tried."""
     elements = _elements(probed.carried) / num_probed
     if probed.links_layers:
-        num_tokens = _SAMPLES[0]
-        input_ids = ordinary_tokens(layer_runner.model, vocab_size, num_tokens, seed=1)
         with contextlib.suppress(*CANNOT_RUN, BadInput), trying(layer_runner) as stand_ins:
             with stand_ins.bound(outside):
-                embedded = layer_runner.embed(text_inputs(input_ids, torch.arange(num_tokens).unsqueeze(0)))
+                embedded = layer_runner.embed(inputs)
             carried = Carried(embedded)
             for index, parameters in enumerate(layers):
                 with stand_ins.bound(parameters):

@@ -267,6 +267,22 @@ at::Tensor histc(const at::Tensor& values, int64_t bins, const at::Scalar& low, 
     return at::histc(on_host(values).to(at::kDouble), bins, low, high).to(values.scalar_type()).to(kDevice);
 }
 
+// What torch calls for a convolution on a device that it does not know has no kernel anywhere.
+c10::OperatorHandle operation_named(const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+void convolve(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+    compute_on_host(operation_named("aten::convolution"), stack);
+}
+
+void convolve_backward(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+    const auto first = stack->end() - int64_t(operation.schema().arguments().size());
+    const std::vector<int64_t> bias_sizes{first->toTensor().size(1)};
+    stack->insert(first + 3, c10::IValue(bias_sizes));
+    compute_on_host(operation_named("aten::convolution_backward"), stack);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
     library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
 }
@@ -278,6 +294,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("_copy_from_and_resize", copy_from_and_resize);
     library.impl("_local_scalar_dense", local_scalar_dense);
     library.impl("histc", histc);
+    library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve>());
+    library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve_backward>());
     library.impl("as_strided", [](const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                                   std::optional<c10::SymInt> offset) {
         return at::native::as_strided_tensorimpl(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),

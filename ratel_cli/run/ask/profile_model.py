@@ -39,7 +39,7 @@ from ratel_cli.run.files.run_files import list_run_files, write_run_file
 from ratel_cli.run.inputs.base_model import build_base, prepare_process
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
 from ratel_cli.run.train.profile_machine import report_other_load
-from ratel_cli.run.train.trial import adamw_beside, any_batch, block_profiler
+from ratel_cli.run.train.trial import adamw_beside, block_profiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def _measured(config: RunConfig, model: DecoderModel, hardware: HardwareProfile,
     ):
         placement = Placement(gpu_holds_head=False)
         profiler = block_profiler(model, pool, opened, dtype=config.dtype, placement=placement, workload=workload)
-        batch = any_batch(workload.micro_batch_size, workload.sequence_len, spec.vocab_size, task=config.task)
+        batch = model.any_batch(workload.micro_batch_size, workload.sequence_len)
         units, seconds = profiler.record(batch, beside=adamw_beside(pool, hardware.host, opened))
     profile = recorded_profile(units, seconds, spec, workload, num_micro_batches=1, estimate=estimate)
     return replace(profile, adamw_share=profiler.sharing)

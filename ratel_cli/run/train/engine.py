@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
@@ -18,7 +18,7 @@ from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.hardware.gpu import is_limited
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
@@ -95,13 +95,13 @@ def open_planned_device(context: RunContext, plan: Plan, timeline: Timeline) -> 
 @contextmanager
 def open_planned_engines(
     context: RunContext,
-    model: DecoderModel,
+    model: AnyModel,
     store: Store,
     plan: Plan,
     *,
     timeline: Timeline,
     drive_weights: Sequence[int],
-) -> Iterator[Callable[[Plan], StepEngine[MicroBatch]]]:
+) -> Iterator[Callable[[Plan], StepEngine[Any]]]:
     """Makes the engine for a plan, and then for another one, which takes over from the engine before it.
 
     All plans are made with the decisions of `plan`. `drive_weights` are the storage directories' shares of the scratch
@@ -122,7 +122,7 @@ def open_planned_engines(
         ) as parts,
     ):
 
-        def engine_for(followed: Plan) -> StepEngine[MicroBatch]:
+        def engine_for(followed: Plan) -> StepEngine[Any]:
             if context.device.type == "cpu":
                 # Idle buffers of the plan before would take what the new plan counts on for torch: a limit of 4 GiB
                 # peaked at 4.16 GiB.

@@ -23,7 +23,7 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
@@ -137,7 +137,7 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
     )
 
 
-def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
+def estimated_profile(planner: Planner, model: AnyModel) -> ModelProfile:
     """The model's profile from its shapes alone. No block may be bound."""
     return analytic_profile(planner.spec, planner.workload, traits=measured_traits(model))
 

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
+from typing import Any
 
 import torch
 
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.replay.profiling import Beside, BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
@@ -30,7 +30,7 @@ from ratel_cli.hardware.host import return_free_memory
 from ratel_cli.hardware.measure import ADAMW_BYTES, adamw_update, spare_bytes
 from ratel_cli.hardware.spec import Host
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut_model import AnyModel, AnyModelBatch
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
@@ -40,7 +40,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.train.engine import open_planned_device
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName, Task
+from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.units import MIB, format_seconds
 
 _TRIED_TOKENS = 64
@@ -52,8 +52,8 @@ _ADAMW_BYTES = 128 * MIB
 
 def tried_profile(
     context: RunContext,
-    model: DecoderModel,
-    batch: MicroBatch,
+    model: AnyModel,
+    batch: AnyModelBatch,
     planner: Planner,
     plan: Plan,
     estimate: ModelProfile,
@@ -97,14 +97,14 @@ def tried_profile(
 
 
 def block_profiler(
-    model: DecoderModel,
+    model: AnyModel,
     pool: BufferPool,
     device: Device,
     *,
     dtype: DtypeName,
     placement: Placement,
     workload: Workload,
-) -> BlockProfiler[MicroBatch]:
+) -> BlockProfiler[Any]:
     """A profiler of the model's blocks whose gradients go where the placement has their sums."""
     is_single = workload.num_micro_batches == 1
     return BlockProfiler(
@@ -121,28 +121,9 @@ def block_profiler(
     )
 
 
-def any_batch(size: int, num_tokens: int, vocab_size: int, *, task: Task, num_samples: int = 1) -> MicroBatch:
-    """A micro-batch `[size, num_tokens]` of random tokens; every position has a target, which every head knows. For two
-    stacks, these are the tokens of both."""
-    shape = size, num_tokens
-    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    parts = torch.arange(num_tokens).tensor_split(num_samples)
-    positions = torch.cat([torch.arange(len(part)) for part in parts]).expand(shape).contiguous()
-    return MicroBatch(
-        input_ids=tokens,
-        targets=torch.zeros_like(tokens),
-        position_ids=positions,
-        is_pair=task == "seq2seq",
-        decoder_ids=tokens if task == "seq2seq" else None,
-        sample_ids=(),
-        num_targets=tokens.numel(),
-        num_tokens=tokens.numel(),
-    )
-
-
 def _try(
-    profiler: BlockProfiler[MicroBatch],
-    model: DecoderModel,
+    profiler: BlockProfiler[Any],
+    model: AnyModel,
     workload: Workload,
     num_samples: int,
     progress: Callable[[Segment], None],
@@ -153,23 +134,26 @@ def _try(
     """
     num_tokens = min(_TRIED_TOKENS, workload.sequence_len)
     try:
-        batch = any_batch(1, num_tokens, model.spec.vocab_size, task=model.task, num_samples=num_samples)
+        batch = model.any_batch(1, num_tokens, num_samples=num_samples)
+        num_tokens = batch.width
         _, seconds = profiler.record(batch, most_runs=2, progress=progress)
     except BadInput as failure:
         if num_tokens == workload.sequence_len or failure.key:
             raise
         num_tokens = workload.sequence_len
-        batch = any_batch(1, num_tokens, model.spec.vocab_size, task=model.task, num_samples=num_samples)
-        _, seconds = profiler.record(batch, most_runs=1)
+        _, seconds = profiler.record(model.any_batch(1, num_tokens, num_samples=num_samples), most_runs=1)
     # Layers that are alike have the same seconds; it is measured at least twice, and its operators once.
     kinds = {(each.forward, each.backward) for each in seconds.values()}
     return 3 * sum(map(sum, kinds)) * workload.micro_batch_tokens / num_tokens
 
 
-def _of_full_size(batch: MicroBatch, model: DecoderModel, workload: Workload) -> MicroBatch:
-    """The micro-batch; random tokens if it is smaller than the plan's, as in data of few samples."""
+def _of_full_size(batch: AnyModelBatch, model: AnyModel, workload: Workload) -> AnyModelBatch:
+    """The micro-batch; one that is made up if it is smaller than the plan's, as in data of few samples."""
     shape = workload.micro_batch_size, workload.sequence_len
-    return batch if batch.input_ids.shape == shape else any_batch(*shape, model.spec.vocab_size, task=model.task)
+    if batch.shape == shape:
+        return batch
+    made: AnyModelBatch = model.any_batch(*shape)
+    return made
 
 
 def _advancing(advance: Callable[[float], None]) -> Callable[[Segment], None]:

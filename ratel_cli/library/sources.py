@@ -1,0 +1,134 @@
+"""What a loop of the caller's own trains, and what is of its kind: how a batch is read, and how the weights are saved.
+
+    language   a directory with a language model, or a hub id
+    module     a module of the caller's own, with samples of what it gets
+
+Invariant: what a batch asks for is done or rejected by name, whatever the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.library.batches import Tensors, example_of, micro_batches, sample_batches
+from ratel_cli.model.cut_model import AnyModel, AnyModelBatch
+from ratel_cli.model.export_layout import layout_of_module
+from ratel_cli.model.export_weights import export_model, write_weights
+from ratel_cli.model.find_layers import find_layers
+from ratel_cli.model.hooked import identity_of
+from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.module_weights import ModuleWeights
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.staging import Staging
+from ratel_cli.planning.placement import Workload
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.files.output import own_output, reject_overlap
+from ratel_cli.run.inputs.base_model import model_hash, open_weights, read_base
+from ratel_cli.run.inputs.inputs import check_positions
+from ratel_cli.sizes import Task
+from ratel_cli.store.store import Store
+
+Save = Callable[[RunContext, Store, Path, bool], list[str]]
+"""Writes the current weights into a directory, and replaces files of others if it may. Returns notices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model and what is of its kind."""
+
+    model: AnyModel
+    identity: str
+    """A hash of what its state has."""
+    weights: WeightSource
+    """Before the first step."""
+    module_weights: ModuleWeights | None = None
+    """The same, if they are in main memory until they are imported."""
+    batches: Callable[[Tensors | Sequence[Tensors]], list[AnyModelBatch]]
+    """The micro-batches of a step. Raises BadInput."""
+    check: Callable[[Workload, RunLog], None]
+    """Raises BadInput if the model cannot take such a step."""
+    save: Save
+
+
+def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitStack) -> TrainedModel:
+    """The language model that the config names, for a task. Raises RatelError."""
+    base = read_base(config, log, task)
+    source, layout = open_weights(config, base, resources)
+    _ = base.model.row_multiple  # found by a trial on the CPU, before anything is on another device
+
+    def save(context: RunContext, store: Store, output: Path, overwrite: bool) -> list[str]:
+        reject_overlap(output, base.directory, option="directory")
+        return export_model(
+            base.model.spec,
+            store.current(),
+            context.pool,
+            base_dir=base.directory,
+            output_dir=output,
+            run=own_output(config),
+            overwrite=overwrite,
+            option="directory",
+            dtype=config.dtype,
+            layout=layout,
+        )
+
+    return TrainedModel(
+        model=base.model,
+        identity=model_hash(config, base.model.spec),
+        weights=source,
+        batches=partial(micro_batches, model=base.model),
+        check=lambda workload, log: check_positions(workload.sequence_len, base.model, base.config, log),
+        save=save,
+    )
+
+
+def module_model(
+    module: nn.Module, sample: Tensors | None, blocks: str | Sequence[str] | None, resources: ExitStack
+) -> TrainedModel:
+    """The caller's own module, which becomes a program. Raises BadInput."""
+    if sample is None:
+        raise BadInput(
+            f"a {type(module).__name__} needs a sample of what it gets",
+            "sample={'pixels': torch.zeros(1, 3, 32, 32)}, for instance",
+        )
+    weights = ModuleWeights(module)
+    model = find_layers(module, example_of(sample), blocks=blocks)
+    resources.callback(model.leave)
+
+    def save(context: RunContext, store: Store, output: Path, overwrite: bool) -> list[str]:
+        save_module(module, model.spec, context, store, output, overwrite=overwrite)
+        return []
+
+    return TrainedModel(
+        model=model,
+        identity=identity_of(model.spec),
+        weights=weights,
+        module_weights=weights,
+        batches=partial(sample_batches, model=model),
+        check=lambda workload, log: None,
+        save=save,
+    )
+
+
+def save_module(
+    module: nn.Module, spec: ModelSpec, context: RunContext, store: Store, directory: Path, *, overwrite: bool
+) -> None:
+    """Write a module's weights as safetensors files with its own names, and the config of a model of transformers."""
+    layout, config = layout_of_module(module, spec), getattr(module, "config", None)
+    texts = {"config.json": config.to_json_string()} if isinstance(config, PretrainedConfig) else {}
+    run = own_output(context.config)
+    with Staging(directory, run=run, overwrite=overwrite, option="directory") as staging:
+        staging.reject_files_of_others([*layout.file_names, *texts])
+        write_weights(staging, layout, spec, store.current(), context.pool, dtype=spec.dtype)
+        for name, text in texts.items():
+            staging.write_text(name, text)
+        staging.publish(step=store.progress.step)

@@ -1,0 +1,156 @@
+"""Finds the layers of a module of any kind, and turns it into a `StackModel`.
+
+The blocks are those that `ratel.hook` finds or is given. The module's own forward says on an example which parameters
+outside of them are used before the layers and which behind them, or both by a layer and by the code around it, as a
+diffusion transformer does with the embedding of its first block.
+
+Invariant: a parameter that no code uses is frozen, as autograd has no gradient for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import ceil
+
+import torch
+from torch import nn
+
+from ratel_cli.data.sample_batch import SampleBatch
+from ratel_cli.errors import BadInput
+from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
+from ratel_cli.model.cut_model import placeholder
+from ratel_cli.model.hooked import check_parameters, find_module_blocks, main_dtype
+from ratel_cli.model.layer_runner import LayerRunner
+from ratel_cli.model.probe import ModuleUsage, probe_module
+from ratel_cli.model.spec import ModelSpec, check_depth, decays
+from ratel_cli.model.stack import SampleLoss, StackModel
+from ratel_cli.model.trials import carried_bytes
+from ratel_cli.sizes import VALUE_BYTES, DtypeName
+
+_HIDDEN_COPIES = 8
+"""Copies of the last hidden states that the code behind the layers makes, with their gradients: norms and products."""
+_LOSS_BYTES = 12
+"""Of an element of the output: its value and its gradient in fp32, and what the loss makes of it."""
+
+
+def find_layers(
+    module: nn.Module,
+    example: SampleBatch,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    name: str | None = None,
+    gradient_dtype: DtypeName | None = None,
+    loss: SampleLoss | None = None,
+) -> StackModel:
+    """Find the layers of `module`, which takes samples like those of `example`. Raises BadInput if it cannot be
+    streamed.
+
+    `blocks`: as `find_module_blocks` takes them. `name`: of the model; None: its class. `gradient_dtype`: in which
+    gradients leave the device; None: in each block's own. `loss`: the model's own. The module is changed: its
+    parameters become unbound ones, and its layers run one at a time.
+    """
+    layers = find_module_blocks(module, blocks)
+    check_depth(len(layers))
+    placed, layers_of = _placed_parameters(module, list(layers.values()))
+    check_parameters(placed)
+    for each in placed:
+        each.unbind()
+    runner = LayerRunner(module, module, list(layers.values()), settings={})
+    runner.takes_positions = True  # an input of this name is one of the module's own
+    usage = probe_module(runner, {each.name: each.unbound for each in placed}, example.inputs)
+    _reject_passing(module, usage)
+    segments: list[list[PlacedParameter]] = [[] for _ in range(len(layers) + 2)]
+    for each in placed:
+        is_before, is_after, own = each.name in usage.before, each.name in usage.after, layers_of[each.name]
+        users = [*([0] if is_before else []), *(index + 1 for index in own), *([len(layers) + 1] if is_after else [])]
+        found = each
+        if not users:
+            users, found = [len(layers) + 1], replace(each, is_trained=False)
+        elif not (is_before or is_after):
+            meta = torch.empty(each.shape, dtype=each.unbound.dtype, device="meta")
+            found = replace(each, unbound=nn.Parameter(meta, requires_grad=False))
+            found.unbind()
+        for user in users:
+            segments[user].append(found)
+    dtype, embedded = main_dtype(placed), usage.embedded
+    names, value_bytes = ["first", *layers, "last"], VALUE_BYTES[dtype]
+    cut = cut_into_blocks(list(zip(names, segments, strict=True)), dtype)
+    hidden_size, shape = _hidden_size(embedded.hidden), embedded.hidden.shape
+    example = replace(example, sample_tokens=shape[1:].numel() // hidden_size)
+    num_tokens = example.num_tokens
+    got = [usage.outputs, *(call.tensors for call in embedded.calls), example.inputs.values()]
+    spec = ModelSpec(
+        name=name or type(module).__name__,
+        architecture=type(module).__name__,
+        blocks=laid_out(cut, dtype=dtype, gradient_dtype=gradient_dtype, looked_up=None),
+        segment_names=tuple(names),
+        dtype=dtype,
+        hidden_size=hidden_size,
+        vocab_size=1,
+        sample_tokens=example.sample_tokens,
+        carried_bytes=carried_bytes(
+            runner,
+            embedded,
+            segments[0],
+            segments[1:-1],
+            inputs=example.inputs,
+            num_tokens=num_tokens,
+            num_probed=num_tokens,
+            value_bytes=value_bytes,
+        ),
+        batch_bytes=ceil(_num_bytes(each for tensors in got for each in tensors) / num_tokens),
+        loss_bytes=_HIDDEN_COPIES * hidden_size * value_bytes
+        + ceil(sum(each.numel() for each in usage.outputs) * (value_bytes + _LOSS_BYTES) / num_tokens),
+        looks_up_rows=False,
+    )
+    return StackModel(module, runner, spec, [each.parameters for each in cut], example, loss)
+
+
+def _placed_parameters(
+    module: nn.Module, layers: Sequence[nn.Module]
+) -> tuple[list[PlacedParameter], dict[str, list[int]]]:
+    """All parameters, with placeholders, and the layers that each of them is in."""
+    layers_of = defaultdict[int, set[int]](set)
+    for index, layer in enumerate(layers):
+        for each in layer.modules():
+            layers_of[id(each)].add(index)
+    norms = [each for each in module.modules() if isinstance(each, nn.LayerNorm)]
+    in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
+    placed, found = [], dict[str, list[int]]()
+    for parameter, places in parameter_places(module).items():
+        name = places[0][0]
+        placed.append(
+            PlacedParameter(
+                name=name,
+                places=tuple(place for _, place in places),
+                unbound=placeholder(parameter),
+                decay=decays(name, is_in_layer_norm=id(parameter) in in_norms),
+                is_trained=parameter.requires_grad,
+            )
+        )
+        found[name] = sorted(set[int]().union(*(layers_of[id(place.module)] for _, place in places)))
+    return placed, found
+
+
+def _hidden_size(hidden: torch.Tensor) -> int:
+    """Elements of one hidden state: of `[samples, tokens, hidden_size]`, of `[samples, channels, height, width]`, or of
+    `[samples, hidden_size]`."""
+    return hidden.shape[1] if hidden.dim() > 3 else hidden.shape[-1]
+
+
+def _reject_passing(module: nn.Module, usage: ModuleUsage) -> None:
+    """Raise BadInput if what is before the layers is used behind them: gradients would be added in another order."""
+    if usage.passing:
+        raise BadInput(
+            f"{type(module).__name__}: what is behind its layers uses what is made before them of {min(usage.passing)},"
+            " and not only the output of the last layer; such a module cannot be streamed",
+            "hook it: ratel.hook",
+        )
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all storages behind the tensors."""
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
