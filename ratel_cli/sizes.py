@@ -17,11 +17,16 @@ ValueType = Literal["bfloat16", "float16", "float32", "int16", "uint8"]
 VALUE_TYPES: Final[dict[str, ValueType]] = {name: name for name in get_args(ValueType)}
 VALUE_BYTES: Final[dict[ValueType, int]] = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2, "uint8": 1}
 
-Task = Literal["causal_lm", "masked_lm", "classification", "seq2seq"]
-"""What a model learns to predict: for each token the next one, the tokens that are masked, the class of a row, or the
-next token of a second text, which a decoder writes to that of an encoder."""
+Task = Literal["causal_lm", "masked_lm", "classification", "seq2seq", "denoising"]
+"""What a model learns to predict: for each token the next one, the tokens that are masked, the class of a row, the next
+token of a second text, which a decoder writes to that of an encoder, or the noise in a latent."""
 
-TASKS: Final[dict[str, Task]] = {"mlm": "masked_lm", "classification": "classification", "seq2seq": "seq2seq"}
+TASKS: Final[dict[str, Task]] = {
+    "mlm": "masked_lm",
+    "classification": "classification",
+    "seq2seq": "seq2seq",
+    "latents": "denoising",
+}
 """By the type of a dataset; other types are for causal language models."""
 
 PAGE_BYTES: Final = 4096

@@ -25,4 +25,4 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
         context.listen()
         opened = open_run(context)
         exported = write_export(opened, opened.generation(step), output, overwrite=overwrite)
-    log.say(f"exported step {exported} to {output}; load it with transformers' from_pretrained")
+    log.say(f"exported step {exported} to {output}; load it with {opened.base.loader}' from_pretrained")

@@ -372,6 +372,8 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
     if not config.val_set_size and not config.test_datasets:
         given = (key for key in ("eval_steps", "evals_per_epoch") if getattr(config, key) is not None)
         found.extend(_unused(key, "`val_set_size` is 0") for key in given)
+    if config.task == "denoising" and config.sequence_len != type(config).model_fields["sequence_len"].default:
+        found.append(_unused("sequence_len", "a latent has as many tokens as the model makes patches of it"))
     if config.learning_rate > _GREAT_LEARNING_RATE:
         message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
         found.append(Contradiction(keys=("learning_rate",), message=message, hint="1e-6 to 1e-3 are usual"))
@@ -448,6 +450,8 @@ def _task_contradictions(config: RunConfig) -> list[Contradiction]:
         message = f"`type: {min(tasks - {'other'})}` is another task than that of the other datasets"
         hint = "give all `datasets` and `test_datasets` the same type"
         found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint=hint))
+    if tasks == {"latents"}:
+        found += _latents_contradictions(config)
     if len({each.labels for each in sets} - {None}) > 1:
         message = "the datasets have different `labels`"
         found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint="write them once"))
@@ -457,9 +461,27 @@ def _task_contradictions(config: RunConfig) -> list[Contradiction]:
     return found
 
 
+def _latents_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What data of latents cannot have."""
+    found = []
+    if config.streaming:
+        message = "`streaming` reads rows of text; latents are read where they lie"
+        found.append(Contradiction(keys=("streaming",), message=message, hint="remove it"))
+    if config.tokens_per_step is not None or config.split is None:
+        message = "`tokens_per_step` counts tokens of text; a step of latents has so many samples"
+        hint = "set `micro_batch_size` and `gradient_accumulation_steps`"
+        found.append(Contradiction(keys=("tokens_per_step", "micro_batch_size"), message=message, hint=hint))
+    if any(each.max_samples is not None or each.weight != 1 for each in (*config.datasets, *config.test_datasets)):
+        message = "`max_samples` and `weight` are for rows of text"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint="remove them"))
+    return found
+
+
 def _split_contradictions(config: RunConfig) -> list[Contradiction]:
     """What is wrong about `tokens_per_step`, and about an `auto` that nothing decides."""
     size, number, tokens = config.micro_batch_size, config.gradient_accumulation_steps, config.tokens_per_step
+    if config.task == "denoising":
+        return []  # it has none of it
     if tokens is None:
         key = "micro_batch_size" if size == "auto" else "gradient_accumulation_steps"
         if "auto" not in (size, number):

@@ -114,15 +114,16 @@ class DatasetConfig(Section):
 
     path: PathOrHubId
     """A JSONL, JSON, CSV, TSV, Parquet or text file, a directory or glob pattern of such files, or a hub id."""
-    type: Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification", "seq2seq"] = (
-        "auto"
-    )
+    type: Literal[
+        "auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification", "seq2seq", "latents"
+    ] = "auto"
     """How a row becomes tokens. `completion`: plain text, or prompt and completion. `chat_template`: a list of
     messages, or another form of conversation, in the format of the model's chat template. `alpaca`: instruction, input
     and output. `tokens`: token ids. `auto`: one of these, decided by the columns of the first row, and printed. `mlm`:
     plain text, of which an encoder such as BERT learns the tokens that are masked. `classification`: a text and its
     class, which a classifier learns; its head is drawn if the base model has none. `seq2seq`: prompt and completion,
-    which an encoder-decoder such as T5 learns to write."""
+    which an encoder-decoder such as T5 learns to write. `latents`: safetensors files with `latents` [N, C, H, W] and
+    `labels` [N], of which a diffusion transformer of diffusers learns to see the noise that is added to them."""
     split: str = Field(default="train", min_length=1)
     """The split of a hub dataset, and a part of its rows if you add one: `train[:20%]`, `train[100:200]`. Local files
     have no splits, but such parts."""

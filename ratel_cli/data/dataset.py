@@ -101,7 +101,7 @@ class TrainingData:
 
         Raises BadInput if `val_set_size` or the weights leave nothing to train on.
         """
-        train_ids, eval_ids = _split(len(cache.lengths), settings.val_set_size, settings.seed)
+        train_ids, eval_ids = split_samples(len(cache.lengths), settings.val_set_size, settings.seed)
         self._weights = tuple(weights) if any(weight != 1 for weight in weights) else ()
         if self._weights:
             counts = [each.num_samples for each in cache.summary.sources]
@@ -394,7 +394,7 @@ def _weighted(sample_ids: Integers, counts: Sequence[int], weights: Sequence[flo
     return weighted
 
 
-def _split(num_samples: int, val_set_size: float, seed: int) -> tuple[Integers, Integers]:
+def split_samples(num_samples: int, val_set_size: float, seed: int) -> tuple[Integers, Integers]:
     """The numbers of the training samples and of the evaluation samples, each ascending. Raises BadInput."""
     num_eval = round(val_set_size * num_samples) if 0 < val_set_size < 1 else int(val_set_size)
     if 0 < val_set_size < 1:

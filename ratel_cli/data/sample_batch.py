@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
+
+from ratel_cli.data.packing import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,3 +70,7 @@ class SampleBatch:
 
         ids = self.sample_ids[first:stop]
         return replace(self, inputs=cut(self.inputs), targets=cut(self.targets), sample_ids=ids)
+
+
+AnyModelBatch: TypeAlias = MicroBatch | SampleBatch
+"""A micro-batch of a model of any kind."""

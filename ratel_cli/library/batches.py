@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.data.sample_batch import SampleBatch
+from ratel_cli.data.sample_batch import AnyModelBatch, SampleBatch
 from ratel_cli.errors import BadInput
-from ratel_cli.model.cut_model import AnyModelBatch
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.stack import StackModel
 from ratel_cli.sizes import IGNORED_TARGET

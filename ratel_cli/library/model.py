@@ -20,6 +20,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ratel_cli.closing import Closing
+from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
@@ -28,7 +29,6 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.library.batches import Tensors
 from ratel_cli.library.plans import is_within, measured_plan, workload_of
 from ratel_cli.library.sources import TrainedModel
-from ratel_cli.model.cut_model import AnyModelBatch
 from ratel_cli.model.marker import read_marker
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.cut_model import AnyModel, AnyModelBatch
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext

@@ -19,9 +19,10 @@ from transformers import PretrainedConfig
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.library.batches import Tensors, example_of, micro_batches, sample_batches
-from ratel_cli.model.cut_model import AnyModel, AnyModelBatch
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.export_layout import layout_of_module
 from ratel_cli.model.export_weights import export_model, write_weights
 from ratel_cli.model.find_layers import find_layers

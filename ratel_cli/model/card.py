@@ -16,7 +16,7 @@ import yaml
 
 from ratel_cli.errors import printable
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import DtypeName, Task
 from ratel_cli.units import counted, format_count
 
 CARD_NAME: Final = "README.md"
@@ -69,6 +69,18 @@ class Card:
     """What trained the model, with versions, separated by commas."""
     picture: bytes | None
     """The curves as a PNG file; None if they are not drawn."""
+    task: Task = "causal_lm"
+    """What the model has learned."""
+
+
+_LOADED_BY: Mapping[Task, tuple[str, str | None, str]] = {
+    "causal_lm": ("transformers", "text-generation", "AutoModelForCausalLM"),
+    "masked_lm": ("transformers", "fill-mask", "AutoModelForMaskedLM"),
+    "classification": ("transformers", "text-classification", "AutoModelForSequenceClassification"),
+    "seq2seq": ("transformers", "text2text-generation", "AutoModelForSeq2SeqLM"),
+    "denoising": ("diffusers", None, "DiTTransformer2DModel"),
+}
+"""The library that loads a model of a task, what the hub calls the task, and the class."""
 
 
 def card_text(card: Card, spec: ModelSpec, *, dtype: DtypeName, num_updates: int) -> str:
@@ -76,7 +88,7 @@ def card_text(card: Card, spec: ModelSpec, *, dtype: DtypeName, num_updates: int
     sections = [
         _front_matter(card),
         f"# {printable(card.name)}\n\n{_summary(card, spec, dtype, num_updates)}\n",
-        _usage(card.repository or "."),
+        _usage(card.repository or ".", card.task),
         _data(card),
         _settings(card),
         _losses(card),
@@ -103,7 +115,8 @@ def plain_card(spec: ModelSpec) -> Card:
 
 
 def _front_matter(card: Card) -> str:
-    fields: dict[str, object] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    library, tag, _ = _LOADED_BY[card.task]
+    fields: dict[str, object] = {"library_name": library, **({} if tag is None else {"pipeline_tag": tag})}
     if card.base_model is not None:
         fields["base_model"] = card.base_model
         if not card.is_random:
@@ -129,14 +142,11 @@ def _summary(card: Card, spec: ModelSpec, dtype: DtypeName, num_updates: int) ->
     return text if card.origin is None else f"{text} The run started from {printable(card.origin)}."
 
 
-def _usage(place: str) -> str:
-    return (
-        "```python\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{place}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{place}")\n'
-        "```\n"
-    )
+def _usage(place: str, task: Task) -> str:
+    library, _, name = _LOADED_BY[task]
+    classes = {"model": name, **({"tokenizer": "AutoTokenizer"} if library == "transformers" else {})}
+    lines = [f'{what} = {each}.from_pretrained("{place}")\n' for what, each in classes.items()]
+    return f"```python\nfrom {library} import {', '.join(classes.values())}\n\n{''.join(lines)}```\n"
 
 
 def _data(card: Card) -> str:

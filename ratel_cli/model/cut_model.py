@@ -33,7 +33,6 @@ from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
 
 ModelBatch = TypeVar("ModelBatch", MicroBatch, SampleBatch)
-AnyModelBatch: TypeAlias = MicroBatch | SampleBatch
 
 
 class CutModel(ABC, Generic[ModelBatch]):
@@ -49,7 +48,8 @@ class CutModel(ABC, Generic[ModelBatch]):
         lookup: RowLookup | None = None,
     ) -> None:
         """`parameters`: those of each block, in the order of `spec`. `lookup`: the module that looks rows up."""
-        self._module = module
+        self.root = module
+        """The whole module."""
         self.layer_runner = layer_runner
         self.spec = spec
         self.traits = traits
@@ -97,7 +97,7 @@ class CutModel(ABC, Generic[ModelBatch]):
         if device == self._device:
             return
         self._device = device
-        for module in self._module.modules():
+        for module in self.root.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
@@ -105,8 +105,8 @@ class CutModel(ABC, Generic[ModelBatch]):
 
     def train(self, mode: bool) -> bool:
         """Switch dropout on or off. Returns whether it was on before."""
-        before = self._module.training
-        self._module.train(mode)
+        before = self.root.training
+        self.root.train(mode)
         return before
 
     def bind(

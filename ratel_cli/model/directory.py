@@ -21,6 +21,8 @@ from ratel_cli.model.shards import MAX_HEADER_BYTES, unique_keys
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+DENOISER_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+"""The name that diffusers has for it."""
 
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*", "*.py"]
@@ -51,8 +53,8 @@ _OTHER_DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("model_index.json",),
-        "belongs to a diffusion pipeline; only causal language models can be fine-tuned",
-        _USE_SAFETENSORS,
+        "belongs to a diffusion pipeline, whose transformer is trained on datasets of type: latents",
+        "set base_model to its directory transformer",
     ),
     (
         ("consolidated*", "params.json"),
@@ -101,20 +103,27 @@ def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None
     return _fetch(base_model, download or _download)
 
 
-def find_weight_files(directory: Path) -> WeightFiles:
-    """The weights that transformers would load from a directory: one file, or the shards of an index.
+def index_name_of(weights_name: str) -> str:
+    """The name of the index beside the shards that take the place of a file of weights."""
+    return f"{weights_name}.index.json"
+
+
+def find_weight_files(directory: Path, *, weights_name: str = WEIGHTS_NAME) -> WeightFiles:
+    """The weights that transformers would load from a directory: one file, or the shards of an index. `weights_name`:
+    of the file, where it is not transformers'.
 
     Raises BadInput if there are none, or if a file is unsafe, missing or of another format.
     """
-    if _is_present(directory / WEIGHTS_NAME):
-        return WeightFiles(paths=(trusted_file(directory, WEIGHTS_NAME),), names=(WEIGHTS_NAME,), listed=())
-    if not _is_present(directory / INDEX_NAME):
-        raise _no_weights(directory)
-    weight_map = _read_weight_map(trusted_file(directory, INDEX_NAME))
+    index_name = index_name_of(weights_name)
+    if _is_present(directory / weights_name):
+        return WeightFiles(paths=(trusted_file(directory, weights_name),), names=(weights_name,), listed=())
+    if not _is_present(directory / index_name):
+        raise _no_weights(directory, weights_name)
+    weight_map = _read_weight_map(trusted_file(directory, index_name))
     paths: dict[str, Path] = {}
     for name in sorted(set(weight_map.values())):
         if not name.endswith(".safetensors"):
-            raise BadInput(f"{directory / INDEX_NAME}: {excerpt(name)} in weight_map is not a .safetensors file")
+            raise BadInput(f"{directory / index_name}: {excerpt(name)} in weight_map is not a .safetensors file")
         paths[name] = trusted_file(directory, name)
     return WeightFiles(
         paths=tuple(paths.values()),
@@ -185,14 +194,14 @@ def _no_config(directory: Path) -> BadInput:
     return _other_directory(directory) or BadInput(fact, _USE_SAFETENSORS)
 
 
-def _no_weights(directory: Path) -> BadInput:
+def _no_weights(directory: Path, weights_name: str) -> BadInput:
     other = _other_directory(directory)
     if other is not None:
         return other
     pickles = _names(directory, _PICKLES)
     if not pickles:
         return BadInput(
-            f"{directory}: no weights: there is no {WEIGHTS_NAME} and no {INDEX_NAME}",
+            f"{directory}: no weights: there is no {weights_name} and no {index_name_of(weights_name)}",
             "check base_model, or set random_init: true to start from random weights",
         )
     return BadInput(

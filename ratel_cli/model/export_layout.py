@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ratel_cli.model.classes import class_settings
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.directory import WEIGHTS_NAME, index_name_of
 from ratel_cli.model.renaming import Conversion, Reversal, plan_renaming, reverse, saved_names, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
 from ratel_cli.model.skeleton import DTYPES
@@ -89,12 +89,19 @@ class ExportLayout:
     """The class in transformers that loads them; config.json names it."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """What config.json says besides, in place of the base model's: the names of classes."""
+    weights_name: str = WEIGHTS_NAME
+    """Of a single file of weights."""
 
     @property
     def file_names(self) -> list[str]:
         """The names of the files of weights, and of their index if there is one."""
-        index = [INDEX_NAME] if self.index is not None else []
+        index = [self.index_name] if self.index is not None else []
         return [*index, *(shard.file_name for shard in self.shards)]
+
+    @property
+    def index_name(self) -> str:
+        """Of the file that says which file has each tensor."""
+        return index_name_of(self.weights_name)
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +111,7 @@ class ExportLayout:
     @property
     def index(self) -> str | None:
         """The content of the index: which file has each tensor. None for a single file, which needs none."""
-        if [shard.file_name for shard in self.shards] == [WEIGHTS_NAME]:
+        if [shard.file_name for shard in self.shards] == [self.weights_name]:
             return None
         tensors = [tensor for shard in self.shards for tensor in shard.tensors]
         num_elements, num_bytes = sum(each.num_elements for each in tensors), sum(each.num_bytes for each in tensors)
@@ -197,7 +204,7 @@ def layout_of_files(
         for entry in sorted(reader.tensors.values(), key=lambda entry: entry.offset):
             content = contents.get(entry.name)
             if content is not None:
-                placed.append(_trained(entry.name, entry.shape, content, dtypes))
+                placed.append(trained_tensor(entry.name, entry.shape, content, dtypes))
             elif entry.name in instead:
                 placed += instead[entry.name]
             else:
@@ -225,7 +232,7 @@ def layout_of_model(
         if target in buffers
     }
     placed = [
-        *(_trained(name, shapes[name], contents[name], dtypes) for name in shapes if name in contents),
+        *(trained_tensor(name, shapes[name], contents[name], dtypes) for name in shapes if name in contents),
         *(
             LaidOutTensor(name=name, dtype=each.values.dtype, shape=shapes[name], content=each)
             for name, each in held.items()
@@ -238,11 +245,18 @@ def layout_of_model(
     )
 
 
-def layout_of_module(module: nn.Module, spec: ModelSpec, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> ExportLayout:
+def layout_of_module(
+    module: nn.Module,
+    spec: ModelSpec,
+    *,
+    dtype: DtypeName | None = None,
+    weights_name: str = WEIGHTS_NAME,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> ExportLayout:
     """The layout of a module of any kind: its parameters and persistent buffers under their own names, each once."""
-    dtypes = spec.exported_dtypes(spec.dtype)
+    dtypes = spec.exported_dtypes(dtype or spec.dtype)
     shapes = {each.name: each.shape for block in spec.blocks for each in block.parameters}
-    placed = [_trained(name, shape, whole_parameter(name, shape), dtypes) for name, shape in shapes.items()]
+    placed = [trained_tensor(name, shape, whole_parameter(name, shape), dtypes) for name, shape in shapes.items()]
     for module_name, each in module.named_modules():
         for name, buffer in each._buffers.items():
             if buffer is not None and name not in each._non_persistent_buffers_set:
@@ -250,7 +264,8 @@ def layout_of_module(module: nn.Module, spec: ModelSpec, *, max_shard_bytes: int
                 full_name = f"{module_name}.{name}".lstrip(".")
                 content = BufferContent(values=held)
                 placed.append(LaidOutTensor(name=full_name, dtype=held.dtype, shape=tuple(held.shape), content=content))
-    return ExportLayout(shards=split_into_shards(placed, max_shard_bytes), architecture=spec.architecture)
+    shards = split_into_shards(placed, max_shard_bytes, weights_name)
+    return ExportLayout(shards=shards, architecture=spec.architecture, weights_name=weights_name)
 
 
 def own_names(model: PreTrainedModel, spec: ModelSpec) -> dict[str, str]:
@@ -269,7 +284,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def split_into_shards(tensors: Sequence[LaidOutTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
+def split_into_shards(
+    tensors: Sequence[LaidOutTensor], max_shard_bytes: int, weights_name: str = WEIGHTS_NAME
+) -> tuple[Shard, ...]:
     """Distribute tensors over files, in order. A file is at most `max_shard_bytes` long, or holds only one tensor."""
     files: list[list[LaidOutTensor]] = [[]]
     filled_bytes = _HEADER_BYTES
@@ -280,9 +297,10 @@ def split_into_shards(tensors: Sequence[LaidOutTensor], max_shard_bytes: int) ->
             filled_bytes = _HEADER_BYTES
         files[-1].append(tensor)
         filled_bytes += num_bytes
-    names = [f"model-{index:05d}-of-{len(files):05d}.safetensors" for index in range(1, len(files) + 1)]
+    stem = weights_name.removesuffix(".safetensors")
+    names = [f"{stem}-{index:05d}-of-{len(files):05d}.safetensors" for index in range(1, len(files) + 1)]
     if len(files) == 1:
-        names = [WEIGHTS_NAME]
+        names = [weights_name]
     return tuple(Shard(file_name=name, tensors=tuple(file)) for name, file in zip(names, files, strict=True))
 
 
@@ -295,14 +313,14 @@ def _results_instead(
     for conversion, targets in origins.irreversible(tensors):
         first, *others = conversion.source_names
         instead[first] = [
-            _trained(name, shape, whole_parameter(origins.own_names[name], shape), dtypes)
+            trained_tensor(name, shape, whole_parameter(origins.own_names[name], shape), dtypes)
             for name, shape in ((target, tuple(state[target].shape)) for target in targets)
         ]
         instead |= {name: [] for name in others}
     return instead
 
 
-def _trained(
+def trained_tensor(
     name: str, shape: tuple[int, ...], content: TrainedContent | ConvertedContent, dtypes: Mapping[str, DtypeName]
 ) -> LaidOutTensor:
     """A tensor in the dtype of the parameters that it is made of; in fp32 if they have different ones."""

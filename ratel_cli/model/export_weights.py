@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.card import Card, plain_card
-from ratel_cli.model.directory import INDEX_NAME
 from ratel_cli.model.export_contents import ContentReader
 from ratel_cli.model.export_layout import ExportLayout, Shard
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
@@ -100,7 +99,7 @@ def write_weights(
         for shard in layout.shards:
             _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
     if layout.index is not None:
-        staging.write_text(INDEX_NAME, layout.index)
+        staging.write_text(layout.index_name, layout.index)
 
 
 def export_bytes(layout: ExportLayout, base_dir: Path) -> int:

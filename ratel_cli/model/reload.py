@@ -13,11 +13,13 @@ from typing import Any, cast
 
 import torch
 import xxhash
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratel_cli.errors import IntegrityFailure, excerpt, first_line
 from ratel_cli.model.checkpoint import is_constant, open_shards
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.directory import find_weight_files
+from ratel_cli.model.publishing import ENTRY_NAMES
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.units import MIB
 
@@ -25,8 +27,8 @@ _READ_BYTES = 32 * MIB
 
 
 def holds_export(directory: Path) -> bool:
-    """Whether the directory has weights that transformers would load."""
-    return any((directory / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+    """Whether the directory has weights that transformers or diffusers would load."""
+    return any((directory / name).is_file() for name in ENTRY_NAMES)
 
 
 def check_values(reader: ShardReader, *, progress: Callable[[int], None]) -> str:
@@ -90,7 +92,7 @@ def load_export(
     return cast(PreTrainedModel, model.eval())
 
 
-def read_parameter(model: PreTrainedModel, name: str, start: int, num_elements: int) -> torch.Tensor:
+def read_parameter(model: nn.Module, name: str, start: int, num_elements: int) -> torch.Tensor:
     """`num_elements` elements of a flattened parameter from `start` on, in the model's dtype.
 
     Raises IntegrityFailure if the model has no parameter of that name.

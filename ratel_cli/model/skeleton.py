@@ -91,7 +91,7 @@ def build_skeleton(
     config = copy.deepcopy(config)  # from_config writes its arguments into it
     config.use_cache = False
     try:
-        with _parameters_on_meta(), warnings.catch_warnings():
+        with parameters_on_meta(), warnings.catch_warnings():
             # Said below by name, with what to change.
             warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
             model = _construct(config, attn_implementation, task, dtype=DTYPES[dtype])
@@ -212,7 +212,7 @@ def _reject_empty_parameters(model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """A context in which every newly registered parameter becomes a meta parameter. Shared parameters stay shared."""
     original = nn.Module.register_parameter
 

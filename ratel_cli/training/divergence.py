@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.errors import Diverged, IntegrityFailure, RatelError
 
@@ -22,7 +22,7 @@ def diagnose_nonfinite_step(
     step: int,
     first: StepOutcome,
     second: StepOutcome,
-    batches: Sequence[MicroBatch],
+    batches: Sequence[AnyModelBatch],
     *,
     scale_loss: bool,
     deterministic: bool,
@@ -62,6 +62,6 @@ def _what(outcome: StepOutcome) -> str:
     return f"the gradient norm is {outcome.grad_norm}{place}"
 
 
-def _named_samples(batches: Sequence[MicroBatch]) -> str:
+def _named_samples(batches: Sequence[AnyModelBatch]) -> str:
     samples = sorted({sample for batch in batches for sample in batch.sample_ids})
     return ", ".join(map(str, samples[:_MOST_SAMPLES])) + (", ..." if len(samples) > _MOST_SAMPLES else "")

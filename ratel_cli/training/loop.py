@@ -21,9 +21,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.latents import AnyData
+from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.engine.loss import NOTHING_EVALUATED
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
@@ -119,11 +120,11 @@ class TrainingLoop:
 
     def __init__(
         self,
-        engine: StepEngine[MicroBatch],
+        engine: StepEngine[Any],
         *,
         store: Store,
         queue: IoQueue,
-        data: TrainingData,
+        data: AnyData,
         schedule: LearningRateSchedule,
         settings: LoopSettings,
         timeline: Timeline,
@@ -139,7 +140,7 @@ class TrainingLoop:
         self._settings = settings
         self._timeline = timeline
         self._callbacks = callbacks
-        self._take_over: Callable[[], StepEngine[MicroBatch]] | None = None
+        self._take_over: Callable[[], StepEngine[Any]] | None = None
         self._counted_bytes = (0, 0)
         """Bytes read and written that do not count for the next step. Updates go on between two steps."""
         self._recording = recording
@@ -179,7 +180,7 @@ class TrainingLoop:
             # 7. report
             yield evaluated
 
-    def follow(self, take_over: Callable[[], StepEngine[MicroBatch]], settings: LoopSettings) -> None:
+    def follow(self, take_over: Callable[[], StepEngine[Any]], settings: LoopSettings) -> None:
         """Run the steps that come on another engine.
 
         `take_over` makes it, as a part of the next step: it may wait for updates of the last one.
@@ -253,7 +254,7 @@ class TrainingLoop:
         return metrics
 
     def _compute(
-        self, progress: Progress, batches: Sequence[MicroBatch], *, recording: StepRecording | None
+        self, progress: Progress, batches: Sequence[AnyModelBatch], *, recording: StepRecording | None
     ) -> StepOutcome:
         """The step that follows `progress`. It can be computed again as long as it was not applied."""
         return self._engine.run(
@@ -266,7 +267,7 @@ class TrainingLoop:
             recording=recording,
         )
 
-    def _progress_after(self, before: Progress, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> Progress:
+    def _progress_after(self, before: Progress, outcome: StepOutcome, batches: Sequence[AnyModelBatch]) -> Progress:
         """The progress that the step leads to.
 
         If the step is not finite and may not be skipped, it is computed again, and that ends the run: the same bits
@@ -377,7 +378,7 @@ class TrainingLoop:
         micro-batches are computed at a time as a step has."""
         self._callbacks.before_evaluation(self._progress.step)
         total, num_targets = NOTHING_EVALUATED, 0
-        waiting: list[MicroBatch] = []
+        waiting: list[AnyModelBatch] = []
         for batch in self._data.eval_batches():
             self._callbacks.check_stop()
             waiting.append(batch)

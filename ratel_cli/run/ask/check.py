@@ -109,7 +109,7 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
 
     prepare_process()
     with ExitStack() as resources:
-        if reading.doubtful & _DECIDES_ABOUT_ROWS:
+        if reading.doubtful & _DECIDES_ABOUT_ROWS and config.task != "denoising":
             read_model(config, resources, log, errors)
             knows_types = not reading.doubtful & _DECIDES_ABOUT_TYPES
             find_data(config, errors, log, reads_rows=True, knows_types=knows_types)

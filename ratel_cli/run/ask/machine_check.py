@@ -14,7 +14,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import ErrorList
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import has_own_store
@@ -26,7 +26,7 @@ from ratel_cli.run.train.space import check_store_space, spaces_of
 
 def check_machine(
     config: RunConfig,
-    model: DecoderModel,
+    model: AnyModel,
     device: torch.device,
     errors: ErrorList,
     *,
@@ -55,7 +55,7 @@ def check_machine(
             errors.attempt(space.key, space.check)
 
 
-def _plan(context: RunContext, model: DecoderModel, hardware: HardwareProfile) -> Plan:
+def _plan(context: RunContext, model: AnyModel, hardware: HardwareProfile) -> Plan:
     """A plan that fits, whatever split and chunks the config leaves to it. Raises DoesNotFit."""
     config = context.config
     if config.split is None:

@@ -23,7 +23,7 @@ from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.analytic import analytic_profile
@@ -36,7 +36,8 @@ from ratel_cli.run.files.output import check_run_output, claim_output
 from ratel_cli.run.files.profile_cache import REFRESHES
 from ratel_cli.run.files.run_directory import MODEL_NAME, CachedProfile
 from ratel_cli.run.files.run_files import list_run_files, write_run_file
-from ratel_cli.run.inputs.base_model import build_base, prepare_process
+from ratel_cli.run.inputs.base_model import prepare_process
+from ratel_cli.run.inputs.denoiser_base import build_model
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
 from ratel_cli.run.train.profile_machine import report_other_load
 from ratel_cli.run.train.trial import adamw_beside, block_profiler
@@ -54,7 +55,7 @@ class ModelCosts:
 def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool) -> ModelCosts:
     """The model's costs: cached ones, or measured ones if there are none or with `refresh`. Raises RatelError."""
     prepare_process()
-    model = build_base(config).model
+    model = build_model(config)
     cache = CachedProfile(config, model.spec, hardware)
     profile = None if refresh else cache.read()
     if profile is not None:
@@ -97,7 +98,7 @@ def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profil
     return ModelCosts(profile=profile, activation_available_bytes=max(0, limit_bytes - memory.total))
 
 
-def _measured(config: RunConfig, model: DecoderModel, hardware: HardwareProfile, log: RunLog) -> ModelProfile:
+def _measured(config: RunConfig, model: AnyModel, hardware: HardwareProfile, log: RunLog) -> ModelProfile:
     spec = model.spec
     workload = chunked_workload_of(config, spec)
     estimate = analytic_profile(spec, workload, traits=measured_traits(model))

@@ -89,11 +89,12 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
     """
     if named.directory is None:
         run = open_run(context)
-        if persistent_buffers(run.base.model.skeleton):
-            open_weights(context.config, run.base, context.resources)
+        base = run.language
+        if persistent_buffers(base.model.skeleton):
+            open_weights(context.config, base, context.resources)
         generation = run.generation(step)
         name = f"{context.config.output_dir}, step {generation.progress.step}"
-        return StreamedModel(base=run.base, blocks=GenerationBlocks(generation), name=name, conversion_bytes=0)
+        return StreamedModel(base=base, blocks=GenerationBlocks(generation), name=name, conversion_bytes=0)
     if step is not None:
         raise BadInput(f"--step {step}: {named.directory} has no saved steps; only the store of a run has them")
     base = read_base(context.config, context.log)

@@ -2,9 +2,9 @@
 
     1. every saved generation of the store, chunk by chunk, against its checksums; also the snapshot's generation
     2. the export's files: their headers, every value, and the checksums that the export noted in its marker
-    3. the export, loaded by transformers
+    3. the export, loaded by transformers or diffusers
     4. the export's weights against those of the generation that it was made from, bit for bit
-    5. the export's logits against those of that generation, computed with one block in memory at a time
+    5. the export's outputs against those of that generation, computed with one block in memory at a time
 
 Invariants: nothing is changed. A check that depends on something that was found wrong is left out.
 """
@@ -16,20 +16,21 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
 from ratel_cli.hardware.host import default_limit_bytes
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
-from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.checkpoint import open_shards
+from ratel_cli.model.denoiser import load_denoiser
+from ratel_cli.model.denoiser_config import is_denoiser
+from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME, find_weight_files
 from ratel_cli.model.kind import declared_task, loading_class
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
@@ -38,17 +39,13 @@ from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
-from ratel_cli.run.inputs.base_model import check_model, prepare_process
+from ratel_cli.run.inputs.base_model import Base, check_model, prepare_process
 from ratel_cli.run.train.open import OpenedRun, open_run
 from ratel_cli.sizes import Task
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 from ratel_cli.training.stopping import StopRequest
 from ratel_cli.units import counted, format_bytes, format_count, format_rate, format_seconds
-
-_NUM_TOKENS = 16
-_TOKEN_STRIDE = 7919
-"""A prime, so that the tokens come from the whole vocabulary. They are the same ones each time."""
 
 _ReadValues = Callable[[str, int, int], torch.Tensor]
 """Reads elements of a parameter of the export, given its name, the first element and their number."""
@@ -67,9 +64,8 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
             return checks
         checks += _check_files(config.output_dir, context.stop, log)
-        model, loading = _load(
-            config.output_dir, task=config.task, dtype=DTYPES[config.dtype], attention=run.base.attention
-        )
+        attention = run.base.attention if isinstance(run.base, Base) else None
+        model, loading = _load(config.output_dir, task=config.task, dtype=DTYPES[config.dtype], attention=attention)
         return [*checks, loading, *_compare(run, whole, model)]
 
 
@@ -143,7 +139,8 @@ def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]
     marker = read_marker(directory)
     written = {} if marker is None else {file.name: file for file in marker.files}
     try:
-        files = find_weight_files(directory)
+        name = DENOISER_WEIGHTS_NAME if is_denoiser(directory) else WEIGHTS_NAME
+        files = find_weight_files(directory, weights_name=name)
     except BadInput as error:
         return [Check(what=directory.name, num_bytes=0, checked="index", verdict=error.message, is_wrong=True)]
     checks: list[Check] = []
@@ -179,34 +176,38 @@ def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
     return Check(what="other files", num_bytes=num_bytes, checked=counted(len(written), "file"), verdict=verdict)
 
 
-def _loading_class(directory: Path, task: Task | None) -> type[Any]:
-    """The class that loads the model; None: for the task of the class that its config.json names."""
+def _language_model(
+    directory: Path, task: Task | None, dtype: torch.dtype | None, attention: str | None
+) -> PreTrainedModel:
+    with ExitStack() as resources:
+        open_shards(resources, find_weight_files(directory))
     wanted = task or declared_task(read_any_config(directory))
-    return loading_class(read_model_config(directory, wanted), wanted)
+    model_class = loading_class(read_model_config(directory, wanted), wanted)
+    return load_export(directory, dtype=dtype, attention=attention, model_class=model_class)
 
 
 def _load(
     directory: Path, *, task: Task | None, dtype: torch.dtype | None, attention: str | None
-) -> tuple[PreTrainedModel | None, Check]:
-    """The model, loaded by transformers; None if that fails, or there is not enough memory."""
+) -> tuple[nn.Module | None, Check]:
+    """The model, loaded by its library; None if that fails, or there is not enough memory. `task`: None: that of the
+    class that its config.json names."""
+    denoises = is_denoiser(directory) if task is None else task == "denoising"
     num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    check = Check(what="transformers", num_bytes=num_bytes, checked="from_pretrained", verdict="")
+    library = "diffusers" if denoises else "transformers"
+    check = Check(what=library, num_bytes=num_bytes, checked="from_pretrained", verdict="")
     available_bytes = default_limit_bytes()
     if num_bytes > available_bytes:
         verdict = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(available_bytes)} available"
         return None, replace(check, verdict=verdict)
     try:
-        with ExitStack() as resources:
-            open_shards(resources, find_weight_files(directory))
-        model_class = _loading_class(directory, task)
-        model = load_export(directory, dtype=dtype, attention=attention, model_class=model_class)
+        model = load_denoiser(directory, dtype) if denoises else _language_model(directory, task, dtype, attention)
     except (BadInput, IntegrityFailure) as failure:
         return None, replace(check, verdict=failure.message, is_wrong=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return model, replace(check, verdict=f"loads: {type(model).__name__}, {format_count(num_parameters)} parameters")
 
 
-def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTrainedModel | None) -> list[Check]:
+def _compare(run: OpenedRun, generations: Sequence[Generation], model: nn.Module | None) -> list[Check]:
     """The rows for the export's weights and logits, compared with the generation that it was made from."""
     if not generations:
         return []
@@ -233,18 +234,18 @@ def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTraine
     if model is None:
         return [equal]
     try:
-        return [equal, _compare_logits(run, same, model)]
+        return [equal, _compare_outputs(run, same, model)]
     except IntegrityFailure as failure:
-        return [equal, Check(what="logits", num_bytes=0, checked="", verdict=failure.message, is_wrong=True)]
+        return [equal, Check(what=run.base.outputs, num_bytes=0, checked="", verdict=failure.message, is_wrong=True)]
 
 
-def _reader_of(run: OpenedRun, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:
-    """Reads values of the loaded model, or of the export's files, as transformers would, if no model was loaded."""
+def _reader_of(run: OpenedRun, model: nn.Module | None, resources: ExitStack) -> _ReadValues:
+    """Reads values of the loaded model, or of the export's files, as its library would, if no model was loaded."""
     if model is not None:
         return lambda name, start, number: read_parameter(model, name, start, number)
-    config, decoder = run.context.config, run.base.model
-    source = resources.enter_context(CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec))
-    dtypes = decoder.spec.exported_dtypes(config.dtype)
+    config = run.context.config
+    source = run.base.open_export(config.output_dir, resources)
+    dtypes = run.base.model.spec.exported_dtypes(config.dtype)
     return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[dtypes[name]])
 
 
@@ -265,32 +266,16 @@ def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues)
     return None
 
 
-def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel) -> Check:
-    decoder, device = run.base.model, torch.device("cpu")
-    install_buffers(decoder.skeleton, persistent_buffers(model))
-    longest = getattr(run.base.config.get_text_config(), "max_position_embeddings", None)
-    num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
-    positions = torch.arange(num_tokens).unsqueeze(0)
-    tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size
-    if decoder.task == "classification":
-        # Two rows: the product of a single one with the head's matrix depends on where in memory the matrix is.
-        tokens, positions = torch.cat([tokens, tokens.flip(1)]), positions.repeat(2, 1)
-    context = run.context
+def _compare_outputs(run: OpenedRun, generation: Generation, model: nn.Module) -> Check:
+    context, device, base = run.context, torch.device("cpu"), run.base
+    batch, theirs = base.tried(model)
     blocks = GenerationBlocks(generation)
-    with BlockReader(decoder, blocks, context.pool, device=device, check_stop=context.stop.check) as reader:
-        batch = MicroBatch.of_tokens(tokens, positions)
-        if decoder.task == "seq2seq":
-            batch = replace(batch, decoder_ids=tokens)
-        ours = BlockwiseForward(decoder, reader).outputs(batch)
-    inputs = batch.inputs
-    if not decoder.layer_runner.takes_positions:
-        del inputs["position_ids"]
-    with torch.no_grad():
-        theirs = model(**inputs, use_cache=False).logits
+    with BlockReader(base.model, blocks, context.pool, device=device, check_stop=context.stop.check) as reader:
+        ours = BlockwiseForward(base.model, reader).outputs(batch)
     check = Check(
-        what="logits",
+        what=base.outputs,
         num_bytes=ours.nbytes,
-        checked=f"{num_tokens} tokens",
+        checked=f"{batch.width} tokens",
         verdict=f"equal to those from step {generation.progress.step}, bit for bit",
     )
     if _same_bits(ours, theirs):

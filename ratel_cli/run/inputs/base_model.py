@@ -5,24 +5,30 @@ Invariant: a store that passes `check_model` has this model's parameters, in thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import transformers
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import return_large_buffers
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.card import Card
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.classes import classes_of, name_classes
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
+from ratel_cli.model.export_weights import export_bytes, export_model, export_names
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import (
@@ -32,15 +38,25 @@ from ratel_cli.model.skeleton import (
     why_unsupported,
 )
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.files.output import own_output
 from ratel_cli.run.files.run_directory import as_recorded_by_run
+from ratel_cli.run.inputs.model_base import ModelBase, Weights
+from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.sizes import Task
+from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 
+_NUM_TOKENS = 16
+_TOKEN_STRIDE = 7919
+"""A prime, so that the tokens come from the whole vocabulary. They are the same ones each time."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
-    """A base model without its weights."""
 
+@dataclass(frozen=True, kw_only=True)
+class Base(ModelBase):
+    """A language model without its weights."""
+
+    loader = "transformers"
+    outputs = "logits"
     directory: Path
     config: PretrainedConfig
     """What config.json describes: a language model, or a model with more parts."""
@@ -49,6 +65,74 @@ class Base:
     model: DecoderModel
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes."""
+
+    def open_weights(self, config: RunConfig, resources: ExitStack) -> Weights:
+        """See ModelBase. The skeleton gets the buffers."""
+        return open_weights(config, self, resources)
+
+    def export(
+        self,
+        config: RunConfig,
+        generation: Generation,
+        pool: BufferPool,
+        output_dir: Path,
+        *,
+        layout: ExportLayout,
+        card: Card,
+        overwrite: bool,
+        option: str,
+        progress: Callable[[], None],
+    ) -> list[str]:
+        """See ModelBase."""
+        return export_model(
+            self.model.spec,
+            generation,
+            pool,
+            base_dir=self.directory,
+            output_dir=output_dir,
+            run=own_output(config),
+            overwrite=overwrite,
+            option=option,
+            dtype=config.dtype,
+            layout=layout,
+            card=card,
+            replaced_sidecars=tokenizer_files(config, self.directory),
+            progress=progress,
+        )
+
+    def export_names(self, layout: ExportLayout) -> list[str]:
+        """See ModelBase."""
+        return export_names(layout, self.directory)
+
+    def export_bytes(self, layout: ExportLayout) -> int:
+        """See ModelBase."""
+        return export_bytes(layout, self.directory)
+
+    def open_export(self, directory: Path, resources: ExitStack) -> CheckpointSource:
+        """See ModelBase."""
+        return resources.enter_context(CheckpointSource(directory, self.model.skeleton, self.model.spec))
+
+    def tried(self, loaded: nn.Module) -> tuple[MicroBatch, torch.Tensor]:
+        """See ModelBase. The skeleton gets the buffers."""
+        model = self.model
+        assert isinstance(loaded, PreTrainedModel)
+        install_buffers(model.skeleton, persistent_buffers(loaded))
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
+        positions = torch.arange(num_tokens).unsqueeze(0)
+        tokens = positions * _TOKEN_STRIDE % model.spec.vocab_size
+        if model.task == "classification":
+            # Two rows: the product of a single one with the head's matrix depends on where in memory the matrix is.
+            tokens, positions = torch.cat([tokens, tokens.flip(1)]), positions.repeat(2, 1)
+        batch = MicroBatch.of_tokens(tokens, positions)
+        if model.task == "seq2seq":
+            batch = replace(batch, decoder_ids=tokens)
+        inputs = batch.inputs
+        if not model.layer_runner.takes_positions:
+            del inputs["position_ids"]
+        with torch.no_grad():
+            logits: torch.Tensor = loaded(**inputs, use_cache=False).logits
+        return batch, logits
 
 
 def prepare_process() -> None:
@@ -59,8 +143,8 @@ def prepare_process() -> None:
 
 def silence_transformers() -> None:
     """Turn off the messages and progress bars of transformers."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def read_base(config: RunConfig, log: RunLog, task: Task | None = None) -> Base:
@@ -77,6 +161,8 @@ def build_base(config: RunConfig, task: Task | None = None) -> Base:
     """Like `read_base`, but without the notice about another attention kernel."""
     assert config.base_model is not None
     task = task or config.task
+    if task == "denoising":
+        raise BadInput("datasets of type: latents train a diffusion transformer; this is for language models")
     directory = resolve_base_model(config.base_model)
     model_config = read_model_config(directory, task)
     labels = classes_of(model_config, config.labels) if task == "classification" else ()

@@ -27,6 +27,7 @@ from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data
 from ratel_cli.data.file_names import REJECTS_NAME
+from ratel_cli.data.latents import AnyData
 from ratel_cli.data.row_check import check_rows
 from ratel_cli.data.rows import DatasetSource, open_source
 from ratel_cli.data.shared_tokens import SharedTokens
@@ -35,11 +36,13 @@ from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, RatelError
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_names
 from ratel_cli.model.flash_attention import require_deterministic
+from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.marker import reject_files_of_others, reject_folders
 from ratel_cli.model.sidecars import check_sidecars
@@ -50,7 +53,9 @@ from ratel_cli.run.files.run_directory import TOKENS_NAME, as_recorded_by_run, r
 from ratel_cli.run.files.run_files import names_of_rejects, note_rejects
 from ratel_cli.run.files.user_cache import ratel_version, user_cache_directory
 from ratel_cli.run.inputs.base_model import Base, model_hash, open_weights, read_base
+from ratel_cli.run.inputs.denoiser_base import build_denoiser_base, load_latents
 from ratel_cli.run.inputs.length import num_steps
+from ratel_cli.run.inputs.model_base import ModelBase
 from ratel_cli.run.inputs.settings import (
     DECIDES_THE_BITS,
     settings_hash,
@@ -70,14 +75,18 @@ SHOWS_REJECTS = "`ratel data CONFIG --bad`"
 class Inputs:
     """What a run has read and checked."""
 
-    base_dir: Path
-    model: DecoderModel
-    source: CheckpointSource | RandomSource
+    base: ModelBase
+    source: WeightSource
     layout: ExportLayout
     """What the files of the export hold."""
-    data: TrainingData
+    data: AnyData
     num_steps: int
     device: torch.device
+
+    @property
+    def model(self) -> AnyModel:
+        """The base model, without weights."""
+        return self.base.model
 
 
 def read_inputs(
@@ -95,6 +104,8 @@ def read_inputs(
     The data of a step that the plan has still to split comes in micro-batches of one sequence.
     """
     warn_of_host_limit(config, log)
+    if config.task == "denoising":
+        return _read_latents(config, resources, log, overwrite=overwrite)
     errors, data = ErrorList(), None
     model = read_model(config, resources, log, errors, overwrite=overwrite)
     base, tokenizer = model.base, model.tokenizer
@@ -108,8 +119,7 @@ def read_inputs(
     assert base is not None and model.weights is not None and model.device is not None and data is not None
     source, layout = model.weights
     return Inputs(
-        base_dir=base.directory,
-        model=base.model,
+        base=base,
         source=source,
         layout=layout,
         data=data,
@@ -153,6 +163,26 @@ def read_model(
     errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
     errors.attempt(("sequence_len",), lambda: _check_row_length(config.sequence_len, base.model, base.config))
     return ModelInputs(device=device, base=base, weights=weights, tokenizer=tokenizer)
+
+
+def _read_latents(config: RunConfig, resources: ExitStack, log: RunLog, *, overwrite: bool) -> Inputs:
+    """The inputs of a run that learns to denoise latents."""
+    errors = ErrorList()
+    device = errors.attempt(("device",), lambda: compute_device(config.device))
+    base = errors.attempt(("base_model",), lambda: build_denoiser_base(config))
+    errors.raise_all()
+    assert device is not None and base is not None
+    errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
+    weights = errors.attempt(("base_model",), lambda: base.open_weights(config, resources))
+    if weights is not None:
+        names = base.export_names(weights[1])
+        errors.attempt(("output_dir",), lambda: _check_names(config, names, overwrite=overwrite))
+    data = errors.attempt(("datasets",), lambda: load_latents(config, base, log))
+    errors.raise_all()
+    assert weights is not None and data is not None
+    source, layout = weights
+    steps = num_steps(config, data.steps_per_epoch)
+    return Inputs(base=base, source=source, layout=layout, data=data, num_steps=steps, device=device)
 
 
 def find_data(

@@ -80,10 +80,11 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     if cached is not None:
         return replace(cached, spec=cached.spec.with_gradients(config.resolved_gradient_dtype))
     from ratel_cli.engine.footprint import measured_traits
-    from ratel_cli.run.inputs.base_model import build_base, silence_transformers
+    from ratel_cli.run.inputs.base_model import silence_transformers
+    from ratel_cli.run.inputs.denoiser_base import build_model
 
     silence_transformers()
-    model = build_base(config).model
+    model = build_model(config)
     description = ModelDescription(spec=model.spec, traits=measured_traits(model))
     content = {
         "format_version": FORMAT_VERSION,
@@ -129,6 +130,6 @@ def _config_text(base_model: str) -> str:
         raise BadInput(f"{path}: cannot be parsed: {error}") from error
     if not isinstance(values, dict):
         raise BadInput(f"{path}: must contain an object, `{{...}}`")
-    if not isinstance(values.get("model_type"), str):
+    if "_class_name" not in values and not isinstance(values.get("model_type"), str):  # else it is of diffusers
         raise BadInput(f"{path}: `model_type` is missing or is not text")
     return text

@@ -5,12 +5,14 @@ Invariant: this file imports nothing heavy.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.json_fields import hash_of
+from ratel_cli.model.denoiser_config import read_denoiser_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
 from ratel_cli.planning.placement import Workload
@@ -30,6 +32,11 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
+OF_TEXT: Final = (
+    "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "mlm_probability", "head_chunk",
+    "attn_implementation",
+)  # fmt: skip
+"""Those of them that say something about text alone."""
 DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
 
@@ -57,9 +64,14 @@ def as_recorded(config: RunConfig) -> RunConfig:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """The tokens of a full step. What the head does at once depends on the model too: see `chunked_workload_of`."""
+    """The tokens of a full step. What the head does at once depends on the model too: see `chunked_workload_of`. Raises
+    BadInput if the tokens of a latent are not known."""
     size, number = config.known_split
-    return Workload(micro_batch_size=size, num_micro_batches=number, sequence_len=config.sequence_len)
+    sequence_len = config.sequence_len
+    if config.task == "denoising":
+        assert config.base_model is not None
+        sequence_len = read_denoiser_config(Path(config.base_model).expanduser()).sample_tokens
+    return Workload(micro_batch_size=size, num_micro_batches=number, sequence_len=sequence_len)
 
 
 def chunked_workload_of(config: RunConfig, spec: ModelSpec) -> Workload:

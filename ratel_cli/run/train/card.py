@@ -18,7 +18,7 @@ from ratel_cli.report.curves import can_draw_curves, draw_curves
 from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, run_directory
 from ratel_cli.run.inputs.base_model import hub_id
-from ratel_cli.run.inputs.settings import DECIDES_THE_BITS, as_recorded
+from ratel_cli.run.inputs.settings import DECIDES_THE_BITS, OF_TEXT, as_recorded
 from ratel_cli.store.store import Store
 from ratel_cli.training.history import finite_mean, read_history
 from ratel_cli.training.metrics import StepMetrics
@@ -44,6 +44,7 @@ def card_of(config: RunConfig, store: Store, *, step: int, log: RunLog) -> Card:
         losses=tuple(_losses(steps)),
         software=store.identity.software,
         picture=_picture(steps, log),
+        task=config.task,
     )
 
 
@@ -69,7 +70,8 @@ def _settings(config: RunConfig) -> dict[str, object]:
     if isinstance(kwargs, dict):
         values["lr_scheduler_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
     ordered = ("max_steps" if config.max_steps else "num_epochs", *DECIDES_THE_BITS)
-    return {key: values[key] for key in ordered if values[key] is not None}
+    left_out = OF_TEXT if config.task == "denoising" else ()
+    return {key: values[key] for key in ordered if values[key] is not None and key not in left_out}
 
 
 def _steps(path: Path, *, last_step: int) -> Sequence[StepMetrics]:

@@ -26,21 +26,19 @@ from ratel_cli.errors import EnvironmentFailure, ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.export_weights import export_bytes, export_model
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.plan import split_words
 from ratel_cli.report.run import opening
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.origin import Origin, check_same_origin, read_origin
-from ratel_cli.run.files.output import claim_output, own_output, reject_lost_store
+from ratel_cli.run.files.output import claim_output, reject_lost_store
 from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, place_of
 from ratel_cli.run.files.run_files import files_of_training, forget_missing, write_run_files
 from ratel_cli.run.inputs.base_model import prepare_process
 from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.inputs.length import check_length
 from ratel_cli.run.inputs.settings import wear_limit
-from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.run.train.branch import Branch, open_branch
 from ratel_cli.run.train.card import card_of
 from ratel_cli.run.train.hub import upload_export
@@ -179,23 +177,20 @@ def _find(
 def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: bool) -> None:
     config, log = context.config, context.log
     context.stop.check()
-    notices = export_model(
-        inputs.model.spec,
+    notices = inputs.base.export(
+        config,
         store.current(),
         context.pool,
-        base_dir=inputs.base_dir,
-        output_dir=config.output_dir,
-        run=own_output(config),
-        overwrite=overwrite,
-        dtype=config.dtype,
+        config.output_dir,
         layout=inputs.layout,
         card=card_of(config, store, step=store.progress.step, log=log),
-        replaced_sidecars=tokenizer_files(config, inputs.base_dir),
+        overwrite=overwrite,
+        option="output_dir",
         progress=context.stop.check,
     )
     for text in notices:
         log.notice(text)
-    log.remark(f"exported the model to {config.output_dir}; load it with transformers' from_pretrained")
+    log.remark(f"exported the model to {config.output_dir}; load it with {inputs.base.loader}' from_pretrained")
     delete = command("clean", config.output_dir, "--store")
     log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
 
@@ -281,7 +276,7 @@ def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
         run.context.config,
         run.inputs.model.spec,
         nvme_bytes=plan.nvme_bytes,
-        export_bytes=export_bytes(run.inputs.layout, run.inputs.base_dir),
+        export_bytes=run.inputs.base.export_bytes(run.inputs.layout),
         weights=run.hardware.nvme.weights,
     )
 
@@ -304,7 +299,7 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         taken_bytes=taken_bytes(config),
         split=split_words(plan.workload, is_planned=run.written.split is None),
         computed_tokens=None
-        if data.is_packed or config.task == "seq2seq"
+        if data.is_packed or config.task in ("seq2seq", "denoising")
         else round(data.num_computed_tokens / data.steps_per_epoch),
         endurance_tb=config.storage.endurance_tb,
     )

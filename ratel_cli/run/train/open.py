@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.model.export_weights import export_model
+from ratel_cli.errors import BadInput
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, own_output, reject_overlap
+from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
 from ratel_cli.run.inputs.base_model import (
     Base,
     check_model,
-    open_weights,
     prepare_process,
-    read_base,
 )
-from ratel_cli.run.inputs.tokenizer import tokenizer_files
+from ratel_cli.run.inputs.denoiser_base import read_model_base
+from ratel_cli.run.inputs.model_base import ModelBase
 from ratel_cli.run.train.card import card_of
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
@@ -31,8 +30,15 @@ class OpenedRun:
     """A run that is not training."""
 
     context: RunContext
-    base: Base
+    base: ModelBase
     store: Store
+
+    @property
+    def language(self) -> Base:
+        """Its language model. Raises BadInput if it trains something else."""
+        if not isinstance(self.base, Base):
+            raise BadInput(f"{self.context.config.output_dir} has no language model: its datasets are of type: latents")
+        return self.base
 
     def generation(self, step: int | None) -> Generation:
         """The saved generation of `step`; None: the current one. Raises BadInput if that step is not saved."""
@@ -51,7 +57,7 @@ def open_run(context: RunContext) -> OpenedRun:
     paths = config.storage.paths
     if not has_own_store(config):
         raise no_store(config)
-    base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
+    base = read_model_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
     store = context.open_store(paths, read_only=True)
     check_model(store, config, base.model.spec, paths[0])
     return OpenedRun(context=context, base=base, store=store)
@@ -73,20 +79,16 @@ def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwr
     reject_overlap(output, run.base.directory, option="-o")
     check_export_output(context.config, output, step=step, overwrite=overwrite)
     with ExitStack() as resources:
-        _, layout = open_weights(context.config, run.base, resources)
-        notices = export_model(
-            run.base.model.spec,
+        _, layout = run.base.open_weights(context.config, resources)
+        notices = run.base.export(
+            context.config,
             generation,
             context.pool,
-            base_dir=run.base.directory,
-            output_dir=output,
-            run=own_output(context.config),
-            overwrite=overwrite,
-            option="-o",
-            dtype=context.config.dtype,
+            output,
             layout=layout,
             card=card_of(context.config, run.store, step=step, log=context.log),
-            replaced_sidecars=tokenizer_files(context.config, run.base.directory),
+            overwrite=overwrite,
+            option="-o",
             progress=context.stop.check,
         )
     for text in notices:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.replay.profiling import Beside, BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
@@ -30,7 +31,7 @@ from ratel_cli.hardware.host import return_free_memory
 from ratel_cli.hardware.measure import ADAMW_BYTES, adamw_update, spare_bytes
 from ratel_cli.hardware.spec import Host
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.cut_model import AnyModel, AnyModelBatch
+from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload

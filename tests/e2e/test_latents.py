@@ -1,0 +1,238 @@
+"""`ratel finetune` on latents: a diffusion transformer has the weights of plain PyTorch, and every command after it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, DiTTransformer2DModel
+from safetensors.torch import load_file, save_file
+
+from ratel_cli.config.load import load_config
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.latents import (
+    SHAPE,
+    TOKENS,
+    denoised_by_pytorch,
+    exported_denoiser,
+    latents_of,
+    save_denoiser,
+    write_latents,
+)
+from tests.e2e.runs import (
+    assert_rejected,
+    curve,
+    finetune,
+    metrics,
+    output_of,
+    ratel,
+    recipe_of,
+    run_until_killed,
+    succeed,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KEYS: dict[str, object] = {
+    "sequence_len": None,
+    "sample_packing": None,
+    "micro_batch_size": 3,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 5,
+    "learning_rate": 4e-3,
+    "max_grad_norm": 0.5,
+    "warmup_steps": 0,
+    "warmup_ratio": None,
+    "lr_scheduler": "constant",
+}
+
+
+@pytest.fixture(scope="session")
+def denoiser(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_denoiser(tmp_path_factory.mktemp("models") / "dit")
+
+
+@pytest.fixture(scope="session")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_latents(tmp_path_factory.mktemp("data") / "latents.safetensors")
+
+
+def _datasets(path: Path, **keys: object) -> dict[str, object]:
+    return {"datasets": [{"path": str(path), "type": "latents", **keys}]}
+
+
+@pytest.mark.parametrize(("dtype", "clip"), [("float32", 0.5), ("bfloat16", None)])
+def test_it_trains_as_plain_pytorch_does(
+    make_config: MakeConfig, denoiser: Path, latents: Path, dtype: str, clip: float | None
+) -> None:
+    config = make_config(base=denoiser, **{**KEYS, "dtype": dtype, "max_grad_norm": clip}, **_datasets(latents))
+    succeed(config)
+    before = {name: each.float() for name, each in load_file(denoiser / "diffusion_pytorch_model.safetensors").items()}
+    data = latents_of(config)
+    steps = [data.step(number) for number in range(5)]
+    wanted = denoised_by_pytorch(denoiser, before, steps, recipe_of(config))
+    assert [line["loss"] for line in metrics(config)] == pytest.approx(list(wanted.losses), rel=1e-6)
+    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
+    found = exported_denoiser(output_of(config))
+    assert found.keys() == before.keys()
+    for name, values in found.items():
+        assert torch.equal(values, wanted.weights[name].to(DTYPES[dtype])), name
+        assert not torch.equal(values, before[name].to(DTYPES[dtype])), name
+    loaded: Any = DiTTransformer2DModel.from_pretrained(output_of(config), torch_dtype=DTYPES[dtype])
+    assert all(torch.equal(each, found[name]) for name, each in loaded.named_parameters())
+
+
+def test_every_command_after_it(make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path) -> None:
+    config = make_config(base=denoiser, **{**KEYS, "val_set_size": 4, "save_steps": 2}, **_datasets(latents))
+    assert f"{26 * TOKENS} tokens" in (stderr := succeed(config)) and "load it with diffusers'" in stderr
+    assert metrics(config)[-1]["eval_loss"] > 0
+    verified = ratel("verify", output_of(config))
+    assert verified.code == 0, verified.stderr
+    assert all(
+        words in verified.stdout + verified.stderr for words in ("every value finite", "loads: DiTTransformer2D")
+    )
+    assert "predictions" in verified.stdout + verified.stderr
+    assert ratel("verify", output_of(config), "--json").code == 0
+    assert ratel("export", output_of(config), "-o", tmp_path / "again").code == 0
+    again, first = exported_denoiser(tmp_path / "again"), exported_denoiser(output_of(config))
+    assert all(torch.equal(values, again[name]) for name, values in first.items())
+    assert ratel("verify", tmp_path / "again").code == 0
+    card = (output_of(config) / "README.md").read_text()
+    assert "library_name: diffusers" in card and "DiTTransformer2DModel.from_pretrained" in card
+    assert "sequence_len" not in card and "pipeline_tag" not in card
+    for command in (("plan", config), ("status", output_of(config)), ("report", output_of(config))):
+        ended = ratel(*command)
+        assert ended.code == 0, ended.stderr
+    for command in (("data", config), ("eval", output_of(config), latents), ("generate", output_of(config), "a dog")):
+        assert_rejected(ratel(*command), 2, "language model")
+
+
+@pytest.mark.parametrize("kill_at", ["commit.written:3", "commit.published:3"])
+def test_after_a_kill_it_has_the_bits_of_an_undisturbed_run(
+    make_config: MakeConfig, denoiser: Path, latents: Path, kill_at: str
+) -> None:
+    keys = {**KEYS, **_datasets(latents)}
+    undisturbed, killed = (make_config(name, base=denoiser, **keys) for name in ("undisturbed", "killed"))
+    succeed(undisturbed)
+    run_until_killed(killed, kill_at=kill_at)
+    succeed(killed)
+    assert curve(undisturbed) == curve(killed)
+    found, wanted = exported_denoiser(output_of(killed)), exported_denoiser(output_of(undisturbed))
+    assert all(torch.equal(values, found[name]) for name, values in wanted.items())
+
+
+def test_weights_may_be_drawn(make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path) -> None:
+    """From a configuration alone; what the module's own parts draw has their size."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(denoiser / "config.json", bare)
+    config = make_config(base=bare, **{**KEYS, "random_init": True, "learning_rate": 0.0}, **_datasets(latents))
+    succeed(config)
+    found = exported_denoiser(output_of(config))
+    before = load_file(denoiser / "diffusion_pytorch_model.safetensors")
+    assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in before.items()}
+    for name, values in found.items():
+        assert float(values.float().std()) == pytest.approx(float(before[name].std()), rel=0.5), name
+
+
+def test_a_scheduler_beside_the_model_adds_the_noise(make_config: MakeConfig, latents: Path, tmp_path: Path) -> None:
+    """One that asks for velocities, of the pipeline that the model belongs to; the export has it, too."""
+    base = save_denoiser(tmp_path / "pipeline" / "transformer", out_channels=4)
+    scheduler: Any = DDPMScheduler(num_train_timesteps=50, prediction_type="v_prediction")  # type: ignore[no-untyped-call]
+    scheduler.save_pretrained(tmp_path / "pipeline" / "scheduler")
+    config = make_config(base=base, **KEYS, **_datasets(latents))
+    data = latents_of(config)
+    assert int(max(batch.inputs["timestep"].max() for step in range(5) for batch in data.step(step))) < 50
+    succeed(config)
+    before = load_file(base / "diffusion_pytorch_model.safetensors")
+    steps = [data.step(number) for number in range(5)]
+    wanted = denoised_by_pytorch(base, before, steps, recipe_of(config))
+    dtype = DTYPES[load_config(config).config.dtype]
+    for name, values in exported_denoiser(output_of(config)).items():
+        assert torch.equal(values, wanted.weights[name].to(dtype)), name
+    saved = json.loads((output_of(config) / "scheduler_config.json").read_text())
+    assert (saved["num_train_timesteps"], saved["prediction_type"]) == (50, "v_prediction")
+
+
+def _change(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"_class_name": "UNet2DModel"}, ("UNet2DModel of diffusers", "train a DiTTransformer2DModel")),
+        ({"_class_name": None}, ("no model of diffusers",)),
+        ({"patch_size": 3}, ("sample_size 8 is no multiple of patch_size 3",)),
+        ({"in_channels": 0}, ("in_channels is 0",)),
+        ({"num_layers": 4}, ("tensor transformer_blocks.3.", "is missing")),
+        ({"attention_head_dim": 8}, ("is [", "but the config's model has")),
+        ({"norm_type": "layer_norm"}, ("diffusers cannot build",)),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_rejected(
+    make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path, changes: dict[str, object], parts: list[str]
+) -> None:
+    base = Path(shutil.copytree(denoiser, tmp_path / "changed"))
+    _change(base, **changes)
+    ended = finetune(make_config(base=base, **KEYS, **_datasets(latents)))
+    assert_rejected(ended, 2, *parts)
+
+
+def test_a_pipeline_is_not_its_transformer(
+    make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    ended = finetune(make_config(base=tmp_path / "pipeline", **KEYS, **_datasets(latents)))
+    assert_rejected(ended, 2, "a diffusion pipeline, of which the transformer is trained")
+    assert "transformer" in ended.stderr.split("hint:")[1]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "part"),
+    [
+        ({"latents": torch.zeros(3, *SHAPE)}, "no tensor labels"),
+        ({"latents": torch.zeros(3, 4, 4, 4), "labels": torch.zeros(3).long()}, "the model's are [samples, 4, 8, 8]"),
+        ({"latents": torch.zeros(3, *SHAPE), "labels": torch.zeros(2).long()}, "one a latent"),
+        ({"latents": torch.zeros(3, *SHAPE), "labels": torch.zeros(3)}, "one a latent"),
+        ({"latents": torch.zeros(3, *SHAPE), "labels": torch.tensor([0, 5, 1])}, "label 5, but the"),
+        ({"latents": torch.zeros(0, *SHAPE), "labels": torch.zeros(0).long()}, "the datasets have no latents"),
+        (None, "not a safetensors file"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_used_is_rejected(
+    make_config: MakeConfig, denoiser: Path, tmp_path: Path, tensors: dict[str, torch.Tensor] | None, part: str
+) -> None:
+    path = tmp_path / "wrong.safetensors"
+    if tensors is None:
+        path.write_bytes(b"{}")
+    else:
+        save_file(tensors, path)
+    assert_rejected(finetune(make_config(base=denoiser, **KEYS, **_datasets(path))), 2, part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"streaming": True}, "`streaming` reads rows of text"),
+        ({"tokens_per_step": 96, "micro_batch_size": None, "gradient_accumulation_steps": None}, "tokens of text"),
+    ],
+)  # fmt: skip
+def test_keys_of_text_are_rejected(
+    make_config: MakeConfig, denoiser: Path, latents: Path, changes: dict[str, object], part: str
+) -> None:
+    assert_rejected(finetune(make_config(base=denoiser, **{**KEYS, **changes}, **_datasets(latents))), 2, part)
+    rows = _datasets(latents, weight=2.0)
+    assert_rejected(finetune(make_config("weighted", base=denoiser, **KEYS, **rows)), 2, "are for rows of text")
+
+
+def test_files_that_are_missing_are_named(make_config: MakeConfig, denoiser: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "missing.safetensors", tmp_path / "empty"):
+        config = make_config(path.stem, base=denoiser, **KEYS, **_datasets(path))
+        assert_rejected(finetune(config), 2, "no safetensors file")
