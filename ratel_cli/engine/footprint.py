@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
@@ -99,9 +99,11 @@ def _measured_traits(program: Program[AnyBatch]) -> LayerTraits:
     batch = program.sample(_TOKENS)
     shared_by = program.spec.sample_tokens or 1
     try:
-        with torch.no_grad():
+        # Values may decide what text a layer sees. Samples that are all of one shape need none.
+        begins = FakeTensorMode(allow_non_fake_inputs=True) if program.spec.sample_tokens else contextlib.nullcontext()
+        with begins as fake, torch.no_grad():
             embedded = program.begin(batch)
-        measured = _layers(program, embedded)
+        measured = _layers(program, embedded, fake or FakeTensorMode(allow_non_fake_inputs=True))
         activations = _shared_out(_most([activations for activations, _ in measured]), shared_by)
         activations = replace(activations, rests=tuple(_shared_out(each, shared_by) for each in activations.rests))
         traits = replace(program.traits, activations=activations)
@@ -122,14 +124,15 @@ def _shared_out(found: _PerToken, number: int) -> _PerToken:
     return replace(found, **{name: -(-getattr(found, name) // number) for name in names})
 
 
-def _layers(program: AnyProgram, embedded: Embedded) -> list[tuple[LayerActivations, _Moved]]:
-    """What every layer takes and moves. Of each kind one is measured."""
+def _layers(program: AnyProgram, embedded: Embedded, mode: FakeTensorMode) -> list[tuple[LayerActivations, _Moved]]:
+    """What every layer takes and moves. Of each kind one is measured. `mode`: in which fake tensors of `embedded` were
+    made, if it has some."""
     kinds: dict[object, tuple[LayerActivations, _Moved]] = {}
     found = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        calls = tuple(call.changed(fake.from_tensor) for call in embedded.calls)
+    with mode:
+        calls = tuple(call.changed(partial(_faked, mode)) for call in embedded.calls)
         extras = tuple(
-            tuple(each if each is None else fake.from_tensor(each) for each in of_layer) for of_layer in embedded.extras
+            tuple(each if each is None else _faked(mode, each) for each in of_layer) for of_layer in embedded.extras
         )
         carried = Carried(replace(embedded, calls=calls, extras=extras))
         for index, layer in enumerate(program.spec.layers):
@@ -138,6 +141,10 @@ def _layers(program: AnyProgram, embedded: Embedded) -> list[tuple[LayerActivati
                 kinds[kind] = _layer(program, layer, carried, embedded.hidden.shape)
             found.append(kinds[kind])
     return found
+
+
+def _faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
 def _mean(layers: Sequence[_Moved], head: _Moved) -> MovedBytes:

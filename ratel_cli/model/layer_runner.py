@@ -57,6 +57,10 @@ class Forward(Protocol):
     def __call__(self, *arguments: Argument, **keywords: Argument) -> object: ...
 
 
+class _EndOfLayers(BaseException):
+    """The owner has called its last layer, and what it returns is not needed. Code that catches errors lets it pass."""
+
+
 class LayerRunner:
     """The shims on one skeleton, and their state during a call of the owner."""
 
@@ -98,6 +102,7 @@ class LayerRunner:
         self._settings, self._filled, self._of_head = settings, filled, of_head
         self.is_running = False
         """Whether the owner is being called."""
+        self._ends_at_layers = False
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
@@ -133,7 +138,7 @@ class LayerRunner:
         number = self._num_extras or 0
         self._extras = tuple(tuple(torch.zeros((), dtype=torch.long) for _ in range(number)) for _ in self.layers)
         try:
-            found = self.embed(inputs)
+            found = self._run_owner(inputs, injected=None)[0]
         except CANNOT_RUN as error:
             raise self.code_between_layers() from error
         handed = {id(each) for call in found.calls for each in call.tensors}
@@ -197,8 +202,15 @@ class LayerRunner:
             self._mark = None
 
     def embed(self, inputs: Inputs) -> Embedded:
-        """The first hidden states and every layer's arguments. Raises BadInput."""
-        return self._run_owner(inputs, injected=None)[0]
+        """The first hidden states and every layer's arguments. Raises BadInput.
+
+        The owner's code ends at the last layer: what follows would be computed for nothing.
+        """
+        self._ends_at_layers = True
+        try:
+            return self._run_owner(inputs, injected=None)[0]
+        finally:
+            self._ends_at_layers = False
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerOutput:
         """The output of one decoder layer, and what it returns besides for later layers. Hidden states before and
@@ -291,8 +303,9 @@ class LayerRunner:
     def _run(self, call: Callable[[], object], *, injected: torch.Tensor | None) -> tuple[Embedded, object]:
         self._start(injected)
         self.is_running = True
+        finished: object = None
         try:
-            with self._state_outside.kept():
+            with self._state_outside.kept(), contextlib.suppress(_EndOfLayers):
                 finished = call()
             hidden, calls = self._first, tuple(self._calls)
         finally:
@@ -322,6 +335,8 @@ class LayerRunner:
             if self.at_layer is not None:
                 self.at_layer()
             last = index == len(self.layers) - 1
+            if last and self._ends_at_layers:
+                raise _EndOfLayers
             output = self._injected if last and self._injected is not None else hidden
             self._expected = output if self._mark is None else output + self._mark
             return self._expected if self._num_extras is None else (self._expected, *self._extras[index])

@@ -118,16 +118,17 @@ def probe_module(
         watch.before.clear()
         watch.after.clear()
         layer_runner.at_layer, waiting = at_layer, len(layer_runner.layers)
-        embedded = layer_runner.embed(inputs)
-        layer_runner.at_layer = None
-        before, after = frozenset(watch.before), frozenset(watch.after)
+        embedded, before = layer_runner.embed(inputs), frozenset(watch.before)
+        watch.leave_layers()
+        waiting = len(layer_runner.layers)
+        outputs = tensors_of(layer_runner.finish(torch.zeros_like(embedded.hidden), inputs))
+        layer_runner.at_layer, after = None, frozenset(watch.after)
         extras = (each for of_layer in embedded.extras for each in of_layer if each is not None)
         if watch.read_after & {each.untyped_storage()._cdata for each in extras}:
             raise BadInput(
                 f"{type(layer_runner.model).__name__}: what is behind its layers uses more of them than hidden states;"
                 " such models cannot be streamed"
             )
-        outputs = tensors_of(layer_runner.finish(torch.zeros_like(embedded.hidden), inputs))
         reached = frozenset[str]().union(*(_used_for(each, parameters) for each in outputs))
         reject_between_layers(layer_runner, embedded, inputs)
     handed = {each.untyped_storage()._cdata for call in embedded.calls for each in call.tensors}
