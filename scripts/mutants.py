@@ -110,6 +110,7 @@ MUTANTS = (
     Mutant("the recorded step has the last word", "planning/refined.py", "forward = median([recorded_forward, *seen_forward])", "forward = recorded_forward", "operator times are the median of the first steps", "planning/test_refined.py run/test_adaptation.py"),
     Mutant("only a drive that never rests is slow", "planning/refined.py", "(_BUSIEST_SHARE if seen > max(others) else _BOUND_SHARE)", "_BOUND_SHARE", "drives that turn out slower are planned for", "planning/test_refined.py run/test_adaptation.py"),
     Mutant("what is saved is not counted", "planning/refined.py", "share * (recomputed - saved)", "share * recomputed", "the plan of the steps is known", "planning/test_refined.py"),
+    Mutant("RAM holds any model", "planning/papers/in_memory.py", "if host_bytes > model.host_bytes:", "if False:", "a system that keeps states in RAM does not fit a model that is larger", "planning/papers/test_in_memory.py"),
     Mutant("an idle drive is slow", "planning/refined.py", "if factor > 1.0 or is_bound:", "if True:", "a drive that waits is not slow", "planning/test_refined.py"),
     Mutant("a layer is tried in step 1", "run/train/finetune.py", "    if cached is None:\n", "    if False:\n", "what cannot run is found before anything is written", "e2e/test_trial.py"),
     Mutant("other operators move nothing", "planning/costs.py", "head += profile.head_moved_bytes / memory_rate", "pass", "what other operators move takes time", "planning/test_costs.py"),

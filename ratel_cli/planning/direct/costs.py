@@ -14,9 +14,9 @@ its inputs, and again where it recomputes the product.
 A layer's computing is divided among its matrices by their FLOPs; the rest (attention, norms) comes behind its last
 parameter. Each use of a parameter that several segments share counts on its own, a tied head's too.
 
-Invariant: `is_paper` follows MemFerry: reads in place leave the link to uploads, backward recomputes nothing, and the
-whole matrix of an embedding is uploaded. Otherwise rows of tokens go up in place of the matrix, as Ratel trains where
-it does not read them in place.
+Invariant: `is_paper` follows MemFerry: reads in place leave the link to uploads, backward recomputes nothing (unless
+`recomputes`), and the whole matrix of an embedding is uploaded. Otherwise rows of tokens go up in place of the matrix,
+as Ratel trains where it does not read them in place.
 """
 
 from __future__ import annotations
@@ -56,16 +56,28 @@ class WeightUse:
 
 
 def weight_uses(
-    spec: ModelSpec, profile: ModelProfile, workload: Workload, hardware: HardwareProfile, *, is_paper: bool
+    spec: ModelSpec,
+    profile: ModelProfile,
+    workload: Workload,
+    hardware: HardwareProfile,
+    *,
+    is_paper: bool,
+    recomputes: bool = False,
 ) -> tuple[WeightUse, ...]:
     """All parameters in the order of forward; none where the CPU computes, since nothing is uploaded there.
 
-    `profile` is that of a micro-batch of the workload.
+    `profile` is that of a micro-batch of the workload. `recomputes`: backward recomputes even if `is_paper`.
     """
     if hardware.link is None:
         return ()
     costs = _Costs(
-        spec=spec, profile=profile, workload=workload, hardware=hardware, link=hardware.link, is_paper=is_paper
+        spec=spec,
+        profile=profile,
+        workload=workload,
+        hardware=hardware,
+        link=hardware.link,
+        is_paper=is_paper,
+        recomputes=recomputes or not is_paper,
     )
     return (*costs.of_embedding(), *costs.of_layers(), *costs.of_head())
 
@@ -80,6 +92,7 @@ class _Costs:
     hardware: HardwareProfile
     link: Link
     is_paper: bool
+    recomputes: bool
 
     def of_embedding(self) -> Iterator[WeightUse]:
         half = self.workload.num_micro_batches * (self.profile.embedding_seconds or 0.0) / 2
@@ -136,7 +149,7 @@ class _Costs:
                 share = min(left, flops / profile.flops_forward) if profile.flops_forward else 0.0
                 left -= share
                 read_bytes = self._matrix_bytes(block, parameter, tokens=self._tokens_of_one(parameter, flops))
-                reads_again = operator in recomputed and not self.is_paper
+                reads_again = operator in recomputed and self.recomputes
                 uses.append(
                     self._use(
                         block,
@@ -167,7 +180,7 @@ class _Costs:
             embedding_seconds=0.0,
             head_seconds=0.0,
         )
-        if not self.is_paper:
+        if self.recomputes:
             return compute_seconds(alone, self.workload, self.hardware)
         kinds = (*self.profile.profiles[:kind], replace(profile, flops_recomputed=0))
         return compute_seconds(replace(alone, profiles=kinds), self.workload, self.hardware)

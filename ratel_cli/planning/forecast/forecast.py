@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.papers.endurance import StepWrites
+from ratel_cli.planning.papers.in_memory import InMemoryModel
 from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.prediction import Prediction
@@ -175,3 +176,6 @@ class Forecaster(Protocol):
 
     def equations(self, setting: Setting) -> Equations:
         """This cost model in the form with which other systems' choices are compared (planning/papers)."""
+
+    def in_memory(self, setting: Setting) -> InMemoryModel:
+        """The model for systems that keep it in memory, with this cost model's times of computing."""

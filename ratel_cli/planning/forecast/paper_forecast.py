@@ -9,8 +9,13 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import BadInput
+from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.activations import offload_bytes
+from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.direct.costs import weight_uses
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.papers.in_memory import InMemoryModel
 from ratel_cli.planning.papers.largest import TierBytes, deepest, need
 from ratel_cli.planning.papers.paper import (
     STATE_BYTES,
@@ -20,7 +25,7 @@ from ratel_cli.planning.papers.paper import (
     PaperShape,
 )
 from ratel_cli.planning.papers.prefix import Search, SwappableOperator, search
-from ratel_cli.planning.placement import ActivationPolicy
+from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.traffic import Traffic
 
@@ -93,6 +98,48 @@ class PaperForecaster:
         shape = replace(self.shape, batch_size=rows, sequence_len=workload.sequence_len)
         return PaperEquations(shape=shape, hardware=_hardware(shape, setting))
 
+    def in_memory(self, setting: Setting) -> InMemoryModel:
+        """The model by the paper's counts: 2 bytes of weights and of gradients for each of P parameters, 34 b s h of
+        activations in the layer that computes. All operators are recomputed, as Eq. 5 has it."""
+        shape = self.equations(setting).shape
+        spec, profile, workload = self.as_spec(setting)
+        all_recomputed = tuple(replace(each, flops_recomputed=each.flops_forward) for each in profile.profiles)
+        weight_bytes = WEIGHT_BYTES * shape.num_parameters
+        return InMemoryModel(
+            uses=weight_uses(
+                spec,
+                replace(profile, profiles=all_recomputed),
+                workload,
+                setting.hardware,
+                is_paper=True,
+                recomputes=True,
+            ),
+            hardware=setting.hardware,
+            num_micro_batches=1,
+            num_trained=shape.num_parameters,
+            weight_bytes=weight_bytes,
+            updated_bytes=weight_bytes,
+            gradient_bytes=weight_bytes,
+            largest_gradient_bytes=max(segment.gradient_bytes for segment in spec.segments),
+            activation_bytes=shape.inter_block_bytes + shape.activation_bytes // shape.num_layers,
+            recomputed_flops=sum(each.flops * len(each.blocks) for each in shape.operators),
+            gpu_bytes=self._gpu_bytes(setting),
+            host_bytes=_host_bytes(setting),
+        )
+
+    def as_spec(self, setting: Setting) -> tuple[ModelSpec, ModelProfile, Workload]:
+        """The shape as a model with parameters, its costs, and the step: one batch of all rows."""
+        shape = self.equations(setting).shape
+        spec = spec_from_shape(
+            name=self.name,
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+        )
+        step = Workload(micro_batch_size=shape.batch_size, num_micro_batches=1, sequence_len=shape.sequence_len)
+        traits = LayerTraits(num_heads=shape.num_heads, head_dim=shape.hidden_size // shape.num_heads)
+        return spec, analytic_profile(spec, step, traits=traits), step
+
     def deepest(self, setting: Setting) -> Depth | None:
         """The depth by the rules of planning/papers/largest.py."""
         shape = self.equations(setting).shape
@@ -103,12 +150,12 @@ class PaperForecaster:
     def _tiers(self, shape: PaperShape, setting: Setting, kept_bytes: int = 0) -> tuple[Tier, ...]:
         """`kept_bytes`: activations that are to stay in host memory and do not fit into what it has for them."""
         hardware, needed = setting.hardware, need(shape)
-        host_bytes = setting.host_limit_bytes or hardware.host.memory_bytes
+        host_bytes = _host_bytes(setting)
         return (
             Tier(
                 name="GPU",
                 need_bytes=needed.gpu_bytes,
-                have_bytes=self.gpu_limit_bytes or hardware.gpu.memory_bytes,
+                have_bytes=self._gpu_bytes(setting),
                 remedy="lower micro_batch_size or sequence_len",
             ),
             Tier(
@@ -124,6 +171,13 @@ class PaperForecaster:
                 remedy="add drives",
             ),
         )
+
+    def _gpu_bytes(self, setting: Setting) -> int:
+        return self.gpu_limit_bytes or setting.hardware.gpu.memory_bytes
+
+
+def _host_bytes(setting: Setting) -> int:
+    return setting.host_limit_bytes or setting.hardware.host.memory_bytes
 
 
 def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:

@@ -10,15 +10,19 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.hardware.spec import margin_bytes, plannable_gpu_bytes
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, margin_bytes, plannable_gpu_bytes
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes
 from ratel_cli.planning.capacity import check_device_memory, notes_bytes
+from ratel_cli.planning.direct.costs import weight_uses
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
+from ratel_cli.planning.gpu_memory import activation_bytes
 from ratel_cli.planning.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.papers.in_memory import InMemoryModel
 from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.placement import ActivationPolicy, Placement
+from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, Placement
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.schedule.segments import Segment
@@ -96,6 +100,34 @@ class RatelForecaster:
             available_bytes=unused_bytes + activation_bytes + plan.offloaded.gpu_bytes,
             gpu_bytes=plan.offloaded.gpu_bytes,
             spilled_segments=plan.spilled_segments,
+        )
+
+    def in_memory(self, setting: Setting) -> InMemoryModel:
+        """The model as this config would train it: its dtypes, and what is frozen. The limits are those of a plan.
+
+        The head computes as fast as in the plan, and takes as little GPU memory as it can.
+        """
+        setting = self._chunked(setting)
+        spec, profile, workload = self.spec, self._profile(setting), setting.workload
+        inputs_alone = self._problem(setting, limit_bytes=0).offload(0)
+        layers = [profile.profiles[kind] for kind in profile.layers]
+        logits = logits_bytes(spec, head_chunk_tokens(spec, replace(workload, chunk_tokens=None)))
+        head_bytes = max(profile.norm_held_bytes + logits, profile.norm_bytes)
+        computing_bytes = max(activation_bytes(profile, inputs_alone, LEAST_UNITS), head_bytes)
+        device_limit_bytes = self._device_limit_bytes(setting) or 0
+        return InMemoryModel(
+            uses=weight_uses(spec, profile, workload, setting.hardware, is_paper=False),
+            hardware=setting.hardware,
+            num_micro_batches=workload.num_micro_batches,
+            num_trained=spec.trained_elements,
+            weight_bytes=sum(segment.own_bytes for segment in spec.segments),
+            updated_bytes=sum(segment.updated_bytes for segment in spec.segments),
+            gradient_bytes=sum(segment.gradient_bytes for segment in spec.segments),
+            largest_gradient_bytes=max(segment.gradient_bytes for segment in spec.segments),
+            activation_bytes=sum(each.input_bytes for each in layers[:-1]) + computing_bytes,
+            recomputed_flops=workload.num_micro_batches * sum(each.flops_recomputed for each in layers),
+            gpu_bytes=max(0, device_limit_bytes - GPU_CONTEXT_BYTES),
+            host_bytes=max(0, host_limit_bytes(setting) - self.process_bytes),
         )
 
     def deepest(self, setting: Setting) -> Depth | None:

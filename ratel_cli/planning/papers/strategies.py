@@ -1,7 +1,7 @@
 """What other systems would swap, under the same equations as Ratel's choice (section V-E of the paper). Pure.
 
-All of them train with model states on NVMe and the optimizer on the CPU. They differ in which activations they swap,
-and where to:
+All that `compare` gives train with model states on NVMe and the optimizer on the CPU. They differ in which activations
+they swap, and where to:
 
     ratel      the least of all prefixes by benefit
     static     ZeRO-Infinity: the block inputs to main memory, all else is recomputed
@@ -16,9 +16,10 @@ memory is a budget. Where every output is either stored or recomputed from its b
 paper, that is a knapsack. Blocks are alike, so each operator is one integer variable: the number of blocks in which it
 is stored. The solver is scipy's. Its answer is exact, not merely within the solver's default gap.
 
-Invariant: ratel is never slower than any other. Against strategies that choose a prefix, that follows from the search.
-A prefix is the best of all sets only if the last element may be split (the paper's footnote 5). Whole elements may
-pack better, so the others' sets are candidates for ratel too.
+Invariant: ratel is never slower than any other of these. What keeps the model in memory (`in_memory.py`) has a
+schedule of its own, and may be faster where the model fits. Against strategies that choose a prefix, the invariant
+follows from the search. A prefix is the best of all sets only if the last element may be split (the paper's footnote
+5). Whole elements may pack better, so the others' sets are candidates for ratel too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from typing import Literal
 from ratel_cli.planning.papers.prefix import Equations, Point, Search, SwappableOperator, evaluate, search
 from ratel_cli.units import format_bytes
 
-Strategy = Literal["ratel", "static", "host-only", "capuchin", "checkmate", "fuyou", "g10"]
+Strategy = Literal["ratel", "static", "host-only", "capuchin", "checkmate", "fuyou", "g10", "zero-offload", "memferry"]
+"""What `ratel plan --compare` has rows of; `in_memory.py` has the last two."""
 _HOST_STRATEGIES: tuple[Strategy, ...] = ("static", "host-only", "capuchin", "checkmate")
 _FLASH_NEURON_BYTES = 16
 """Per parameter: FlashNeuron keeps all states on the GPU, in mixed precision."""
@@ -45,14 +47,14 @@ class Outcome:
     strategy: Strategy
     why_not: str | None
     """Why the strategy is not feasible; None if it is. `point` is then that of the block inputs alone, spilled
-    nevertheless."""
+    nevertheless; or that of a step that never ends, if the model is to be in memory."""
     point: Point
     swapped: tuple[SwappableOperator, ...]
-    """What it swaps in addition to the block inputs."""
+    """What it swaps in addition to the block inputs. What keeps the model in memory swaps nothing, nor the inputs."""
 
 
 def compare(equations: Equations) -> tuple[Outcome, ...]:
-    """Every strategy's outcome: ratel first, then the others."""
+    """The outcome of every strategy with states on NVMe: ratel first, then the others."""
     found = search(equations)
     rivals = (*_host_rivals(equations, found), *_nvme_rivals(equations, found))
     ours = (_prefix("ratel", found, found.least()), *(rival for rival in rivals if rival.why_not is None))

@@ -13,6 +13,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.forecast.advice import with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
+from ratel_cli.planning.papers.in_memory import compare_in_memory
 from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
@@ -57,7 +58,8 @@ def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) ->
 
 
 def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
-    """Other strategies by the forecast's cost model, and the largest model of FlashNeuron.
+    """Other strategies by the forecast's cost model, those that keep the model in memory, and the largest model of
+    FlashNeuron.
 
     Ratel's own row is the plan, unless the equations find better: they split units and look at time alone, and the plan
     does neither.
@@ -71,7 +73,7 @@ def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
         seconds=prediction.time.total,
     )
     best = min(planned, ours.point, key=lambda point: point.seconds)
-    outcomes = (replace(ours, point=best), *others)
+    outcomes = (replace(ours, point=best), *others, *compare_in_memory(forecaster.in_memory(forecast.setting)))
     tokens = prediction.workload.tokens
     titles = ("strategy", "step", "tokens/s", "vs ratel", "offloaded", "on NVMe", "")
     rows = [titles, *(_strategy_row(outcome, best.seconds, tokens) for outcome in outcomes)]
@@ -81,6 +83,7 @@ def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
         title=f"other strategies, by the same equations ({prediction.cost_model})",
         lines=[
             *aligned(rows),
+            "zero-offload and memferry keep states in RAM and activations on the GPU; the others keep states on NVMe",
             f"FlashNeuron, whose states stay on the GPU: {format_count(most)} parameters at most",
         ],
         content={

@@ -94,6 +94,21 @@ def test_computing_is_that_of_the_cost_model(number: int) -> None:
     assert sum(each.backward + each.then_backward for each in of_paper) == pytest.approx(2 * forward)
 
 
+def test_by_the_paper_s_equations_backward_may_recompute() -> None:
+    step = workload(1024, number=2)
+    profile = analytic_profile(SPEC, step, traits=TRAITS)
+    found = weight_uses(SPEC, profile, step, GPU, is_paper=True, recomputes=True)
+    [costs] = profile.profiles
+    layers = [use.layer for use in found]
+    of_paper = [each.layer for each in uses(step, is_paper=True)]
+    more = sum(each.backward + each.then_backward for each in layers)
+    more -= sum(each.backward + each.then_backward for each in of_paper)
+    assert more == pytest.approx(2 * LAYERS * costs.flops_recomputed / 1e13)
+    fc1 = named(list(found), "fc1.weight").layer
+    assert fc1.direct_backward == pytest.approx(2 * 2 * 4 * 2 * 4 * H * H / UP), "read again"
+    assert (fc1.forward_link, fc1.backward_link) == (0.0, 0.0)
+
+
 def test_measured_times_are_divided_by_flops() -> None:
     """A layer's measured forward and backward, among its matrices and attention."""
     step = workload(512, number=2)
