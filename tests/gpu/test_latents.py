@@ -1,0 +1,34 @@
+"""`ratel finetune` on latents on a GPU: the weights that plain PyTorch would have produced there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.latents import denoised_by_pytorch, exported_denoiser, latents_of, save_denoiser, write_latents
+from tests.e2e.runs import metrics, output_of, recipe_of, succeed, write_config
+from tests.e2e.test_latents import DTYPES, KEYS
+from tests.gpu.machine import GPU, NEEDS_GPU
+from tests.gpu.test_runs import GPU_KEY
+
+pytestmark = NEEDS_GPU
+
+
+@pytest.mark.parametrize(("dtype", "clip"), [("float32", 0.5), ("bfloat16", None)])
+def test_it_trains_as_plain_pytorch_does(tmp_path: Path, dtype: str, clip: float | None) -> None:
+    base, rows = save_denoiser(tmp_path / "dit"), write_latents(tmp_path / "latents.safetensors")
+    changes = {**KEYS, "dtype": dtype, "max_grad_norm": clip, "device": GPU_KEY, "deterministic": True}
+    datasets = [{"path": str(rows), "type": "latents"}]
+    config = write_config(tmp_path / "run", base=base, rows=rows, **{**changes, "datasets": datasets})
+    succeed(config)
+    before = {name: each.float() for name, each in load_file(base / "diffusion_pytorch_model.safetensors").items()}
+    data = latents_of(config)
+    steps = [[batch.to(GPU) for batch in data.step(number)] for number in range(5)]
+    wanted = denoised_by_pytorch(base, before, steps, replace(recipe_of(config), device=GPU.type))
+    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
+    for name, values in exported_denoiser(output_of(config)).items():
+        assert torch.equal(values, wanted.weights[name].to(DTYPES[dtype])), name
