@@ -38,7 +38,7 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.loss import NOTHING_EVALUATED, ChunkSums, EvaluatedSums, evaluated_sums, loss_and_gradients
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
-from ratel_cli.engine.optimizer.gradients import taken_gradient
+from ratel_cli.engine.optimizer.gradients import gradient_of_input
 from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
@@ -386,6 +386,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
                 with self._activations.fetch(layer.index, number) as unit, self._computing(layer, "backward"):
                     output, roots = self._replay(state, layer, number, unit)
                     with (
+                        gradient_of_input(unit.leaf) as taken,
                         adding_to(weights.trained, total, is_last=is_last),
                         self._activations.preparing_more(layer, weights.trained),
                         state.partial_sums.added_to(weights, number) as shared_roots,
@@ -395,8 +396,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
                             [gradients[number], *roots.gradients, *shared_roots.gradients],
                             inputs=[unit.leaf, *weights.trained, *roots.inputs, *shared_roots.inputs],
                         )
-                    gradients[number] = taken_gradient(unit.leaf)
-                    del unit, output, roots, shared_roots
+                    gradients[number] = taken()
+                    del unit, output, roots, shared_roots, taken
             self._hand_over(total, weights)
 
     def _replay(

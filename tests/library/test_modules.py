@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -282,6 +282,54 @@ def test_an_evaluation_draws_nothing(tmp_path: Path) -> None:
     with opened(module, kind, steps, tmp_path) as model:
         found = model.evaluate(steps[0], loss=kind.loss)
     assert found == pytest.approx(float(sum(losses)) / sum(len(batch["target"]) for batch in steps[0]), rel=1e-6)
+
+
+class _Noted(torch.autograd.Function):
+    """Notes how the elements of the gradient lie that code before the blocks gets."""
+
+    seen: ClassVar[list[tuple[int, ...]]] = []
+
+    @staticmethod
+    def forward(_: object, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(_: object, *gradients: torch.Tensor) -> torch.Tensor:
+        _Noted.seen.append(gradients[0].stride())
+        return gradients[0]
+
+
+class Transposed(nn.Module):
+    """Hidden states whose elements do not lie in their order, as a convolution of patches makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 2, stride=2)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden = _Noted.apply(self.stem(pixels).flatten(2).transpose(1, 2))  # type: ignore[no-untyped-call]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(dim=1))
+
+
+def test_gradients_lie_as_in_plain_pytorch(tmp_path: Path) -> None:
+    """Kernels before the blocks choose by it: on a GPU a convolution rounds otherwise."""
+    kind = replace(KINDS["residual"], build=Transposed)
+    steps = steps_of(kind, torch.float32, 2, 2)
+    _Noted.seen.clear()
+    wanted = plain(kind, steps, Recipe(learning_rates=RATES[:2], weight_decay=0.0))
+    strides = _Noted.seen.copy()
+    _Noted.seen.clear()
+    with opened(built(kind, torch.float32), kind, steps, tmp_path) as model:
+        model.forward_backward(steps[0], loss=kind.loss)
+        _Noted.seen.clear()  # what was tried before the first step
+        model.step(learning_rate=RATES[0])
+        assert model.forward_backward(steps[1], loss=kind.loss) == wanted.losses[1]
+    assert _Noted.seen == strides[2:]
+    assert strides[0] == (128, 8, 1)
 
 
 class Skipping(Normed):

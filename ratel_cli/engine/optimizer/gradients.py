@@ -7,8 +7,8 @@ they leave (engine/optimizer/leaving.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -88,6 +88,28 @@ class GradientSum(Closing):
     def _send(self, index: int, rounded: torch.Tensor) -> None:
         self.sums.reuse()
         self._leaving.send(index, rounded)
+
+
+@contextmanager
+def gradient_of_input(leaf: torch.Tensor) -> Iterator[Callable[[], torch.Tensor]]:
+    """A context of a backward in which a layer's input gets its gradient; it gives what takes that gradient.
+
+    A leaf's gradient has the leaf's strides, where autograd would hand the code before the layer the strides that it
+    comes with, and kernels choose by these. So of a leaf whose elements do not lie in their order, the gradient is
+    taken before it becomes the leaf's.
+    """
+    made: list[torch.Tensor] = []
+    hook = None if leaf.is_contiguous() else leaf.register_hook(made.append)
+
+    def taken() -> torch.Tensor:
+        gradient = taken_gradient(leaf)
+        return made.pop() if made else gradient
+
+    try:
+        yield taken
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor:
