@@ -167,7 +167,9 @@ def _most(measured: Sequence[LayerActivations]) -> LayerActivations:
     products = set.intersection(*(set(layer.saved_products) for layer in measured))
     alike = len({tuple(rest.after for rest in layer.rests) for layer in measured}) == 1
     rests = tuple(map(_most_of_rests, zip(*(layer.rests for layer in measured), strict=True))) if alike else ()
-    return replace(measured[0], **most, rests=rests, saved_products=tuple(sorted(products)))
+    of_samples = {name for layer in measured for name in layer.of_samples}
+    found = replace(measured[0], **most, rests=rests, saved_products=tuple(sorted(products)))
+    return replace(found, of_samples=tuple(sorted(of_samples)))
 
 
 def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
@@ -248,7 +250,7 @@ def _layer(
                 )
             output = carried.forward(index, run)
             moved.stage = "backward"
-            saved, used = dict(watch.live), set(watch.made_with.values())
+            saved, used, rows_of = dict(watch.live), set(watch.made_with.values()), dict(watch.rows_of)
             replay, passing = dict(watch.peak), watch.most_that_has_ended()
             output.backward(gradient, inputs=[leaf, *trained_of(parameters)])
     finally:
@@ -287,6 +289,12 @@ def _layer(
             for number, block in enumerate(layer.bound)
             for each in block.parameters
             if len(each.shape) > 1 and (number, each.start) in used
+        ),
+        of_samples=tuple(
+            name_in_layer(each.name)
+            for number, block in enumerate(layer.bound)
+            for each in block.parameters
+            if program.spec.sample_tokens > 1 and rows_of.get((number, each.start)) == _TOKENS
         ),
     ), moved
 
@@ -376,6 +384,8 @@ class _ActivationWatch(OperatorMode):
         self.made_with: dict[int, tuple[int, int]] = {}
         """Where the weight begins that each storage that is alive was made with: the number of its array, and its first
         element there."""
+        self.rows_of: dict[tuple[int, int], int] = {}
+        """By such a place: the rows of what was made."""
         self._events: list[tuple[int, int, int]] = []
         """What began and what ended: a number for each storage, what its bytes grow with, and its bytes, negative at
         its end."""
@@ -424,7 +434,9 @@ class _ActivationWatch(OperatorMode):
                 for each in tensors_in((args, kwargs)):
                     number = self._weights.get(each.untyped_storage()._cdata)
                     if number is not None and storage._cdata in self._known:
-                        self.made_with[storage._cdata] = number, int(each.storage_offset())
+                        place = number, int(each.storage_offset())
+                        self.made_with[storage._cdata] = place
+                        self.rows_of[place] = tensor.shape[:-1].numel()
         if self._parts and _ATTENTION_NAME in str(func):
             self._parts[-1].has_attention = True
             self._note_peak(_attention_workspace_bytes(tensors_in(args)))

@@ -254,6 +254,9 @@ class LayerActivations:
     """Where backward begins to take less, in its order. Empty where kinds of layers differ."""
     saved_products: tuple[str, ...]
     """Names, within a layer, of the matrices whose products autograd saves."""
+    of_samples: tuple[str, ...] = ()
+    """Names, within a layer, of matrices that something of a whole sample is multiplied by, such as a condition: once,
+    however many tokens it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -302,7 +302,8 @@ def _activations(spec: ModelSpec, layer: Segment) -> LayerActivations:
 def _products(layer: Segment, traits: LayerTraits) -> list[_Product]:
     products = []
     for parameter in layer.parameters:
-        if not is_matrix(parameter.name, len(parameter.shape)):
+        of_samples = traits.activations.of_samples if traits.activations else ()
+        if not is_matrix(parameter.name, len(parameter.shape)) or name_in_layer(parameter.name) in of_samples:
             continue
         *stack, outputs, inputs = parameter.shape
         if name_in_layer(parameter.name) in traits.inputs_first:
