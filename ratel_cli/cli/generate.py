@@ -1,4 +1,4 @@
-"""`ratel generate RUN|DIR PROMPT...`: what a model adds to prompts.
+"""`ratel generate RUN|DIR PROMPT...`: what a model adds to prompts; with `--class`, what a diffusion transformer makes.
 
 The texts go to stdout, everything else to stderr. Invariant: nothing heavy is imported before the path is known to name
 a model, and torch not before the prompts are read.
@@ -15,6 +15,7 @@ from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.report.completions import completion_lines, completions_to_json, cost_line
+from ratel_cli.run.files.run_directory import find_run
 from ratel_cli.run.inputs.named_model import find_model
 
 _OPTIONS = {"temperature": "--temperature", "max_new_tokens": "--max-new-tokens", "step": "--step"}
@@ -68,6 +69,31 @@ def run(
         for line in completion_lines(found):
             page.say(line)
     log.say(cost_line(found))
+
+
+def run_images(
+    path: Path,
+    overrides: Sequence[str],
+    classes: Sequence[int],
+    output: Path | None,
+    *,
+    num_steps: int,
+    guidance: float,
+    step: int | None,
+) -> None:
+    """Write what a run's diffusion transformer makes of noise for each class. Raises RatelError."""
+    prompts = [each for each in overrides if not is_override(each)]
+    if prompts:
+        raise BadInput("arguments 'PROMPT' and '--class': a model makes texts or images", "leave out one of them")
+    if output is None:
+        raise BadInput("--class needs -o DIR, the directory of the images")
+    log = RunLog()
+    config = find_run(path, log, overrides)
+    from ratel_cli.run.ask.generate_images import ImageRequest, generate_images
+
+    request = ImageRequest(classes=tuple(classes), num_steps=num_steps, guidance=guidance, step=step, directory=output)
+    for file in generate_images(config, request, log):
+        log.say(f"wrote {file}")
 
 
 def _divided(arguments: Sequence[str], *, has_file: bool) -> tuple[list[str], list[str]]:

@@ -97,11 +97,34 @@ def generate(
         ),
     ] = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the tokenizer's chat template.")] = False,
+    classes: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--class",
+            metavar="N",
+            help="Of a diffusion transformer: make an image of this class. Again for more.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", metavar="DIR", help="With --class: the directory of the images.", show_default=False),
+    ] = None,
+    denoising_steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --class: steps from noise to an image.")
+    ] = 50,
+    guidance: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="G", help="With --class: how far predictions follow the class; 1: as they are."),
+    ] = 1.0,
     step: SavedStep = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the texts and their cost as JSON.")] = False,
 ) -> None:
     from ratel_cli.cli import generate as command
 
+    if classes:
+        command.run_images(run, texts or [], classes, output, num_steps=denoising_steps, guidance=guidance, step=step)
+        return
     command.run(
         run,
         texts or [],

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, DiTTransformer2DModel
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ratel_cli.config.load import load_config
@@ -155,6 +157,58 @@ def test_a_scheduler_beside_the_model_adds_the_noise(make_config: MakeConfig, la
         assert torch.equal(values, wanted.weights[name].to(dtype)), name
     saved = json.loads((output_of(config) / "scheduler_config.json").read_text())
     assert (saved["num_train_timesteps"], saved["prediction_type"]) == (50, "v_prediction")
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_images_are_what_diffusers_makes_of_the_export(
+    make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path, guidance: float
+) -> None:
+    """Latents bit for bit, of several classes, and pictures of their first three channels."""
+    config = make_config(base=denoiser, **KEYS, **_datasets(latents))
+    succeed(config)
+    options = ("--class", 4, "--class", 0, "--denoising-steps", 6, "--guidance", guidance)
+    ended = ratel("generate", output_of(config), *options, "-o", tmp_path / "images")
+    assert ended.code == 0, ended.stderr
+    model: Any = DiTTransformer2DModel.from_pretrained(output_of(config), torch_dtype=torch.float32)
+    model.eval()
+    scheduler: Any = DDPMScheduler()  # type: ignore[no-untyped-call]
+    scheduler.set_timesteps(6)
+    generator = torch.Generator().manual_seed(42)
+    wanted = torch.randn((2, *SHAPE), generator=generator)
+    for timestep in scheduler.timesteps:
+        with torch.no_grad():
+            labels = torch.tensor([4, 0, 5, 5] if guidance != 1 else [4, 0])
+            given = wanted.repeat(len(labels) // 2, 1, 1, 1)
+            made = model(given, timestep=timestep.expand(len(given)), class_labels=labels).sample[:, : SHAPE[0]]
+        if guidance != 1:
+            made = made[2:] + guidance * (made[:2] - made[2:])
+        wanted = scheduler.step(made, timestep, wanted, generator=generator).prev_sample
+    found = load_file(tmp_path / "images" / "latents.safetensors")
+    assert torch.equal(found["latents"], wanted) and found["labels"].tolist() == [4, 0]
+    with Image.open(tmp_path / "images" / "class-0-1.png") as image:
+        shown = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert torch.equal(shown, ((wanted[1, :3].clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8))
+    again = ratel("generate", output_of(config), *options, "-o", tmp_path / "images")
+    assert_rejected(again, 2, "class-4-0.png: the file exists")
+
+
+def test_what_makes_no_images_is_rejected(
+    make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path
+) -> None:
+    config, text = make_config("latents", base=denoiser, **KEYS, **_datasets(latents)), make_config("text", max_steps=1)
+    for each in (config, text):
+        succeed(each)
+    images = ("-o", tmp_path / "images")
+    for path, arguments, part in (
+        (output_of(config), ("--class", 5, *images), "--class 5: the model's classes are 0 to 4"),
+        (output_of(config), ("--class", -1, *images), "--class -1"),
+        (output_of(config), ("--class", 1), "--class needs -o DIR"),
+        (output_of(config), ("a dog", "--class", 1, *images), "a model makes texts or images"),
+        (output_of(text), ("--class", 1, *images), "LlamaForCausalLM makes no images"),
+        (tmp_path / "missing", ("--class", 1, *images), "missing"),
+    ):
+        assert_rejected(ratel("generate", path, *arguments), 2, part)
+    assert not (tmp_path / "images").exists()
 
 
 def _change(directory: Path, **changes: object) -> None:
