@@ -468,7 +468,7 @@ def _latents_contradictions(config: RunConfig) -> list[Contradiction]:
         message = "`streaming` reads rows of text; latents are read where they lie"
         found.append(Contradiction(keys=("streaming",), message=message, hint="remove it"))
     if config.tokens_per_step is not None or config.split is None:
-        message = "`tokens_per_step` counts tokens of text; a step of latents has so many samples"
+        message = "`tokens_per_step` counts tokens of text; a step of latents is counted in samples"
         hint = "set `micro_batch_size` and `gradient_accumulation_steps`"
         found.append(Contradiction(keys=("tokens_per_step", "micro_batch_size"), message=message, hint=hint))
     if any(each.max_samples is not None or each.weight != 1 for each in (*config.datasets, *config.test_datasets)):

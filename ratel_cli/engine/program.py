@@ -72,7 +72,7 @@ class Program(BoundModel, Protocol[AnyBatch]):
 
     def sample(self, num_tokens: int) -> AnyBatch:
         """A micro-batch of one row with this many tokens, of all of them a loss, and of two samples if rows may have
-        several; of a program with `spec.sample_tokens` so many samples."""
+        several; of a program with `spec.sample_tokens` this many samples."""
 
     def train(self, mode: bool) -> bool:
         """Switch dropout on or off. Returns whether it was on before."""

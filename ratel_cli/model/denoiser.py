@@ -1,6 +1,6 @@
 """A diffusion transformer of diffusers as a program, its files as a source of weights, and the layout of its export.
 
-It learns to say which noise was added to a latent, or what its config's scheduler asks for instead.
+It learns to predict the noise that was added to a latent, or a velocity, as its scheduler has it.
 
 Invariant: the parameters of the skeleton are those of `from_pretrained`, under the names of the files.
 """

@@ -1,8 +1,8 @@
 """Finds the layers of a module of any kind, and turns it into a `StackModel`.
 
-The blocks are those that `ratel.hook` finds or is given. The module's own forward says on an example which parameters
-outside of them are used before the layers and which behind them, or both by a layer and by the code around it, as a
-diffusion transformer does with the embedding of its first block.
+The blocks are those that `ratel.hook` finds or is given. The module's own forward, run on an example, shows which
+parameters outside of them are used before the layers and which behind them, or both by a layer and by the code around
+it, as a diffusion transformer does with the embedding of its first block.
 
 Invariant: a parameter that no code uses is frozen, as autograd has no gradient for it.
 """

@@ -1,8 +1,7 @@
 """A module of any kind with one stack of layers, as a program: vision, diffusion, residual networks.
 
-A micro-batch is a number of samples: images, say, of each of which the module makes as many hidden states, its tokens.
-The code before the layers, and that behind them, is the module's own forward around the layers; the loss is the
-caller's.
+A micro-batch is a number of samples, such as images. The module makes as many hidden states of each, its tokens. The
+code before the layers, and that behind them, is the module's own forward around the layers; the loss is the caller's.
 
 Invariant: layers keep the shape of hidden states, and leave what they get as it is.
 """
@@ -94,11 +93,11 @@ class StackModel(CutModel[SampleBatch]):
                 each.put(nn.Parameter(torch.empty(each.shape, dtype=each.unbound.dtype, device="meta")))
 
     def any_batch(self, size: int, num_tokens: int, *, num_samples: int = 1) -> SampleBatch:  # noqa: ARG002
-        """Samples of so many tokens or a few more, those of the example again and again."""
+        """Samples with `size * num_tokens` tokens, rounded up to whole ones: those of the example again and again."""
         return self.sample(-(-size * num_tokens // self.spec.sample_tokens))
 
     def sample(self, num_tokens: int) -> SampleBatch:
-        """As many samples."""
+        """This many samples: see `Program`."""
         rows = torch.arange(num_tokens) % self.example.num_samples
         inputs = {name: each[rows] for name, each in self.example.inputs.items()}
         return replace(self.example, inputs=inputs, is_made_up=True)

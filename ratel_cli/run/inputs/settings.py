@@ -36,7 +36,7 @@ OF_TEXT: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "mlm_probability", "head_chunk",
     "attn_implementation",
 )  # fmt: skip
-"""Those of them that say something about text alone."""
+"""Those of them that count for text alone."""
 DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
 
