@@ -108,6 +108,11 @@ def _translated(generator: torch.Generator) -> NetBatch:
     return NetBatch({"input_ids": _tokens(generator)}, _tokens(generator, num_tokens=5))
 
 
+def _heard(generator: torch.Generator) -> NetBatch:
+    features = torch.randn(2, 4, 16, generator=generator)
+    return NetBatch({"input_features": features}, _tokens(generator, num_tokens=5))
+
+
 def _image(generator: torch.Generator) -> NetBatch:
     pixels = torch.randn(3, 3, NUM_PIXELS, NUM_PIXELS, generator=generator)
     return NetBatch({"pixel_values": pixels}, torch.randint(5, (3,), generator=generator))
@@ -224,6 +229,16 @@ NETS = {
             decoder_start_token_id=0,
         ),
         _translated,
+        _with_labels,
+    ),
+    "whisper": Net(
+        _of_transformers(
+            "WhisperForConditionalGeneration", vocab_size=VOCABULARY, d_model=16, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
+            num_mel_bins=4, max_source_positions=8, max_target_positions=16, decoder_start_token_id=0, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, suppress_tokens=None, begin_suppress_tokens=None,
+        ),
+        _heard,
         _with_labels,
     ),
     "vit": Net(
