@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-import ratel_cli.run.inputs.base_model
+import ratel_cli.run.inputs.denoiser_base
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -102,7 +102,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         found.append(config)
         return build_base(config, task)
 
-    monkeypatch.setattr(ratel_cli.run.inputs.base_model, "build_base", counting)
+    monkeypatch.setattr(ratel_cli.run.inputs.denoiser_base, "build_base", counting)
     return found
 
 
