@@ -23,8 +23,9 @@ from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.library.batches import Tensors, example_of, micro_batches, sample_batches
 from ratel_cli.model.cut_model import AnyModel
+from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_layout import layout_of_module
-from ratel_cli.model.export_weights import export_model, write_weights
+from ratel_cli.model.export_weights import write_weights
 from ratel_cli.model.find_layers import find_layers
 from ratel_cli.model.hooked import identity_of
 from ratel_cli.model.import_weights import WeightSource
@@ -69,17 +70,8 @@ def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitSt
 
     def save(context: RunContext, store: Store, output: Path, overwrite: bool) -> list[str]:
         reject_overlap(output, base.directory, option="directory")
-        return export_model(
-            base.model.spec,
-            store.current(),
-            context.pool,
-            base_dir=base.directory,
-            output_dir=output,
-            run=own_output(config),
-            overwrite=overwrite,
-            option="directory",
-            dtype=config.dtype,
-            layout=layout,
+        return base.export(
+            config, store.current(), context.pool, output, layout=layout, overwrite=overwrite, option="directory"
         )
 
     return TrainedModel(
@@ -123,9 +115,13 @@ def module_model(
 def save_module(
     module: nn.Module, spec: ModelSpec, context: RunContext, store: Store, directory: Path, *, overwrite: bool
 ) -> None:
-    """Write a module's weights as safetensors files with its own names, and the config of a model of transformers."""
-    layout, config = layout_of_module(module, spec), getattr(module, "config", None)
-    texts = {"config.json": config.to_json_string()} if isinstance(config, PretrainedConfig) else {}
+    """Write a module's weights as safetensors files with its own names, and the config of a model of transformers or
+    diffusers, whose `from_pretrained` then loads it."""
+    is_of_diffusers = hasattr(module, "register_to_config")
+    layout = layout_of_module(module, spec, weights_name=DENOISER_WEIGHTS_NAME if is_of_diffusers else WEIGHTS_NAME)
+    described = module if is_of_diffusers else getattr(module, "config", None)
+    has_config = is_of_diffusers or isinstance(described, PretrainedConfig)
+    texts = {"config.json": described.to_json_string()} if has_config else {}  # type: ignore[union-attr, operator]
     run = own_output(context.config)
     with Staging(directory, run=run, overwrite=overwrite, option="directory") as staging:
         staging.reject_files_of_others([*layout.file_names, *texts])

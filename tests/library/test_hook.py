@@ -73,7 +73,8 @@ def run(name: str, model: nn.Module, steps: Sequence[Sequence[NetBatch]], state:
 
 def saved(state: ratel.Hooked, directory: Path) -> dict[str, torch.Tensor]:
     state.save(directory / "out", overwrite=True)
-    return load_file(directory / "out" / "model.safetensors")
+    [path] = (directory / "out").glob("*.safetensors")  # diffusers has a name of its own for it
+    return load_file(path)
 
 
 def assert_same(found: dict[str, torch.Tensor], model: nn.Module, trained: Trained) -> None:

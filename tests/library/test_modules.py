@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from diffusers import DiTTransformer2DModel
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -199,9 +200,15 @@ def check(
         model.save_pretrained(directory / "out")
     assert losses == list(wanted.losses)
     assert norms == list(wanted.norms)
-    for each, found in load_file(directory / "out" / "model.safetensors").items():
+    for each, found in written(directory / "out").items():
         assert torch.equal(found, wanted.weights[each].to(dtype)), each
         assert not torch.equal(found, before[each]), each
+
+
+def written(directory: Path) -> Tensors:
+    """The weights that were saved, which diffusers looks for under a name of its own."""
+    [path] = directory.glob("*.safetensors")
+    return load_file(path)
 
 
 def opened(
@@ -237,7 +244,9 @@ def test_it_goes_on_where_it_was_left(tmp_path: Path) -> None:
             model.verify()
             model.save_pretrained(tmp_path / "out", overwrite=True)
     wanted = plain(kind, steps, Recipe(learning_rates=RATES[:4], weight_decay=0.0))
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    found = written(tmp_path / "out")
+    loaded = DiTTransformer2DModel.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(each, found[name]) for name, each in loaded.named_parameters())
     assert all(torch.equal(each, wanted.weights[name]) for name, each in found.items())
 
 

@@ -78,10 +78,10 @@ class Base(ModelBase):
         output_dir: Path,
         *,
         layout: ExportLayout,
-        card: Card,
+        card: Card | None = None,
         overwrite: bool,
         option: str,
-        progress: Callable[[], None],
+        progress: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """See ModelBase."""
         return export_model(

@@ -28,7 +28,7 @@ from ratel_cli.data.latents import (
 )
 from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text
+from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text, plain_card
 from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.denoiser import DenoiserWeights, DrawnWeights, denoiser_model
 from ratel_cli.model.denoiser_config import DenoiserConfig, read_denoiser_config
@@ -79,13 +79,14 @@ class DenoiserBase(ModelBase):
         output_dir: Path,
         *,
         layout: ExportLayout,
-        card: Card,
+        card: Card | None = None,
         overwrite: bool,
         option: str,
-        progress: Callable[[], None],
+        progress: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """See ModelBase."""
         spec, scheduler = self.model.spec, scheduler_file(self.directory)
+        card = card or plain_card(spec)
         check_output(output_dir, overwrite=overwrite, option=option)
         require_space(output_dir, self.export_bytes(layout), option=option)
         with Staging(output_dir, run=own_output(config), overwrite=overwrite, option=option) as staging:

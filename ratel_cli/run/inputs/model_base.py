@@ -49,10 +49,10 @@ class ModelBase(ABC):
         output_dir: Path,
         *,
         layout: ExportLayout,
-        card: Card,
+        card: Card | None = None,
         overwrite: bool,
         option: str,
-        progress: Callable[[], None],
+        progress: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Replace the model in `output_dir`, which `option` has named, by the weights of a generation. Returns notices.
         Raises as `export_model`."""
