@@ -20,6 +20,7 @@ from torch import nn
 from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
+from ratel_cli.model.carried import tensors_of
 from ratel_cli.model.cut_model import placeholder
 from ratel_cli.model.hooked import check_parameters, find_module_blocks, main_dtype
 from ratel_cli.model.layer_runner import LayerRunner
@@ -57,7 +58,9 @@ def find_layers(
     check_parameters(placed)
     for each in placed:
         each.unbind()
-    runner = LayerRunner(module, module, list(layers.values()), settings={})
+    runner = LayerRunner(
+        module, module, list(layers.values()), settings={}, is_output=lambda _, finished, __: bool(tensors_of(finished))
+    )
     runner.takes_positions = True  # an input of this name is one of the module's own
     usage = probe_module(runner, {each.name: each.unbound for each in placed}, example.inputs)
     _reject_passing(module, usage)

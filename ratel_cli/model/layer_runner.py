@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from transformers.utils.generic import ModelOutput
 
 from ratel_cli.errors import BadInput, first_line
-from ratel_cli.model.carried import Argument, Embedded, LayerCall, LayerOutput, tensors_of
+from ratel_cli.model.carried import Argument, Embedded, LayerCall, LayerOutput
 from ratel_cli.model.module_state import ModuleState
 from ratel_cli.sizes import IGNORED_TARGET
 
@@ -73,9 +73,11 @@ class LayerRunner:
         settings: Keywords = _NO_CACHE,
         filled: Callable[[Inputs], Inputs] = lambda inputs: inputs,
         of_head: Callable[[torch.Tensor], Keywords] = lambda input_ids: {},
+        is_output: Callable[[LayerRunner, object, Inputs], bool] | None = None,
     ) -> None:
         """`settings`: what the owner always gets besides. `filled`: adds to inputs what the owner cannot do without.
-        `of_head`: what the model gets besides tokens `[batch, tokens]` when its head alone is needed."""
+        `of_head`: what the model gets besides tokens `[batch, tokens]` when its head alone is needed. `is_output`:
+        whether the owner may have returned this; None: whether it is what a language model's owner returns."""
         self.model = model
         self._owner = owner
         self.layers = tuple(layers)
@@ -100,6 +102,7 @@ class LayerRunner:
         self._extras: tuple[tuple[torch.Tensor | None, ...], ...] = ((),) * len(layers)
         """What each shim returns besides its hidden states, and other layers get."""
         self._settings, self._filled, self._of_head = settings, filled, of_head
+        self._is_output = is_output or _is_of_text
         self.is_running = False
         """Whether the owner is being called."""
         self._ends_at_layers = False
@@ -155,7 +158,7 @@ class LayerRunner:
             self._extras = ((None,) * (self._num_extras or 0),) * len(self.layers)
             try:
                 finished = self._run_owner(inputs, injected=None)[1]
-                if self._is_output(finished, inputs):
+                if self._is_output(self, finished, inputs):
                     return
             except BadInput as error:
                 rejection = rejection or error
@@ -166,13 +169,6 @@ class LayerRunner:
             f"{type(self.model).__name__}: its code takes more from its layers than hidden states{reason};"
             " such models cannot be streamed"
         )
-
-    def _is_output(self, finished: object, inputs: Inputs) -> bool:
-        """Whether the owner may have returned this."""
-        if "input_ids" not in inputs:
-            return bool(tensors_of(finished))
-        tokens, shape = inputs["input_ids"].shape, last_hidden_state(finished).shape
-        return shape[:1] == tokens[:1] if self.gives_logits else shape[:2] == tokens
 
     def learn_state(self, trials: Iterable[Inputs]) -> None:
         """Learn by trials which tensors outside the layers the model's code writes to: they will be copied.
@@ -392,6 +388,11 @@ def last_hidden_state(finished: object) -> torch.Tensor:
     )
     assert isinstance(hidden, torch.Tensor)
     return hidden
+
+
+def _is_of_text(runner: LayerRunner, finished: object, inputs: Inputs) -> bool:
+    tokens, shape = inputs["input_ids"].shape, last_hidden_state(finished).shape
+    return shape[:1] == tokens[:1] if runner.gives_logits else shape[:2] == tokens
 
 
 TokenLoss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -71,6 +71,11 @@ def _unmasked(output: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor
     return cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / target.shape[1]
 
 
+def _next_word(output: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    assert isinstance(output, torch.Tensor)
+    return cross_entropy(output.flatten(0, 1), batch["target"].flatten(), reduction="sum")
+
+
 @dataclass(frozen=True)
 class Kind:
     """A module, what it gets and its loss."""
@@ -339,6 +344,37 @@ def test_gradients_lie_as_in_plain_pytorch(tmp_path: Path) -> None:
         assert model.forward_backward(steps[1], loss=kind.loss) == wanted.losses[1]
     assert _Noted.seen == strides[2:]
     assert strides[0] == (128, 8, 1)
+
+
+class Worded(nn.Module):
+    """It gets tokens, and is no model of transformers. A part of it is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.unused = nn.Embedding(7, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden @ self.words.weight.T
+
+
+def test_a_module_of_tokens_is_one_of_samples(tmp_path: Path) -> None:
+    """Its weights are those of plain PyTorch, and what it does not use stays as it is."""
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randint(7, (2, 5), generator=generator) for name in ("input_ids", "target")}
+    kind = Kind(Worded, lambda generator: ({}, torch.empty(0)), _next_word, "blocks")
+    wanted, module = plain(kind, [[batch]], Recipe(learning_rates=RATES[:1])), built(kind, torch.float32)
+    unused = module.unused.weight.detach().clone()  # type: ignore[union-attr, operator]
+    with opened(module, kind, [[batch]], tmp_path, weight_decay=0.1) as model:
+        assert model.forward_backward(batch, loss=_next_word) == wanted.losses[0]
+        model.step(learning_rate=RATES[0])
+        model.save_pretrained(tmp_path / "out")
+    found = written(tmp_path / "out")
+    assert torch.equal(found["unused.weight"], unused)
+    assert all(torch.equal(each, wanted.weights[name]) for name, each in found.items())
 
 
 class Skipping(Normed):
