@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ratel_cli.config.overrides import is_override
@@ -69,6 +69,14 @@ def run(
         for line in completion_lines(found):
             page.say(line)
     log.say(cost_line(found))
+
+
+def check_options(others: Mapping[str, object], *, makes_images: bool) -> None:
+    """Raise BadInput for an option that is given and is for the other kind of what a model makes."""
+    wrong = next((name for name, value in others.items() if value), None)
+    if wrong is not None:
+        reason = "is for texts, and --class makes images" if makes_images else "is for images, which --class makes"
+        raise BadInput(f"option '{wrong}' {reason}", f"leave {wrong} out")
 
 
 def run_images(

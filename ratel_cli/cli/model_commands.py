@@ -122,6 +122,9 @@ def generate(
 ) -> None:
     from ratel_cli.cli import generate as command
 
+    of_text = {"--prompts": prompts, "--temperature": temperature, "--raw": raw, "--json": as_json}
+    of_images = {"-o": output, "--denoising-steps": denoising_steps != 50, "--guidance": guidance != 1.0}
+    command.check_options(of_text if classes else of_images, makes_images=bool(classes))
     if classes:
         command.run_images(run, texts or [], classes, output, num_steps=denoising_steps, guidance=guidance, step=step)
         return
