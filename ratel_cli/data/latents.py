@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from ratel_cli.data.dataset import TrainingData, split_samples
 from ratel_cli.data.packing import Integers, random_order
 from ratel_cli.data.sample_batch import SampleBatch
-from ratel_cli.errors import BadInput, EnvironmentFailure, first_line
+from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, first_line
 from ratel_cli.json_fields import hash_of
 from ratel_cli.progress import no_progress
 from ratel_cli.units import counted
@@ -160,8 +160,9 @@ class NoisyLatents:
         most = self._scheduler.config.num_train_timesteps
         timesteps = torch.randint(0, most, (len(numbers),), generator=generator)
         noise = torch.randn(latents.shape, generator=generator)
-        target = noise
-        if self._scheduler.config.prediction_type == "v_prediction":
+        learned = self._scheduler.config.prediction_type
+        target = {"epsilon": noise, "sample": latents}.get(learned)
+        if target is None:  # "v_prediction": see `scheduler_of`
             target = self._scheduler.get_velocity(latents, noise, timesteps)
         inputs = {
             "hidden_states": self._scheduler.add_noise(latents, noise, timesteps).to(settings.dtype),
@@ -249,6 +250,8 @@ def _check(
 
 
 SCHEDULER_NAME = "scheduler_config.json"
+_LEARNED = ("epsilon", "v_prediction", "sample")
+"""What a model may learn to predict: the noise, a velocity, the latent without noise."""
 
 
 def scheduler_file(directory: Path) -> Path | None:
@@ -267,9 +270,17 @@ def scheduler_of(directory: Path) -> Any:  # noqa: ANN401 (diffusers has no type
     if file is None:
         return made()
     try:
-        return made.from_config(json.loads(file.read_text(encoding="utf-8")))
+        values = json.loads(file.read_text(encoding="utf-8"))
+        scheduler = made.from_config(values)
     except Exception as error:
         raise BadInput(f"{file}: not a scheduler's configuration: {first_line(error)}") from error
+    name, learned = values.get("_class_name", made.__name__), scheduler.config.prediction_type
+    if name not in (made.__name__, *made._compatibles) or learned not in _LEARNED:
+        raise BadInput(
+            f"{file}: {excerpt(str(name))} that learns {excerpt(str(learned))}; noise is added as DDPM does",
+            f"prediction_type: {', '.join(_LEARNED)}",
+        )
+    return scheduler
 
 
 AnyData: TypeAlias = TrainingData | NoisyLatents

@@ -18,7 +18,7 @@ from torch import nn
 
 from ratel_cli.closing import Closing
 from ratel_cli.data.sample_batch import SampleBatch
-from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, first_line
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt, first_line
 from ratel_cli.model.checkpoint import readers_of
 from ratel_cli.model.denoiser_config import CLASS_NAME, DenoiserConfig
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, find_weight_files
@@ -123,7 +123,6 @@ class DenoiserWeights(Closing):
                     tensors=tuple(
                         trained_tensor(each.name, each.shape, whole_parameter(each.name, each.shape), dtypes)
                         for each in sorted(reader.tensors.values(), key=lambda each: each.offset)
-                        if each.name in dtypes
                     ),
                 )
                 for file_name, reader in self._files.items()
@@ -137,6 +136,13 @@ class DenoiserWeights(Closing):
         self._resources.close()
 
     def _check(self, directory: Path, spec: ModelSpec) -> None:
+        known = {each.name for block in spec.blocks for each in block.parameters}
+        unexpected = min(self._readers.keys() - known, default=None)
+        if unexpected is not None:
+            raise BadInput(
+                f"{directory}: tensor {excerpt(unexpected)} does not belong to the model of config.json",
+                "use the config.json that was saved with these files",
+            )
         for block in spec.blocks:
             for each in block.parameters:
                 reader = self._readers.get(each.name)

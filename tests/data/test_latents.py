@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,29 @@ def test_a_scheduler_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     _write(tmp_path / "set", [4])
     (tmp_path / "set" / "scheduler_config.json").write_text("[")
     with pytest.raises(BadInput, match="not a scheduler's configuration"):
+        _opened(tmp_path / "set")
+
+
+def test_a_model_may_learn_the_latent_itself(tmp_path: Path) -> None:
+    latents, _ = _write(tmp_path / "set", [4])
+    scheduler: Any = DDPMScheduler(prediction_type="sample")  # type: ignore[no-untyped-call]
+    scheduler.save_config(tmp_path / "set")
+    batches = _opened(tmp_path / "set").step(0)
+    chosen = [number for each in batches for number in each.sample_ids]
+    assert torch.equal(_whole(batches)["target"], latents[chosen])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler that learns epsilon"),
+        ({"_class_name": "DDIMScheduler", "prediction_type": "flow"}, "DDIMScheduler that learns flow"),
+    ],
+)
+def test_a_scheduler_of_another_kind_is_rejected(tmp_path: Path, values: dict[str, object], message: str) -> None:
+    _write(tmp_path / "set", [4])
+    (tmp_path / "set" / "scheduler_config.json").write_text(json.dumps(values))
+    with pytest.raises(BadInput, match=message):
         _opened(tmp_path / "set")
 
 

@@ -205,6 +205,10 @@ def test_what_makes_no_images_is_rejected(
         (output_of(config), ("--class", 1), "--class needs -o DIR"),
         (output_of(config), ("a dog", "--class", 1, *images), "a model makes texts or images"),
         (output_of(text), ("--class", 1, *images), "LlamaForCausalLM makes no images"),
+        (output_of(config), ("--class", 1, *images, "--json"), "option '--json' is for texts"),
+        (output_of(config), ("--class", 1, *images, "--temperature", 0.5), "option '--temperature' is for texts"),
+        (output_of(text), ("a dog", *images), "option '-o' is for images"),
+        (output_of(text), ("a dog", "--guidance", 2), "option '--guidance' is for images"),
         (tmp_path / "missing", ("--class", 1, *images), "missing"),
     ):
         assert_rejected(ratel("generate", path, *arguments), 2, part)
@@ -224,6 +228,7 @@ def _change(directory: Path, **changes: object) -> None:
         ({"patch_size": 3}, ("sample_size 8 is no multiple of patch_size 3",)),
         ({"in_channels": 0}, ("in_channels is 0",)),
         ({"num_layers": 4}, ("tensor transformer_blocks.3.", "is missing")),
+        ({"num_layers": 2}, ("tensor transformer_blocks.2.", "does not belong to the model")),
         ({"attention_head_dim": 8}, ("is [", "but the config's model has")),
         ({"norm_type": "layer_norm"}, ("diffusers cannot build",)),
     ],

@@ -64,20 +64,24 @@ def as_recorded(config: RunConfig) -> RunConfig:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """The tokens of a full step. What the head does at once depends on the model too: see `chunked_workload_of`. Raises
-    BadInput if the tokens of a latent are not known."""
+    """The tokens of a full step, before the model is built. What the head does at once depends on it too: see
+    `chunked_workload_of`. Raises BadInput if `base_model` is no directory with the config of a denoiser that needs it.
+    """
+    if config.task != "denoising":
+        return _workload(config, config.sequence_len)
+    assert config.base_model is not None
+    return _workload(config, read_denoiser_config(Path(config.base_model).expanduser()).sample_tokens)
+
+
+def _workload(config: RunConfig, sequence_len: int) -> Workload:
     size, number = config.known_split
-    sequence_len = config.sequence_len
-    if config.task == "denoising":
-        assert config.base_model is not None
-        sequence_len = read_denoiser_config(Path(config.base_model).expanduser()).sample_tokens
     return Workload(micro_batch_size=size, num_micro_batches=number, sequence_len=sequence_len)
 
 
 def chunked_workload_of(config: RunConfig, spec: ModelSpec) -> Workload:
     """The tokens of a full step, and of a chunk of the head; of one of 64 MiB if the plan has still to choose it."""
     chunk_bytes = LOGITS_CHUNK_BYTES if config.head_chunk == "auto" else config.head_chunk
-    return with_chunk(spec, workload_of(config), chunk_bytes)
+    return with_chunk(spec, _workload(config, spec.sample_tokens or config.sequence_len), chunk_bytes)
 
 
 def decisions_of(config: RunConfig, *, host_limit_bytes: int) -> Decisions:
