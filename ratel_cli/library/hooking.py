@@ -35,7 +35,7 @@ from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import kept_bytes, num_cores, return_large_buffers
 from ratel_cli.library.block_call import Forward, HookedBlock, PassedOn
-from ratel_cli.library.initialising import INIT
+from ratel_cli.library.initialising import INIT, storage_of
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.optimizer import HOOKED, AdamW
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
@@ -76,11 +76,7 @@ def hook(
     """
     if module in HOOKED:
         raise BadInput(f"this {type(module).__name__} is hooked already")
-    around = INIT.get()
-    if storage is None:
-        if around is None:
-            raise BadInput("hook needs storage: directories for the training state", "storage=['/mnt/a'], for instance")
-        storage, limits = around.storage, limits or around.limits
+    around, (storage, limits) = INIT.get(), storage_of(storage, limits, asked_by="hook")
     source = ModuleWeights(module)
     hooked = HookedModule(module, find_module_blocks(module, blocks), outside=outside)
     config = caller_config(

@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ratel_cli.closing import Closing
+from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import default_limit_bytes, return_large_buffers
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.queue import IoQueue, depth_for, open_queue
@@ -57,6 +58,21 @@ class InitSettings:
 
 
 INIT: ContextVar[InitSettings | None] = ContextVar("ratel.init", default=None)
+
+
+def storage_of(
+    storage: Sequence[str | Path] | None, limits: Limits | None, *, asked_by: str
+) -> tuple[Sequence[str | Path], Limits | None]:
+    """Where the training state of a module goes, and its limits: as given, or those of the `init` around the call.
+    Raises BadInput if neither says where."""
+    if storage is not None:
+        return storage, limits
+    around = INIT.get()
+    if around is None:
+        raise BadInput(
+            f"{asked_by} needs storage: directories for the training state", "storage=['/mnt/a'], for instance"
+        )
+    return around.storage, limits or around.limits
 
 
 @contextmanager

@@ -10,7 +10,7 @@ replaced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,9 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.hardware.host import return_free_memory, return_large_buffers
+from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.library.batches import Tensors
-from ratel_cli.library.initialising import INIT
+from ratel_cli.library.initialising import INIT, storage_of
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.model import Model
 from ratel_cli.library.plans import least_of, planner_for
@@ -81,17 +81,15 @@ def open_model(
     """
     if len(betas) != 2:
         raise BadInput(f"betas must be two numbers, not {betas}")
-    is_module = isinstance(model, nn.Module)
-    _check_kind(is_module=is_module, sample=sample, blocks=blocks, dtype=dtype, random_init=random_init, task=task)
-    around = INIT.get() if is_module else None
-    if storage is None:
-        if around is None:
-            raise BadInput("open needs storage: directories for the training state", "storage=['/mnt/a'], for instance")
-        storage, limits = around.storage, limits or around.limits
+    module = model if isinstance(model, nn.Module) else None
+    given = {"sample": sample, "blocks": blocks, "dtype": dtype, "random_init": random_init, "task": task}
+    _reject_arguments_of_others(given, is_module=module is not None)
+    around = None if module is None else INIT.get()
+    storage, limits = storage_of(storage, limits, asked_by="open")
     config = caller_config(
         {
-            "base_model": type(model).__name__ if isinstance(model, nn.Module) else str(model),
-            "dtype": own_dtype(model) if isinstance(model, nn.Module) else dtype or "bfloat16",
+            "base_model": str(model) if module is None else type(module).__name__,
+            "dtype": dtype or "bfloat16" if module is None else own_dtype(module),
             "device": device,
             "adam_beta1": betas[0],
             "adam_beta2": betas[1],
@@ -109,12 +107,11 @@ def open_model(
     )
     return_large_buffers()
     log = RunLog() if verbose else WarningLog()
-    keeping = as_it_was_on_failure(model) if isinstance(model, nn.Module) else nullcontext()
-    with keeping, ExitStack() as opening:
-        if isinstance(model, nn.Module):
-            trained = module_model(model, sample, blocks, opening)
-        else:
+    with nullcontext() if module is None else as_it_was_on_failure(module), ExitStack() as opening:
+        if module is None:
             trained = language_model(config, log, task, opening)
+        else:
+            trained = module_model(module, sample, blocks, opening)
         torch_device = compute_device(config.device)
         opening.enter_context(determinism(config.deterministic, torch_device, notice=log.notice))
         context = opening.enter_context(open_context(config, log, device=torch_device))
@@ -127,15 +124,11 @@ def open_model(
             store = opened_state(context, identity, _DIFFERENCES)
         else:
             planner = planner_for(context, trained.model, hardware, least_of(trained.model))
-            if trained.module_weights is not None:
-                process_bytes = max(0, planner.process_bytes - trained.module_weights.num_bytes)
-                planner = replace(planner, process_bytes=process_bytes)
+            planner = replace(planner, process_bytes=max(0, planner.process_bytes - trained.weight_bytes))
             planner.plan(estimated_profile(planner, trained.model))  # raises if not even the smallest step fits
             store = new_state(context, identity, trained.model.spec, trained.weights, shares=hardware.nvme.weights)
         made = Model(context, trained, store, hardware, opening.pop_all())
-    if trained.module_weights is not None:
-        trained.module_weights.forget()
-        return_free_memory()
+    trained.forget_weights()
     return made
 
 
@@ -149,14 +142,12 @@ _DIFFERENCES = {
 }
 
 
-def _check_kind(*, is_module: bool, **given: object) -> None:
-    """Raise BadInput for an argument that is for models of the other kind."""
-    others = ("dtype", "random_init") if is_module else ("sample", "blocks")
-    wrong = [name for name in others if given[name]]
-    if is_module and given["task"] != "causal_lm":
-        wrong.append("task")
-    if wrong:
-        raise BadInput(f"{wrong[0]} is for {'language models' if is_module else 'modules'}", f"leave {wrong[0]} out")
+def _reject_arguments_of_others(given: Mapping[str, object], *, is_module: bool) -> None:
+    """Raise BadInput for an argument that is for models of the other kind. `given`: by name."""
+    others = ("dtype", "random_init", "task") if is_module else ("sample", "blocks")
+    wrong = next((name for name in others if given[name] not in (None, False, "causal_lm")), None)
+    if wrong is not None:
+        raise BadInput(f"{wrong} is for {'language models' if is_module else 'modules'}", f"leave {wrong} out")
 
 
 def _identity(config: RunConfig, trained: TrainedModel) -> StoreIdentity:

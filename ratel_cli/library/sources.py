@@ -21,6 +21,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.errors import BadInput
+from ratel_cli.hardware.host import return_free_memory
 from ratel_cli.library.batches import Tensors, example_of, micro_batches, sample_batches
 from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME
@@ -53,13 +54,22 @@ class TrainedModel:
     """A hash of what its state has."""
     weights: WeightSource
     """Before the first step."""
-    module_weights: ModuleWeights | None = None
-    """The same, if they are in main memory until they are imported."""
     batches: Callable[[Tensors | Sequence[Tensors]], list[AnyModelBatch]]
     """The micro-batches of a step. Raises BadInput."""
     check: Callable[[Workload, RunLog], None]
     """Raises BadInput if the model cannot take such a step."""
     save: Save
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take in main memory until they are forgotten."""
+        return self.weights.num_bytes if isinstance(self.weights, ModuleWeights) else 0
+
+    def forget_weights(self) -> None:
+        """The training state has them: give the memory back."""
+        if isinstance(self.weights, ModuleWeights):
+            self.weights.forget()
+            return_free_memory()
 
 
 def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitStack) -> TrainedModel:
@@ -105,7 +115,6 @@ def module_model(
         model=model,
         identity=identity_of(model.spec),
         weights=weights,
-        module_weights=weights,
         batches=partial(sample_batches, model=model),
         check=lambda workload, log: None,
         save=save,
