@@ -99,11 +99,11 @@ def _measured_traits(program: Program[AnyBatch]) -> LayerTraits:
     batch = program.sample(_TOKENS)
     shared_by = program.spec.sample_tokens or 1
     try:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Values may decide what text a layer sees. Samples that are all of one shape need none.
-        begins = FakeTensorMode(allow_non_fake_inputs=True) if program.spec.sample_tokens else contextlib.nullcontext()
-        with begins as fake, torch.no_grad():
+        with mode if program.spec.sample_tokens else contextlib.nullcontext(), torch.no_grad():
             embedded = program.begin(batch)
-        measured = _layers(program, embedded, fake or FakeTensorMode(allow_non_fake_inputs=True))
+        measured = _layers(program, embedded, mode)
         activations = _shared_out(_most([activations for activations, _ in measured]), shared_by)
         activations = replace(activations, rests=tuple(_shared_out(each, shared_by) for each in activations.rests))
         traits = replace(program.traits, activations=activations)

@@ -31,7 +31,7 @@ from ratel_cli.model.export_layout import (
 from ratel_cli.model.find_layers import find_layers
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES, parameters_on_meta
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.stack import StackModel
 from ratel_cli.sizes import DtypeName
 
@@ -79,10 +79,15 @@ def denoiser_model(
             "class_labels": torch.zeros(1, dtype=torch.long),
         }
     )
-    module = build_denoiser(config, dtype=dtype)
-    model = find_layers(module, example, blocks=_BLOCKS, name=name, gradient_dtype=gradient_dtype, loss=denoising_loss)
-    model.traits = type(model.traits)(num_heads=config.num_heads, head_dim=config.head_dim)
-    return model
+    return find_layers(
+        build_denoiser(config, dtype=dtype),
+        example,
+        blocks=_BLOCKS,
+        name=name,
+        gradient_dtype=gradient_dtype,
+        traits=LayerTraits(num_heads=config.num_heads, head_dim=config.head_dim),
+        loss=denoising_loss,
+    )
 
 
 def denoising_loss(output: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

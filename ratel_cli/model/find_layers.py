@@ -25,7 +25,7 @@ from ratel_cli.model.cut_model import placeholder
 from ratel_cli.model.hooked import check_parameters, find_module_blocks, main_dtype
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import ModuleUsage, probe_module
-from ratel_cli.model.spec import ModelSpec, check_depth, decays
+from ratel_cli.model.spec import LayerTraits, ModelSpec, check_depth, decays
 from ratel_cli.model.stack import SampleLoss, StackModel
 from ratel_cli.model.trials import carried_bytes
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
@@ -35,6 +35,8 @@ _HIDDEN_COPIES = 8
 _LOSS_BYTES = 12
 """Of an element of the output: its value and its gradient in fp32, and what the loss makes of it."""
 
+_NO_TRAITS = LayerTraits(num_heads=0, head_dim=0)
+
 
 def find_layers(
     module: nn.Module,
@@ -43,14 +45,15 @@ def find_layers(
     blocks: str | Sequence[str] | None = None,
     name: str | None = None,
     gradient_dtype: DtypeName | None = None,
+    traits: LayerTraits = _NO_TRAITS,
     loss: SampleLoss | None = None,
 ) -> StackModel:
     """Find the layers of `module`, which takes samples like those of `example`. Raises BadInput if it cannot be
     streamed.
 
     `blocks`: as `find_module_blocks` takes them. `name`: of the model; None: its class. `gradient_dtype`: in which
-    gradients leave the device; None: in each block's own. `loss`: the model's own. The module is changed: its
-    parameters become unbound ones, and its layers run one at a time.
+    gradients leave the device; None: in each block's own. `traits`: what the shapes of parameters do not show. `loss`:
+    the model's own. The module is changed: its parameters become unbound ones, and its layers run one at a time.
     """
     layers = find_module_blocks(module, blocks)
     check_depth(len(layers))
@@ -108,7 +111,7 @@ def find_layers(
         + ceil(sum(each.numel() for each in usage.outputs) * (value_bytes + _LOSS_BYTES) / num_tokens),
         looks_up_rows=False,
     )
-    return StackModel(module, runner, spec, [each.parameters for each in cut], example, loss)
+    return StackModel(module, runner, spec, [each.parameters for each in cut], example, traits, loss)
 
 
 def _placed_parameters(

@@ -106,8 +106,8 @@ class LayerRunner:
         self.is_running = False
         """Whether the owner is being called."""
         self._ends_at_layers = False
-        self.at_layer: Callable[[], None] | None = None
-        """Called whenever the owner reaches a layer. For the probe."""
+        self.at_layer: Callable[[int], None] = lambda index: None
+        """Called with the index of each layer that the owner reaches. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
         named = dict(model.named_modules())
 
@@ -328,8 +328,7 @@ class LayerRunner:
             for argument in (*others, *keywords.values()):
                 self._check(argument)
             self._calls.append(LayerCall(arguments=tuple(others), keywords=keywords))
-            if self.at_layer is not None:
-                self.at_layer()
+            self.at_layer(index)
             last = index == len(self.layers) - 1
             if last and self._ends_at_layers:
                 raise _EndOfLayers

@@ -11,7 +11,7 @@ as a small one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -63,12 +63,11 @@ def probe_usage(
         layer_runner.learn_state(map(partial(_repeated, inputs), (1, 3, 1), (0, _POSITIONS, 0)))
         looked_up = _looked_up(layer_runner, lookup, watch, inputs) if lookup.is_possible else None
         watch.before.clear()
-        layer_runner.at_layer = watch.enter_layers
-        embedded = layer_runner.embed(inputs)
-        watch.leave_layers()
-        finished = layer_runner.finish(torch.zeros_like(embedded.hidden), inputs)
-        logits = _logits(layer_runner, finished)
-        layer_runner.at_layer = None
+        with _calling(layer_runner, lambda index: watch.enter_layers()):
+            embedded = layer_runner.embed(inputs)
+            watch.leave_layers()
+            finished = layer_runner.finish(torch.zeros_like(embedded.hidden), inputs)
+            logits = _logits(layer_runner, finished)
         reject_between_layers(layer_runner, embedded, inputs)
         _reject_other_tokens(layer_runner, embedded)
     after = _used_for(logits, parameters)
@@ -104,25 +103,20 @@ def probe_module(
     """Run a module and note which of its `parameters`, given by name, the code around its layers reads. All of them are
     placeholders, those of layers too. Raises BadInput if the module cannot be streamed."""
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
-    waiting = 0
+    last = len(layer_runner.layers) - 1
 
-    def at_layer() -> None:
-        nonlocal waiting
-        waiting -= 1
-        if not waiting:
+    def at_layer(index: int) -> None:
+        if index == last:
             watch.enter_layers()
 
     with _training(parameters.values()), _UsageWatch(names, "") as watch:
         layer_runner.find_layer_output(inputs)
         layer_runner.learn_state((inputs, inputs))
         watch.before.clear()
-        watch.after.clear()
-        layer_runner.at_layer, waiting = at_layer, len(layer_runner.layers)
         embedded, before = layer_runner.embed(inputs), frozenset(watch.before)
-        watch.leave_layers()
-        waiting = len(layer_runner.layers)
-        outputs = tensors_of(layer_runner.finish(torch.zeros_like(embedded.hidden), inputs))
-        layer_runner.at_layer, after = None, frozenset(watch.after)
+        with _calling(layer_runner, at_layer):
+            outputs = tensors_of(layer_runner.finish(torch.zeros_like(embedded.hidden), inputs))
+        after = frozenset(watch.after)
         extras = (each for of_layer in embedded.extras for each in of_layer if each is not None)
         if watch.read_after & {each.untyped_storage()._cdata for each in extras}:
             raise BadInput(
@@ -134,6 +128,16 @@ def probe_module(
     handed = {each.untyped_storage()._cdata for call in embedded.calls for each in call.tensors}
     before = before.union(name for storage, name in names.items() if storage in handed)
     return ModuleUsage(before, after, reached - after, embedded, outputs)
+
+
+@contextlib.contextmanager
+def _calling(layer_runner: LayerRunner, at_layer: Callable[[int], None]) -> Iterator[None]:
+    """A context in which this is called with the index of each layer that the owner reaches."""
+    before, layer_runner.at_layer = layer_runner.at_layer, at_layer
+    try:
+        yield
+    finally:
+        layer_runner.at_layer = before
 
 
 def _logits(layer_runner: LayerRunner, finished: object) -> torch.Tensor:

@@ -73,10 +73,11 @@ class StackModel(CutModel[SampleBatch]):
         spec: ModelSpec,
         parameters: Sequence[tuple[PlacedParameter, ...]],
         example: SampleBatch,
+        traits: LayerTraits,
         loss: SampleLoss | None = None,
     ) -> None:
         """`example`: samples that the module takes. `loss`: None: the caller of each step gives one."""
-        super().__init__(module, layer_runner, spec, LayerTraits(num_heads=0, head_dim=0), parameters)
+        super().__init__(module, layer_runner, spec, traits, parameters)
         self._runner = layer_runner
         self.example = example
         self.loss = loss or square_sum
