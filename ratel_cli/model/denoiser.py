@@ -7,7 +7,6 @@ Invariant: the parameters of the skeleton are those of `from_pretrained`, under 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,44 +162,6 @@ class DenoiserWeights(Closing):
                     raise BadInput(
                         f"{reader.path}: tensor {each.name} is {entry.dtype}; weights must be floating-point"
                     )
-
-
-class DrawnWeights:
-    """Weights in fp32, drawn by the initialisers of the module's parts, one of them at a time."""
-
-    def __init__(self, module: nn.Module, seed: int) -> None:
-        """`module`: whose parts are drawn; its parameters may be bound or not."""
-        self._shapes = {name: each.shape for name, each in module.named_parameters()}
-        self._parts, self._seed = dict(module.named_modules()), seed
-        self._drawn: tuple[str, dict[str, torch.Tensor]] = "", {}
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See WeightSource. Raises BadInput if the part does not initialise itself."""
-        part, _, attribute = name.rpartition(".")
-        if self._drawn[0] != part or not self._drawn[1]:
-            self._drawn = "", {}  # drop the last part before the next one is made
-            self._drawn = part, self._draw(part)
-        return self._drawn[1][attribute].reshape(-1)[start:stop]
-
-    def _draw(self, name: str) -> dict[str, torch.Tensor]:
-        part = self._parts[name]
-        resting = dict(part._parameters)
-        made = {
-            attribute: torch.full(self._shapes[f"{name}.{attribute}"], torch.nan)
-            for attribute, each in resting.items()
-            if each is not None
-        }
-        seed = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()[:8]
-        part._parameters.update({attribute: nn.Parameter(each) for attribute, each in made.items()})
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(seed, "little") >> 1)
-                part.reset_parameters()
-        finally:
-            part._parameters.update(resting)
-        if any(bool(each.isnan().any()) for each in made.values()):
-            raise BadInput(f"random_init: {name} does not initialise itself", "start from a checkpoint instead")
-        return made
 
 
 def load_denoiser(directory: Path, dtype: torch.dtype | None) -> nn.Module:

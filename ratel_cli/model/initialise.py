@@ -1,4 +1,4 @@
-"""Random weights from the initialiser of the model's own code (`random_init: true`).
+"""Random weights from the initialisers of the model's own code (`random_init: true`).
 
 Memory is one module's parameters. Invariant: a parameter's bits depend only on the seed, the configuration and the
 module's name, not on the order of reads or on how parameters are grouped into blocks.
@@ -7,6 +7,7 @@ module's name, not on the order of reads or on how parameters are grouped into b
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
@@ -17,16 +18,12 @@ from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.sizes import Task
 
 
-class RandomSource:
-    """Weights in fp32, drawn by the model's own initialiser.
+class DrawnWeights(ABC):
+    """Weights in fp32, drawn by initialisers, one module at a time."""
 
-    It has a skeleton of its own, because the run's skeleton may already hold placeholders.
-    """
-
-    def __init__(self, skeleton: PreTrainedModel, seed: int, task: Task = "causal_lm") -> None:
-        with torch.random.fork_rng(devices=[]):
-            self._model = build_skeleton(skeleton.config, dtype="float32", attn_implementation="eager", task=task)
-        self._seed = seed
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        """`model`: has the parameters' names and shapes."""
+        self._model, self._seed = model, seed
         self._module_name: str | None = None
         self._parameters: dict[str, torch.Tensor] = {}
 
@@ -55,7 +52,7 @@ class RandomSource:
                 module._parameters[attribute] = nn.Parameter(drawn[attribute], requires_grad=False)
         seed = hashlib.sha256(f"{self._seed}:{module_name}".encode()).digest()[:8]
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(int.from_bytes(seed, "little") >> 1)
                 self._run_initialisers(module_name)
         except Exception as error:
@@ -73,6 +70,29 @@ class RandomSource:
                 )
         return drawn
 
+    @abstractmethod
+    def _run_initialisers(self, module_name: str) -> None:
+        """Draw the parameters of one module, the only real ones."""
+
+
+class SelfDrawn(DrawnWeights):
+    """Weights drawn by PyTorch's initialiser of each module. The model's parameters may be bound or not."""
+
+    def _run_initialisers(self, module_name: str) -> None:
+        self._model.get_submodule(module_name).reset_parameters()  # type: ignore[operator]
+
+
+class RandomSource(DrawnWeights):
+    """Weights drawn by the initialiser of a model of transformers.
+
+    It has a skeleton of its own, because the run's skeleton may already hold placeholders.
+    """
+
+    def __init__(self, skeleton: PreTrainedModel, seed: int, task: Task = "causal_lm") -> None:
+        with torch.random.fork_rng(devices=[]):
+            own = build_skeleton(skeleton.config, dtype="float32", attn_implementation="eager", task=task)
+        super().__init__(own, seed)
+
     def _run_initialisers(self, module_name: str) -> None:
         """Initialise the module, then its ancestors, since some set weights of their children again.
 
@@ -82,4 +102,5 @@ class RandomSource:
         path = [self._model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
         for depth in range(len(path) - 1, -1, -1):
             owner = next(module for module in reversed(path[: depth + 1]) if isinstance(module, PreTrainedModel))
-            owner._init_weights(path[depth])
+            with initialization.guard_torch_init_functions():
+                owner._init_weights(path[depth])

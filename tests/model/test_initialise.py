@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.initialise import RandomSource, SelfDrawn
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from tests.model.tiny import FAMILIES, Tensors, assert_same, read_all, skeleton_of, tiny_config
 from tests.tiers import thinned
@@ -114,3 +114,26 @@ def test_an_initialiser_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_all(source, spec)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(value.device.type == "meta" for value in source._model.parameters())
+
+
+def test_modules_draw_themselves() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Embedding(64, 64), torch.nn.LayerNorm(64))
+    before = {name: each.clone() for name, each in module.named_parameters()}
+    source = SelfDrawn(module, 1)
+    found = {name: source.read(name, 0, each.numel()).view(each.shape) for name, each in before.items()}
+    assert all(torch.equal(each, before[name]) for name, each in module.named_parameters())
+    assert found["0.weight"].abs().max() == pytest.approx(1 / 8, rel=0.01)
+    assert float(found["1.weight"].std()) == pytest.approx(1, rel=0.05)
+    assert torch.equal(found["2.weight"], torch.ones(64))
+    assert not torch.equal(found["0.weight"], before["0.weight"])
+
+
+def test_a_module_that_cannot_draw_itself() -> None:
+    class Shift(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = torch.nn.Parameter(torch.zeros(3))
+
+    source = SelfDrawn(torch.nn.Sequential(Shift()), 1)
+    with pytest.raises(BadInput, match=r"random_init: Sequential cannot initialise 0: .*reset_parameters"):
+        source.read("0.by", 0, 3)

@@ -30,11 +30,12 @@ from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text, plain_card
 from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.denoiser import DenoiserWeights, DrawnWeights, denoiser_model
+from ratel_cli.model.denoiser import DenoiserWeights, denoiser_model
 from ratel_cli.model.denoiser_config import DenoiserConfig, read_denoiser_config
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_module
 from ratel_cli.model.export_weights import write_weights
+from ratel_cli.model.initialise import SelfDrawn
 from ratel_cli.model.marker import check_output
 from ratel_cli.model.publishing import renamed_notice
 from ratel_cli.model.skeleton import DTYPES
@@ -67,7 +68,7 @@ class DenoiserBase(ModelBase):
             layout = layout_of_module(
                 self.model.root, self.model.spec, dtype=config.dtype, weights_name=DENOISER_WEIGHTS_NAME
             )
-            return DrawnWeights(self.model.root, config.seed), layout
+            return SelfDrawn(self.model.root, config.seed), layout
         source = resources.enter_context(DenoiserWeights(self.directory, self.model.spec))
         return source, source.layout(config.dtype)
 
