@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
+from ratel_cli.model.spec import decays
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
 from ratel_cli.sizes import DtypeName
@@ -80,6 +81,29 @@ def parameter_places(root: nn.Module) -> dict[nn.Parameter, list[tuple[str, Modu
                 place = ModuleAttribute(module=module, attribute=attribute)
                 found.setdefault(parameter, []).append((f"{module_name}.{attribute}".lstrip("."), place))
     return found
+
+
+def placed_parameters(
+    root: nn.Module, layers: Sequence[nn.Module]
+) -> Iterator[tuple[PlacedParameter, dict[str, set[int]]]]:
+    """All parameters, in the order of the module tree, each with the layers that have it under each of its names: none
+    outside of them. Each stands in its own places."""
+    layers_of = defaultdict[int, set[int]](set)
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            layers_of[id(module)].add(index)
+    norms = [module for module in root.modules() if isinstance(module, nn.LayerNorm)]
+    in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
+    for parameter, places in parameter_places(root).items():
+        name = places[0][0]
+        placed = PlacedParameter(
+            name=name,
+            places=tuple(place for _, place in places),
+            unbound=parameter,
+            decay=decays(name, is_in_layer_norm=id(parameter) in in_norms),
+            is_trained=parameter.requires_grad,
+        )
+        yield placed, {each: layers_of[id(place.module)] for each, place in places}
 
 
 def bound_views(block: BlockSpec, parts: Sequence[torch.Tensor], *, num_rows: int | None = None) -> list[torch.Tensor]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.around_layers import reject_other_pairs, reject_other_text, reject_what_passes_all_layers
-from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
+from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, placed_parameters
 from ratel_cli.model.carried import Embedded
 from ratel_cli.model.cut_model import placeholder
 from ratel_cli.model.decoder import DecoderModel
@@ -27,7 +27,7 @@ from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
-from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, decays, is_matrix
+from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, is_matrix
 from ratel_cli.model.trials import ROW_TOKENS, carried_bytes, counts_positions_from_zero, ordinary_row
 from ratel_cli.model.two_stacks import AnyRunner, TwoStackRunner
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, Task
@@ -296,36 +296,20 @@ def _placed_parameters(
 ) -> tuple[list[PlacedParameter], list[list[PlacedParameter]]]:
     """The parameters outside the layers, and those of each layer, in the order of the module tree. What several layers
     share is given for each of them."""
-    layers_of = defaultdict[int, list[int]](list)
-    for index, layer in enumerate(layers):
-        for module in layer.modules():
-            layers_of[id(module)].append(index)
-    norms = [module for module in skeleton.modules() if isinstance(module, nn.LayerNorm)]
-    in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
     outside: list[PlacedParameter] = []
     inside: list[list[PlacedParameter]] = [[] for _ in layers]
-    for parameter, places in parameter_places(skeleton).items():
-        name, found = places[0][0], set[int]()
-        for other, place in places:
-            layers_there = layers_of[id(place.module)]
-            if other != name and bool(layers_there) != bool(found):
-                raise BadInput(
-                    f"{other} and {name} are one tensor, in a layer and outside of the layers; such models cannot be"
-                    " streamed"
-                )
-            found.update(layers_there)
-        own_layers = sorted(found)
-        unbound = parameter if own_layers else placeholder(parameter)
-        decay = decays(name, is_in_layer_norm=id(parameter) in in_norms)
-        placed = PlacedParameter(
-            name=name,
-            places=tuple(place for _, place in places),
-            unbound=unbound,
-            decay=decay,
-            is_trained=parameter.requires_grad,
-        )
-        for parameters in (inside[layer] for layer in own_layers) if own_layers else (outside,):
-            parameters.append(placed)
+    for placed, homes in placed_parameters(skeleton, layers):
+        other = next((name for name, found in homes.items() if bool(found) != bool(homes[placed.name])), None)
+        if other is not None:
+            raise BadInput(
+                f"{other} and {placed.name} are one tensor, in a layer and outside of the layers; such models cannot be"
+                " streamed"
+            )
+        own_layers = set[int]().union(*homes.values())
+        for layer in own_layers:
+            inside[layer].append(placed)
+        if not own_layers:
+            outside.append(replace(placed, unbound=placeholder(placed.unbound)))
     return outside, inside
 
 

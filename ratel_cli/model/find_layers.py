@@ -9,7 +9,6 @@ Invariant: a parameter that no code uses is frozen, as autograd has no gradient 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil
@@ -19,13 +18,13 @@ from torch import nn
 
 from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.errors import BadInput
-from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, parameter_places
+from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, placed_parameters
 from ratel_cli.model.carried import tensors_of
 from ratel_cli.model.cut_model import placeholder
 from ratel_cli.model.hooked import check_parameters, find_module_blocks, main_dtype
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import ModuleUsage, probe_module
-from ratel_cli.model.spec import LayerTraits, ModelSpec, check_depth, decays
+from ratel_cli.model.spec import LayerTraits, ModelSpec, check_depth
 from ratel_cli.model.stack import SampleLoss, StackModel
 from ratel_cli.model.trials import carried_bytes
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
@@ -57,7 +56,10 @@ def find_layers(
     """
     layers = find_module_blocks(module, blocks)
     check_depth(len(layers))
-    placed, layers_of = _placed_parameters(module, list(layers.values()))
+    placed, layers_of = list[PlacedParameter](), dict[str, list[int]]()
+    for found, homes in placed_parameters(module, list(layers.values())):
+        placed.append(replace(found, unbound=placeholder(found.unbound)))
+        layers_of[found.name] = sorted(set[int]().union(*homes.values()))
     check_parameters(placed)
     for each in placed:
         each.unbind()
@@ -112,32 +114,6 @@ def find_layers(
         looks_up_rows=False,
     )
     return StackModel(module, runner, spec, [each.parameters for each in cut], example, traits, loss)
-
-
-def _placed_parameters(
-    module: nn.Module, layers: Sequence[nn.Module]
-) -> tuple[list[PlacedParameter], dict[str, list[int]]]:
-    """All parameters, with placeholders, and the layers that each of them is in."""
-    layers_of = defaultdict[int, set[int]](set)
-    for index, layer in enumerate(layers):
-        for each in layer.modules():
-            layers_of[id(each)].add(index)
-    norms = [each for each in module.modules() if isinstance(each, nn.LayerNorm)]
-    in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
-    placed, found = [], dict[str, list[int]]()
-    for parameter, places in parameter_places(module).items():
-        name = places[0][0]
-        placed.append(
-            PlacedParameter(
-                name=name,
-                places=tuple(place for _, place in places),
-                unbound=placeholder(parameter),
-                decay=decays(name, is_in_layer_norm=id(parameter) in in_norms),
-                is_trained=parameter.requires_grad,
-            )
-        )
-        found[name] = sorted(set[int]().union(*(layers_of[id(place.module)] for _, place in places)))
-    return placed, found
 
 
 def _hidden_size(hidden: torch.Tensor) -> int:
