@@ -181,7 +181,9 @@ class Hooked(Closing):
         self._check_open()
         self._settle()
         hooked = self._hooked
-        save_module(hooked.module, hooked.spec, self._context, self._store, Path(directory), overwrite=overwrite)
+        output, context = Path(directory), self._context
+        for text in save_module(hooked.module, hooked.spec, context, self._store, output, overwrite=overwrite):
+            context.log.notice(text)
 
     def verify(self) -> None:
         """Commit the last step, and compare every byte of the training state with its checksum. Raises

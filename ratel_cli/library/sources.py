@@ -26,13 +26,13 @@ from ratel_cli.library.batches import Tensors, example_of, micro_batches, sample
 from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_layout import layout_of_module
-from ratel_cli.model.export_weights import write_weights
+from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.find_layers import find_layers
 from ratel_cli.model.hooked import identity_of
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.module_weights import ModuleWeights
+from ratel_cli.model.sidecars import GivenSidecars
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.model.staging import Staging
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import own_output, reject_overlap
@@ -108,8 +108,7 @@ def module_model(
     resources.callback(model.leave)
 
     def save(context: RunContext, store: Store, output: Path, overwrite: bool) -> list[str]:
-        save_module(module, model.spec, context, store, output, overwrite=overwrite)
-        return []
+        return save_module(module, model.spec, context, store, output, overwrite=overwrite)
 
     return TrainedModel(
         model=model,
@@ -123,18 +122,24 @@ def module_model(
 
 def save_module(
     module: nn.Module, spec: ModelSpec, context: RunContext, store: Store, directory: Path, *, overwrite: bool
-) -> None:
+) -> list[str]:
     """Write a module's weights as safetensors files with its own names, and the config of a model of transformers or
-    diffusers, whose `from_pretrained` then loads it."""
+    diffusers, whose `from_pretrained` then loads it. Returns notices. Raises as `export_model`."""
     is_of_diffusers = hasattr(module, "register_to_config")
-    layout = layout_of_module(module, spec, weights_name=DENOISER_WEIGHTS_NAME if is_of_diffusers else WEIGHTS_NAME)
     described = module if is_of_diffusers else getattr(module, "config", None)
     has_config = is_of_diffusers or isinstance(described, PretrainedConfig)
     texts = {"config.json": described.to_json_string()} if has_config else {}  # type: ignore[union-attr, operator]
-    run = own_output(context.config)
-    with Staging(directory, run=run, overwrite=overwrite, option="directory") as staging:
-        staging.reject_files_of_others([*layout.file_names, *texts])
-        write_weights(staging, layout, spec, store.current(), context.pool, dtype=spec.dtype)
-        for name, text in texts.items():
-            staging.write_text(name, text)
-        staging.publish(step=store.progress.step)
+    weights_name = DENOISER_WEIGHTS_NAME if is_of_diffusers else WEIGHTS_NAME
+    return export_model(
+        spec,
+        store.current(),
+        context.pool,
+        sidecars=GivenSidecars(texts=texts),
+        output_dir=directory,
+        run=own_output(context.config),
+        dtype=spec.dtype,
+        layout=layout_of_module(module, spec, weights_name=weights_name),
+        card=None,
+        overwrite=overwrite,
+        option="directory",
+    )

@@ -7,23 +7,27 @@ store is only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.card import Card, plain_card
+from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text
 from ratel_cli.model.export_contents import ContentReader
 from ratel_cli.model.export_layout import ExportLayout, Shard
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.marker import check_output
 from ratel_cli.model.publishing import renamed_notice
 from ratel_cli.model.shards import ShardWriter
-from ratel_cli.model.sidecars import add_sidecars, sidecar_bytes, sidecar_names
+from ratel_cli.model.sidecars import Sidecars
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging, require_space
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
+from ratel_cli.units import MIB
+
+_WRITTEN_BYTES = 2 * MIB
+"""Space for what is not copied: configuration, card and curves, all below 1 MiB together."""
 
 
 def export_model(
@@ -31,13 +35,12 @@ def export_model(
     generation: Generation,
     pool: BufferPool,
     *,
-    base_dir: Path,
+    sidecars: Sidecars,
     output_dir: Path,
     run: str,
     dtype: DtypeName,
     layout: ExportLayout,
-    card: Card | None = None,
-    replaced_sidecars: Mapping[str, str] | None = None,
+    card: Card | None,
     overwrite: bool = False,
     option: str = "output_dir",
     group_elements: int = WEIGHT_GROUP_ELEMENTS,
@@ -51,65 +54,40 @@ def export_model(
     `run` is the output directory of the run that the weights come from; the marker of `output_dir` names it. A file
     that Ratel did not write is replaced only with `overwrite`. `option` is what named `output_dir`, for messages.
 
-    `layout` is what the files hold, with trained weights in `dtype`. `card` is the content of the model card.
-    `replaced_sidecars`: by name, the text of the base model's small files that the run has changed. `progress` is
-    called before each group.
+    `layout` is what the files of weights hold, with trained weights in `dtype`; `sidecars` are the files beside them.
+    `card` is the content of the model card; None: the export has none. `progress` is called before each group.
 
-    Raises BadInput if the base model's small files cannot be used, or if a file of the user's would be replaced;
-    EnvironmentFailure if the files cannot be written,
-    IntegrityFailure if a record is damaged. After any exception before the last phase, and whatever `progress` raises,
-    `output_dir` is unchanged; see `staging` for the last phase.
+    Raises BadInput if a sidecar cannot be used, or if a file of the user's would be replaced; EnvironmentFailure if the
+    files cannot be written, IntegrityFailure if a record is damaged. After any exception before the last phase, and
+    whatever `progress` raises, `output_dir` is unchanged; see `staging` for the last phase.
     """
     check_output(output_dir, overwrite=overwrite, option=option)
-    require_space(output_dir, export_bytes(layout, base_dir), option=option)
+    require_space(output_dir, export_bytes(layout, sidecars), option=option)
     with Staging(output_dir, run=run, overwrite=overwrite, option=option) as staging:
-        staging.reject_files_of_others(export_names(layout, base_dir))
-        write_weights(
-            staging, layout, spec, generation, pool, dtype=dtype, group_elements=group_elements, progress=progress
-        )
-        add_sidecars(
-            staging,
-            base_dir=base_dir,
-            spec=spec,
-            architecture=layout.architecture,
-            settings=layout.settings,
-            dtype=dtype,
-            card=card or plain_card(spec),
-            num_updates=generation.progress.updates,
-            replaced=replaced_sidecars or {},
-        )
+        staging.reject_files_of_others(export_names(layout, sidecars, has_card=card is not None))
+        with StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress) as weights:
+            for shard in layout.shards:
+                _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
+        if layout.index is not None:
+            staging.write_text(layout.index_name, layout.index)
+        sidecars.add(staging, layout, dtype)
+        if card is not None:
+            text = card_text(card, spec, dtype=dtype, num_updates=generation.progress.updates)
+            staging.write_text(CARD_NAME, text)
+        if card is not None and card.picture is not None:
+            staging.write_bytes(PICTURE_NAME, card.picture)
         renamed = [*staging.renamed, *staging.publish(step=generation.progress.step)]
     return [renamed_notice(path, spare) for path, spare in renamed]
 
 
-def write_weights(
-    staging: Staging,
-    layout: ExportLayout,
-    spec: ModelSpec,
-    generation: Generation,
-    pool: BufferPool,
-    *,
-    dtype: DtypeName,
-    group_elements: int = WEIGHT_GROUP_ELEMENTS,
-    progress: Callable[[], None] = lambda: None,
-) -> None:
-    """Write the files of weights of `layout`, and their index. Others as in `export_model`."""
-    weights = StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
-    with weights:
-        for shard in layout.shards:
-            _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
-    if layout.index is not None:
-        staging.write_text(layout.index_name, layout.index)
-
-
-def export_bytes(layout: ExportLayout, base_dir: Path) -> int:
+def export_bytes(layout: ExportLayout, sidecars: Sidecars) -> int:
     """The space that an export takes. An earlier one stays until all of it is written, so its space does not count."""
-    return layout.num_bytes + sidecar_bytes(base_dir)
+    return layout.num_bytes + sidecars.copied_bytes + _WRITTEN_BYTES
 
 
-def export_names(layout: ExportLayout, base_dir: Path) -> list[str]:
+def export_names(layout: ExportLayout, sidecars: Sidecars, *, has_card: bool = True) -> list[str]:
     """The names of all files that an export may have."""
-    return [*layout.file_names, *sidecar_names(base_dir)]
+    return [*layout.file_names, *sidecars.names, *([CARD_NAME, PICTURE_NAME] if has_card else [])]
 
 
 def _write_shard(staging: Staging, shard: Shard, contents: ContentReader) -> None:

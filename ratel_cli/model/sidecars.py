@@ -1,6 +1,6 @@
-"""Sidecars: the files next to the weights, that is configuration, tokenizer, chat template, generation defaults, card.
+"""Sidecars: the files next to the weights, that is configuration, tokenizer, chat template, generation defaults.
 
-An export copies them from the base model, so that nothing that its author wrote is lost. Only the configuration
+An export copies them from its base model, so that nothing that its author wrote is lost. Only the configuration
 changes, where it would be wrong for the new weights. Invariant: sidecars are never code and never weights.
 """
 
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
 from ratel_cli.errors import BadInput, excerpt
-from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text
 from ratel_cli.model.directory import trusted_file
+from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.skeleton import read_any_config
-from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
 from ratel_cli.sizes import DtypeName
-from ratel_cli.units import MIB
 
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -31,19 +31,92 @@ _COPIED = (
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 _GENERATION_NAME = "generation_config.json"
-_WRITTEN_BYTES = 2 * MIB
-"""Space for the sidecars that are not copied: configuration, card and curves, all below 1 MiB together."""
 
 
-def sidecar_names(base_dir: Path) -> list[str]:
-    """The names of all sidecars that `add_sidecars` may write."""
-    return ["config.json", CARD_NAME, PICTURE_NAME, _GENERATION_NAME, *_copied_names(base_dir)]
+class Sidecars(ABC):
+    """The files of an export next to its weights, but for the card."""
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of all that an export may have."""
+
+    @property
+    @abstractmethod
+    def copied_bytes(self) -> int:
+        """The space that copies take. What is written is small."""
+
+    @abstractmethod
+    def add(self, staging: Staging, layout: ExportLayout, dtype: DtypeName) -> None:
+        """Put all of them into `staging`, beside weights of this layout, trained ones in `dtype`.
+
+        Raises BadInput if a file cannot be used, EnvironmentFailure if one cannot be written.
+        """
 
 
-def sidecar_bytes(base_dir: Path) -> int:
-    """The space that all sidecars take."""
-    paths = [base_dir / name for name in _copied_names(base_dir)]
-    return sum(path.stat().st_size for path in paths if path.is_file()) + _WRITTEN_BYTES
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSidecars(Sidecars):
+    """Texts and copies that are known before the weights are."""
+
+    texts: Mapping[str, str]
+    """By name."""
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    """By name: what is copied."""
+    reserved: tuple[str, ...] = ()
+    """Other names that a loader would read."""
+
+    @property
+    def names(self) -> list[str]:
+        """See Sidecars."""
+        return [*self.texts, *self.copies, *self.reserved]
+
+    @property
+    def copied_bytes(self) -> int:
+        """See Sidecars."""
+        return sum(path.stat().st_size for path in self.copies.values())
+
+    def add(self, staging: Staging, layout: ExportLayout, dtype: DtypeName) -> None:  # noqa: ARG002
+        """See Sidecars."""
+        for name, text in self.texts.items():
+            staging.write_text(name, text)
+        for name, path in self.copies.items():
+            staging.copy(path, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseSidecars(Sidecars):
+    """Those of a base model of transformers."""
+
+    base_dir: Path
+    replaced: Callable[[], Mapping[str, str]] = dict
+    """By name: the text of files that the run has changed."""
+
+    @property
+    def names(self) -> list[str]:
+        """See Sidecars."""
+        return ["config.json", _GENERATION_NAME, *_copied_names(self.base_dir)]
+
+    @property
+    def copied_bytes(self) -> int:
+        """See Sidecars."""
+        paths = [self.base_dir / name for name in _copied_names(self.base_dir)]
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
+    def add(self, staging: Staging, layout: ExportLayout, dtype: DtypeName) -> None:
+        """See Sidecars."""
+        changes = {**layout.settings, "architectures": [layout.architecture], "dtype": dtype}
+        staging.write_text("config.json", _config(self.base_dir, changes))
+        replaced = self.replaced()
+        for name in _copied_names(self.base_dir):
+            if name not in replaced:
+                staging.copy(trusted_file(self.base_dir, name), name)
+        for name, text in replaced.items():
+            staging.write_text(name, text)
+        defaults = _generation_defaults(self.base_dir)
+        if isinstance(defaults, Path):
+            staging.copy(defaults, _GENERATION_NAME)
+        elif _generates(layout.architecture):
+            staging.write_text(_GENERATION_NAME, defaults)
 
 
 def check_sidecars(base_dir: Path) -> None:
@@ -52,41 +125,6 @@ def check_sidecars(base_dir: Path) -> None:
     for name in _copied_names(base_dir):
         if not os.access(trusted_file(base_dir, name), os.R_OK):
             raise BadInput(f"{base_dir}: file {excerpt(name)} cannot be read", "give yourself the right to read it")
-
-
-def add_sidecars(
-    staging: Staging,
-    *,
-    base_dir: Path,
-    spec: ModelSpec,
-    architecture: str,
-    settings: Mapping[str, object],
-    dtype: DtypeName,
-    card: Card,
-    num_updates: int,
-    replaced: Mapping[str, str],
-) -> None:
-    """Put all sidecars into `staging`.
-
-    `architecture`: the class that loads the weights. `settings`: what config.json says besides.
-    `replaced`: by name, the text of files that the run has changed.
-
-    Raises BadInput if a file of the base model cannot be used, EnvironmentFailure if one cannot be written.
-    """
-    staging.write_text("config.json", _config(base_dir, {**settings, "architectures": [architecture], "dtype": dtype}))
-    staging.write_text(CARD_NAME, card_text(card, spec, dtype=dtype, num_updates=num_updates))
-    if card.picture is not None:
-        staging.write_bytes(PICTURE_NAME, card.picture)
-    for name in _copied_names(base_dir):
-        if name not in replaced:
-            staging.copy(trusted_file(base_dir, name), name)
-    for name, text in replaced.items():
-        staging.write_text(name, text)
-    defaults = _generation_defaults(base_dir)
-    if isinstance(defaults, Path):
-        staging.copy(defaults, _GENERATION_NAME)
-    elif _generates(architecture):
-        staging.write_text(_GENERATION_NAME, defaults)
 
 
 def _generates(architecture: str) -> bool:

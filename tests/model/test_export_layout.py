@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ratel_cli.model.card import plain_card
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.export_contents import ContentReader
 from ratel_cli.model.export_layout import (
@@ -19,6 +20,7 @@ from ratel_cli.model.export_layout import (
     layout_of_model,
 )
 from ratel_cli.model.export_weights import export_model
+from ratel_cli.model.sidecars import BaseSidecars
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import StoredWeights
@@ -118,10 +120,11 @@ def write(
             spec,
             store.current(),
             pool,
-            base_dir=base,
+            sidecars=BaseSidecars(base_dir=base),
             output_dir=directory / "out",
             run="/runs/a",
             dtype=dtype,
+            card=plain_card(spec),
             layout=layout,
             group_elements=4096,
         )

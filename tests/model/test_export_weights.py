@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.card import plain_card
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_layout import (
@@ -38,6 +39,7 @@ from ratel_cli.model.marker import (
     written_file,
 )
 from ratel_cli.model.shards import ShardReader, file_bytes
+from ratel_cli.model.sidecars import BaseSidecars
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
@@ -82,11 +84,12 @@ class Exported:
             self.spec,
             self.store.current(),
             self.pool,
-            base_dir=self.base,
+            sidecars=BaseSidecars(base_dir=self.base),
             output_dir=output,
             run="/runs/a",
             overwrite=overwrite,
             dtype=dtype,
+            card=plain_card(self.spec),
             layout=layout or self.layout(dtype, max_shard_bytes),
             group_elements=4096,
         )
@@ -260,7 +263,7 @@ def test_the_space_of_an_export_is_known_before(tmp_path: Path, max_shard_bytes:
         (exported.base / "tokenizer.json").write_text(" " * 5_000_000)
         layout = exported.layout("bfloat16", max_shard_bytes)
         exported.export(output, dtype="bfloat16", max_shard_bytes=max_shard_bytes)
-        needed = export_bytes(layout, exported.base)
+        needed = export_bytes(layout, BaseSidecars(base_dir=exported.base))
     sizes = {path.name: path.stat().st_size for path in output.iterdir()}
     assert layout.num_bytes == sum(sizes[name] for name in layout.file_names)
     assert sum(sizes.values()) <= needed <= sum(sizes.values()) + 2 * MIB

@@ -140,7 +140,7 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
             return
         base, (skeleton, spec) = model.base, (model.base.model.skeleton, model.base.model.spec)
         layout = layout_of_model(skeleton, spec, config.dtype) if model.weights is None else model.weights[1]
-        size = export_bytes(layout, base.directory)
+        size = export_bytes(layout, base.sidecars(config))
         check = partial(
             check_machine, config, base.model, model.device, errors, export_bytes=size, with_memory=not does_not_fit
         )

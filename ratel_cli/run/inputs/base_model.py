@@ -5,9 +5,9 @@ Invariant: a store that passes `check_model` has this model's parameters, in thi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,17 +20,15 @@ from ratel_cli.console import RunLog
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import return_large_buffers
-from ratel_cli.io.buffers import BufferPool
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.card import Card
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.classes import classes_of, name_classes
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
-from ratel_cli.model.export_weights import export_bytes, export_model, export_names
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.sidecars import BaseSidecars
 from ratel_cli.model.skeleton import (
     build_skeleton,
     read_model_config,
@@ -38,12 +36,10 @@ from ratel_cli.model.skeleton import (
     why_unsupported,
 )
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.run.files.output import own_output
 from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.run.inputs.model_base import ModelBase, Weights
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.sizes import Task
-from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 
 _NUM_TOKENS = 16
@@ -70,43 +66,9 @@ class Base(ModelBase):
         """See ModelBase. The skeleton gets the buffers."""
         return open_weights(config, self, resources)
 
-    def export(
-        self,
-        config: RunConfig,
-        generation: Generation,
-        pool: BufferPool,
-        output_dir: Path,
-        *,
-        layout: ExportLayout,
-        card: Card | None = None,
-        overwrite: bool,
-        option: str,
-        progress: Callable[[], None] = lambda: None,
-    ) -> list[str]:
+    def sidecars(self, config: RunConfig) -> BaseSidecars:
         """See ModelBase."""
-        return export_model(
-            self.model.spec,
-            generation,
-            pool,
-            base_dir=self.directory,
-            output_dir=output_dir,
-            run=own_output(config),
-            overwrite=overwrite,
-            option=option,
-            dtype=config.dtype,
-            layout=layout,
-            card=card,
-            replaced_sidecars=tokenizer_files(config, self.directory),
-            progress=progress,
-        )
-
-    def export_names(self, layout: ExportLayout) -> list[str]:
-        """See ModelBase."""
-        return export_names(layout, self.directory)
-
-    def export_bytes(self, layout: ExportLayout) -> int:
-        """See ModelBase."""
-        return export_bytes(layout, self.directory)
+        return BaseSidecars(base_dir=self.directory, replaced=partial(tokenizer_files, config, self.directory))
 
     def open_export(self, directory: Path, resources: ExitStack) -> CheckpointSource:
         """See ModelBase."""

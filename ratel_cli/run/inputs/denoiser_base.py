@@ -6,7 +6,7 @@ Invariant: an export has what diffusers' `save_pretrained` writes, and the base 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,29 +27,17 @@ from ratel_cli.data.latents import (
     scheduler_of,
 )
 from ratel_cli.data.sample_batch import SampleBatch
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text, plain_card
 from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.denoiser import DenoiserWeights, denoiser_model
 from ratel_cli.model.denoiser_config import DenoiserConfig, read_denoiser_config
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, resolve_base_model
-from ratel_cli.model.export_layout import ExportLayout, layout_of_module
-from ratel_cli.model.export_weights import write_weights
+from ratel_cli.model.export_layout import layout_of_module
 from ratel_cli.model.initialise import SelfDrawn
-from ratel_cli.model.marker import check_output
-from ratel_cli.model.publishing import renamed_notice
+from ratel_cli.model.sidecars import GivenSidecars
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stack import StackModel
-from ratel_cli.model.staging import Staging, require_space
-from ratel_cli.run.files.output import own_output
 from ratel_cli.run.inputs.base_model import build_base, read_base
 from ratel_cli.run.inputs.model_base import ModelBase, Weights
-from ratel_cli.store.generation import Generation
-from ratel_cli.units import MIB
-
-_CONFIG_NAME = "config.json"
-_WRITTEN_BYTES = 2 * MIB
-"""Space for configuration, scheduler, card and curves together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,45 +60,14 @@ class DenoiserBase(ModelBase):
         source = resources.enter_context(DenoiserWeights(self.directory, self.model.spec))
         return source, source.layout(config.dtype)
 
-    def export(
-        self,
-        config: RunConfig,
-        generation: Generation,
-        pool: BufferPool,
-        output_dir: Path,
-        *,
-        layout: ExportLayout,
-        card: Card | None = None,
-        overwrite: bool,
-        option: str,
-        progress: Callable[[], None] = lambda: None,
-    ) -> list[str]:
+    def sidecars(self, config: RunConfig) -> GivenSidecars:  # noqa: ARG002
         """See ModelBase."""
-        spec, scheduler = self.model.spec, scheduler_file(self.directory)
-        card = card or plain_card(spec)
-        check_output(output_dir, overwrite=overwrite, option=option)
-        require_space(output_dir, self.export_bytes(layout), option=option)
-        with Staging(output_dir, run=own_output(config), overwrite=overwrite, option=option) as staging:
-            staging.reject_files_of_others(self.export_names(layout))
-            write_weights(staging, layout, spec, generation, pool, dtype=config.dtype, progress=progress)
-            staging.write_text(_CONFIG_NAME, json.dumps(dict(self.config.values), indent=2, sort_keys=True) + "\n")
-            staging.write_text(
-                CARD_NAME, card_text(card, spec, dtype=config.dtype, num_updates=generation.progress.updates)
-            )
-            if card.picture is not None:
-                staging.write_bytes(PICTURE_NAME, card.picture)
-            if scheduler is not None:
-                staging.copy(scheduler, SCHEDULER_NAME)
-            renamed = [*staging.renamed, *staging.publish(step=generation.progress.step)]
-        return [renamed_notice(path, spare) for path, spare in renamed]
-
-    def export_names(self, layout: ExportLayout) -> list[str]:
-        """See ModelBase."""
-        return [*layout.file_names, _CONFIG_NAME, CARD_NAME, PICTURE_NAME, SCHEDULER_NAME]
-
-    def export_bytes(self, layout: ExportLayout) -> int:
-        """See ModelBase."""
-        return layout.num_bytes + _WRITTEN_BYTES
+        scheduler = scheduler_file(self.directory)
+        return GivenSidecars(
+            texts={"config.json": json.dumps(dict(self.config.values), indent=2, sort_keys=True) + "\n"},
+            copies={} if scheduler is None else {SCHEDULER_NAME: scheduler},
+            reserved=(SCHEDULER_NAME,),
+        )
 
     def open_export(self, directory: Path, resources: ExitStack) -> DenoiserWeights:
         """See ModelBase."""

@@ -154,7 +154,7 @@ def read_model(
     for text in [] if weights is None else unused_parts(base.directory, weights[0]):
         log.notice(text)
     if weights is not None:
-        names = export_names(weights[1], base.directory)
+        names = export_names(weights[1], base.sidecars(config))
         errors.attempt(("output_dir",), lambda: _check_names(config, names, overwrite=overwrite))
     errors.attempt(("base_model",), lambda: check_sidecars(base.directory))
     tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
@@ -175,7 +175,7 @@ def _read_latents(config: RunConfig, resources: ExitStack, log: RunLog, *, overw
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: base.open_weights(config, resources))
     if weights is not None:
-        names = base.export_names(weights[1])
+        names = export_names(weights[1], base.sidecars(config))
         errors.attempt(("output_dir",), lambda: _check_names(config, names, overwrite=overwrite))
     data = errors.attempt(("datasets",), lambda: load_latents(config, base, log))
     errors.raise_all()

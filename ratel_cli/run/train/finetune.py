@@ -26,6 +26,7 @@ from ratel_cli.errors import EnvironmentFailure, ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.plan import split_words
@@ -276,7 +277,7 @@ def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
         run.context.config,
         run.inputs.model.spec,
         nvme_bytes=plan.nvme_bytes,
-        export_bytes=run.inputs.base.export_bytes(run.inputs.layout),
+        export_bytes=export_bytes(run.inputs.layout, run.inputs.base.sidecars(run.context.config)),
         weights=run.hardware.nvme.weights,
     )
 
