@@ -143,8 +143,10 @@ def _eval(draw: _Draw) -> list[str]:
 
 def _generate(draw: _Draw) -> list[str]:
     prompts = draw.one_of(["What?"], ["What?", "And?"], ["--prompts", draw.tree.mine / "prompts.txt"])
-    how = [*draw.maybe("--temperature", 1), *draw.one_of(["--raw"], ["--raw"], []), "--max-new-tokens", "2"]
-    return [str(draw.model), *prompts, *draw.one_of([], draw.changes()), *how, *draw.step, *draw.json]
+    texts = [*prompts, *draw.maybe("--temperature", 1), *draw.one_of(["--raw"], ["--raw"], []), *draw.json]
+    images = [*draw.maybe("--guidance", 2), "--denoising-steps", "1", "--class", "1", "-o", str(draw.place)]
+    what = draw.one_of([*texts, "--max-new-tokens", "2"], [*texts, "--max-new-tokens", "2"], images)
+    return [str(draw.model), *draw.one_of([], draw.changes()), *what, *draw.step]
 
 
 def _restore(draw: _Draw) -> list[str]:
