@@ -18,6 +18,7 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
     config = find_run(path, log)
     check_export_output(config, output, step=step, overwrite=overwrite)
     finish_export(output, log, option="-o")
+    from ratel_cli.model.card import library_of
     from ratel_cli.run.context import open_context
     from ratel_cli.run.train.open import open_run, write_export
 
@@ -25,4 +26,4 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
         context.listen()
         opened = open_run(context)
         exported = write_export(opened, opened.generation(step), output, overwrite=overwrite)
-    log.say(f"exported step {exported} to {output}; load it with {opened.base.loader}' from_pretrained")
+    log.say(f"exported step {exported} to {output}; load it with {library_of(config.task)}' from_pretrained")

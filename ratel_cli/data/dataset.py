@@ -158,6 +158,14 @@ class TrainingData:
         return int((chunks * self._row_multiple * sizes).sum())
 
     @property
+    def computed_tokens_per_step(self) -> int | None:
+        """Tokens that a step of the first epoch computes on average, padding included. None: rows have no padding of
+        their own, or two texts are padded apart."""
+        if self.is_packed or self._settings.task == "seq2seq":
+            return None
+        return round(self.num_computed_tokens / self.steps_per_epoch)
+
+    @property
     def is_packed(self) -> bool:
         """Whether samples may share a sequence."""
         return self._settings.packing

@@ -94,6 +94,8 @@ class NoisyLatents:
     is_packed = False
     loss_share = None
     """Every sample has loss."""
+    computed_tokens_per_step = None
+    """There is no padding."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class NoisyLatents:
         self.num_samples = len(train_ids)
         """Samples of one epoch."""
         self.num_eval_samples = len(self._eval_ids)
-        self.num_tokens = self.num_computed_tokens = len(train_ids) * settings.sample_tokens
+        self.num_tokens = len(train_ids) * settings.sample_tokens
         """Of one epoch."""
         self._samples_per_step = settings.micro_batch_size * settings.gradient_accumulation_steps
         self.steps_per_epoch = -(-len(train_ids) // self._samples_per_step)

@@ -39,8 +39,8 @@ from ratel_cli.library.initialising import INIT, storage_of
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.optimizer import HOOKED, AdamW
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
-from ratel_cli.library.sources import save_module
 from ratel_cli.library.states import new_state, opened_state
+from ratel_cli.library.trained_model import save_module
 from ratel_cli.model.away import AwayGradient, AwayParameter
 from ratel_cli.model.hooked import HookedModule, find_module_blocks, identity_of
 from ratel_cli.model.module_weights import ModuleWeights

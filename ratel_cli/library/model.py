@@ -28,7 +28,7 @@ from ratel_cli.errors import BadInput, Diverged, DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.library.batches import Tensors
 from ratel_cli.library.plans import is_within, measured_plan, workload_of
-from ratel_cli.library.sources import TrainedModel
+from ratel_cli.library.trained_model import TrainedModel
 from ratel_cli.model.marker import read_marker
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext

@@ -29,8 +29,8 @@ from ratel_cli.library.limits import Limits
 from ratel_cli.library.model import Model
 from ratel_cli.library.plans import least_of, planner_for
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
-from ratel_cli.library.sources import TrainedModel, language_model, module_model
 from ratel_cli.library.states import new_state, opened_state
+from ratel_cli.library.trained_model import TrainedModel, language_model, module_model
 from ratel_cli.model.hooked import own_dtype
 from ratel_cli.model.module_weights import as_it_was_on_failure
 from ratel_cli.run.context import open_context

@@ -15,6 +15,7 @@ from typing import Final
 import yaml
 
 from ratel_cli.errors import printable
+from ratel_cli.model.denoiser_config import CLASS_NAME
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName, Task
 from ratel_cli.units import counted, format_count
@@ -78,9 +79,14 @@ _LOADED_BY: Mapping[Task, tuple[str, str | None, str]] = {
     "masked_lm": ("transformers", "fill-mask", "AutoModelForMaskedLM"),
     "classification": ("transformers", "text-classification", "AutoModelForSequenceClassification"),
     "seq2seq": ("transformers", "text2text-generation", "AutoModelForSeq2SeqLM"),
-    "denoising": ("diffusers", None, "DiTTransformer2DModel"),
+    "denoising": ("diffusers", None, CLASS_NAME),
 }
 """The library that loads a model of a task, what the hub calls the task, and the class."""
+
+
+def library_of(task: Task) -> str:
+    """The library whose `from_pretrained` loads a model of this task."""
+    return _LOADED_BY[task][0]
 
 
 def card_text(card: Card, spec: ModelSpec, *, dtype: DtypeName, num_updates: int) -> str:

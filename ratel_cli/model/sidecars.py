@@ -31,6 +31,8 @@ _COPIED = (
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 _GENERATION_NAME = "generation_config.json"
+TEMPLATE_NAME = "chat_template.jinja"
+"""Of a chat template, which a loader takes wherever it finds it."""
 
 
 class Sidecars(ABC):
@@ -94,7 +96,8 @@ class BaseSidecars(Sidecars):
     @property
     def names(self) -> list[str]:
         """See Sidecars."""
-        return ["config.json", _GENERATION_NAME, *_copied_names(self.base_dir)]
+        names = dict.fromkeys(["config.json", _GENERATION_NAME, TEMPLATE_NAME, *_copied_names(self.base_dir)])
+        return list(names)
 
     @property
     def copied_bytes(self) -> int:

@@ -109,6 +109,21 @@ def test_a_file_that_was_changed_since_is_the_users(make_config: MakeConfig) -> 
     assert "my own card" not in (output_of(config) / README).read_text()
 
 
+def test_a_template_that_the_run_adds_replaces_none_of_the_users(
+    make_config: MakeConfig, base: Path, tmp_path: Path
+) -> None:
+    """That is found before training, although the base model has no such file."""
+    shutil.copytree(base, plain := tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template.jinja"))
+    config = make_config(base=plain, max_steps=1, chat_template="chatml", save_steps=1)
+    succeed(config)
+    template = output_of(config) / "chat_template.jinja"
+    template.write_text("mine")
+    before = tree(output_of(config))
+    for options in (["--dry-run"], []):
+        assert_rejected(ratel("finetune", config, "max_steps=2", *options), 2, template.name, "would be replaced")
+        assert tree(output_of(config)) == before
+
+
 def test_an_export_replaces_only_itself(saved: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     out = tmp_path / "export"
     assert ratel("export", saved, "--step", 1, "-o", out).code == 0

@@ -10,7 +10,7 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from ratel_cli.model import skeleton
 from ratel_cli.model.skeleton import supported_attention, why_unsupported
-from ratel_cli.run.inputs.inputs import why_not_packed
+from ratel_cli.run.inputs.text_data import why_not_packed
 from tests.engine.architectures import tiny_config
 
 FLASH = {

@@ -16,7 +16,7 @@ from ratel_cli.model.carried import LayerCall, LayerOutput
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
-from ratel_cli.run.inputs.inputs import num_positions, position_table
+from ratel_cli.run.inputs.text_data import num_positions, position_table
 from scripts import family_configs
 from tests.engine.architectures import tiny_config
 from tests.tiers import sample

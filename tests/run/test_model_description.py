@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-import ratel_cli.run.inputs.denoiser_base
+import ratel_cli.run.inputs.base_kinds
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files import user_cache
-from ratel_cli.run.inputs.base_model import Base, build_base, read_base
+from ratel_cli.run.inputs.language_base import LanguageBase, build_language_base, read_language_base
 from ratel_cli.run.inputs.model_description import ModelDescription, describe_model, description_file
 from ratel_cli.sizes import Task
 from tests.engine.architectures import ARCHITECTURES, tiny_config
@@ -98,11 +98,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configs whose skeletons were built."""
     found: list[RunConfig] = []
 
-    def counting(config: RunConfig, task: Task | None = None) -> Base:
+    def counting(config: RunConfig, task: Task | None = None) -> LanguageBase:
         found.append(config)
-        return build_base(config, task)
+        return build_language_base(config, task)
 
-    monkeypatch.setattr(ratel_cli.run.inputs.denoiser_base, "build_base", counting)
+    monkeypatch.setattr(ratel_cli.run.inputs.base_kinds, "build_language_base", counting)
     return found
 
 
@@ -111,7 +111,7 @@ def test_the_first_and_the_cached_description_are_the_skeletons(architecture: st
     config = config_of(tiny_config(architecture).to_dict())
     first, cached = described(config), described(config)
     assert len(built) == 1
-    model = read_base(config, RunLog()).model
+    model = read_language_base(config, RunLog()).model
     assert first == cached == ModelDescription(spec=model.spec, traits=measured_traits(model))
     assert first.spec.name == "base"
 
@@ -119,7 +119,7 @@ def test_the_first_and_the_cached_description_are_the_skeletons(architecture: st
 @pytest.mark.parametrize("values", [GLM, {**GLM, "model_type": "helium"}], ids=["glm", "helium"])
 def test_families_that_no_list_names_are_exact(values: dict[str, object]) -> None:
     config = config_of(values)
-    model = read_base(config, RunLog()).model
+    model = read_language_base(config, RunLog()).model
     assert described(config) == ModelDescription(spec=model.spec, traits=measured_traits(model))
     assert model.spec.architecture.lower().startswith(str(values["model_type"]))
 

@@ -104,12 +104,13 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
     if reading.left_out >= {"base_model", "datasets"} and not config.test_datasets:
         errors.raise_all()
         return
-    from ratel_cli.run.inputs.base_model import prepare_process
-    from ratel_cli.run.inputs.inputs import find_data, read_inputs, read_model
+    from ratel_cli.run.inputs.base_kinds import find_data
+    from ratel_cli.run.inputs.inputs import read_inputs, read_model
+    from ratel_cli.run.inputs.process import prepare_process
 
     prepare_process()
     with ExitStack() as resources:
-        if reading.doubtful & _DECIDES_ABOUT_ROWS and config.task != "denoising":
+        if reading.doubtful & _DECIDES_ABOUT_ROWS:
             read_model(config, resources, log, errors)
             knows_types = not reading.doubtful & _DECIDES_ABOUT_TYPES
             find_data(config, errors, log, reads_rows=True, knows_types=knows_types)
@@ -128,7 +129,6 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         return  # it came to all of it
     if config.base_model is None:
         return
-    from ratel_cli.model.export_layout import layout_of_model
     from ratel_cli.model.export_weights import export_bytes
     from ratel_cli.run.ask.machine_check import check_machine
     from ratel_cli.run.inputs.inputs import read_model
@@ -138,8 +138,8 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         model = read_model(config, resources, RunLog(StringIO()), ErrorList())
         if model.base is None or model.device is None:
             return
-        base, (skeleton, spec) = model.base, (model.base.model.skeleton, model.base.model.spec)
-        layout = layout_of_model(skeleton, spec, config.dtype) if model.weights is None else model.weights[1]
+        base = model.base
+        layout = base.layout(config) if model.weights is None else model.weights[1]
         size = export_bytes(layout, base.sidecars(config))
         check = partial(
             check_machine, config, base.model, model.device, errors, export_bytes=size, with_memory=not does_not_fit

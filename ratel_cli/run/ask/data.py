@@ -26,8 +26,10 @@ from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files.run_directory import TOKENS_NAME
-from ratel_cli.run.inputs.base_model import prepare_process, read_base
-from ratel_cli.run.inputs.inputs import SHOWS_REJECTS, load_data, shared_tokens, temporary_records
+from ratel_cli.run.inputs.language_base import read_language_base
+from ratel_cli.run.inputs.process import prepare_process
+from ratel_cli.run.inputs.records import temporary_records
+from ratel_cli.run.inputs.text_data import SHOWS_REJECTS, load_data, shared_tokens
 from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.sizes import IGNORED_TARGET, Task
 
@@ -43,7 +45,7 @@ class RowsRejected(BadInput):
 def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_rejects: int) -> DataReport:
     """Read, tokenise and pack the config's data. Raises BadInput, EnvironmentFailure; RowsRejected with the rows."""
     prepare_process()
-    base = read_base(config, log)
+    base = read_language_base(config, log)
     tokenizer = read_tokenizer(
         config, base.directory, base.config, num_embeddings=base.model.spec.vocab_size, notice=log.notice
     )

@@ -37,9 +37,9 @@ from ratel_cli.run.ask.streamed import (
     open_streamed,
 )
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.inputs.base_model import prepare_process
-from ratel_cli.run.inputs.inputs import check_positions, load_data, read_fitting_tokenizer, shared_tokens
 from ratel_cli.run.inputs.named_model import NamedModel, overrides_for_data, with_data
+from ratel_cli.run.inputs.process import prepare_process
+from ratel_cli.run.inputs.text_data import check_positions, load_data, read_fitting_tokenizer, shared_tokens
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
 
 

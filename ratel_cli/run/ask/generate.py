@@ -38,9 +38,10 @@ from ratel_cli.run.ask.streamed import (
 )
 from ratel_cli.run.ask.whole_model import computing_whole
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.inputs.base_model import Base, prepare_process
-from ratel_cli.run.inputs.inputs import num_positions, position_table, read_fitting_tokenizer
+from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.named_model import NamedModel
+from ratel_cli.run.inputs.process import prepare_process
+from ratel_cli.run.inputs.text_data import num_positions, position_table, read_fitting_tokenizer
 from ratel_cli.units import counted
 
 _SETTINGS_FILE = "generation_config.json"
@@ -144,7 +145,7 @@ def _generate(
     )
 
 
-def _check_lengths(ids: Sequence[list[int]], request: GenerationRequest, base: Base, log: RunLog) -> None:
+def _check_lengths(ids: Sequence[list[int]], request: GenerationRequest, base: LanguageBase, log: RunLog) -> None:
     """Raise BadInput if a text gets longer than the model's table of positions; without a table there is a notice."""
     table, trained = position_table(base.model, base.config), num_positions(base.config)
     longest = max(range(len(ids)), key=lambda number: len(ids[number]))
@@ -160,7 +161,7 @@ def _check_lengths(ids: Sequence[list[int]], request: GenerationRequest, base: B
         log.notice(f"{what}; the model was trained with up to {trained} tokens")
 
 
-def _settings(base: Base, tokenizer: Tokenizer, request: GenerationRequest) -> GenerationConfig:
+def _settings(base: LanguageBase, tokenizer: Tokenizer, request: GenerationRequest) -> GenerationConfig:
     """How transformers generates: by the model's own settings, but greedily unless a temperature is asked for."""
     if (base.directory / _SETTINGS_FILE).is_file():
         try:

@@ -36,8 +36,8 @@ from ratel_cli.run.files.output import check_run_output, claim_output
 from ratel_cli.run.files.profile_cache import REFRESHES
 from ratel_cli.run.files.run_directory import MODEL_NAME, CachedProfile
 from ratel_cli.run.files.run_files import list_run_files, write_run_file
-from ratel_cli.run.inputs.base_model import prepare_process
-from ratel_cli.run.inputs.denoiser_base import build_model
+from ratel_cli.run.inputs.base_kinds import build_model
+from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
 from ratel_cli.run.train.profile_machine import report_other_load
 from ratel_cli.run.train.trial import adamw_beside, block_profiler

@@ -23,9 +23,9 @@ from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.inputs.base_model import Base, open_weights, read_base
-from ratel_cli.run.inputs.inputs import num_positions
+from ratel_cli.run.inputs.language_base import LanguageBase, read_language_base
 from ratel_cli.run.inputs.named_model import NamedModel
+from ratel_cli.run.inputs.text_data import num_positions
 from ratel_cli.run.train.open import open_run
 from ratel_cli.sizes import TASKS
 from ratel_cli.units import format_bytes
@@ -35,7 +35,7 @@ from ratel_cli.units import format_bytes
 class StreamedModel:
     """A skeleton, and where the weights of its blocks come from."""
 
-    base: Base
+    base: LanguageBase
     blocks: BlockSource
     name: str
     """What the weights are, for a person."""
@@ -91,14 +91,14 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
         run = open_run(context)
         base = run.language
         if persistent_buffers(base.model.skeleton):
-            open_weights(context.config, base, context.resources)
+            base.open_weights(context.config, context.resources)
         generation = run.generation(step)
         name = f"{context.config.output_dir}, step {generation.progress.step}"
         return StreamedModel(base=base, blocks=GenerationBlocks(generation), name=name, conversion_bytes=0)
     if step is not None:
         raise BadInput(f"--step {step}: {named.directory} has no saved steps; only the store of a run has them")
-    base = read_base(context.config, context.log)
-    source, _ = open_weights(context.config, base, context.resources)
+    base = read_language_base(context.config, context.log)
+    source, _ = base.open_weights(context.config, context.resources)
     assert isinstance(source, CheckpointSource)
     blocks, name = FileBlocks(source), f"{named.directory}, {context.config.dtype}"
     return StreamedModel(base=base, blocks=blocks, name=name, conversion_bytes=source.conversion_bytes)

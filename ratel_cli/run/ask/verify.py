@@ -39,7 +39,9 @@ from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
-from ratel_cli.run.inputs.base_model import Base, check_model, prepare_process
+from ratel_cli.run.inputs.base import check_model
+from ratel_cli.run.inputs.language_base import LanguageBase
+from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.train.open import OpenedRun, open_run
 from ratel_cli.sizes import Task
 from ratel_cli.store.generation import Generation
@@ -64,7 +66,7 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
             return checks
         checks += _check_files(config.output_dir, context.stop, log)
-        attention = run.base.attention if isinstance(run.base, Base) else None
+        attention = run.base.attention if isinstance(run.base, LanguageBase) else None
         model, loading = _load(config.output_dir, task=config.task, dtype=DTYPES[config.dtype], attention=attention)
         return [*checks, loading, *_compare(run, whole, model)]
 

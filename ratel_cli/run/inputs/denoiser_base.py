@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,41 +28,42 @@ from ratel_cli.data.latents import (
     scheduler_of,
 )
 from ratel_cli.data.sample_batch import SampleBatch
-from ratel_cli.model.cut_model import AnyModel
+from ratel_cli.errors import ErrorList
 from ratel_cli.model.denoiser import DenoiserWeights, denoiser_model
 from ratel_cli.model.denoiser_config import DenoiserConfig, read_denoiser_config
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, resolve_base_model
-from ratel_cli.model.export_layout import layout_of_module
+from ratel_cli.model.export_layout import ExportLayout, layout_of_module
 from ratel_cli.model.initialise import SelfDrawn
 from ratel_cli.model.sidecars import GivenSidecars
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stack import StackModel
-from ratel_cli.run.inputs.base_model import build_base, read_base
-from ratel_cli.run.inputs.model_base import ModelBase, Weights
+from ratel_cli.run.inputs.base import Base, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenoiserBase(ModelBase):
+class DenoiserBase(Base):
     """A diffusion transformer without its weights."""
 
-    loader = "diffusers"
     outputs = "predictions"
     directory: Path
     config: DenoiserConfig
     model: StackModel
 
     def open_weights(self, config: RunConfig, resources: ExitStack) -> Weights:
-        """See ModelBase."""
+        """See Base."""
         if config.random_init:
-            layout = layout_of_module(
-                self.model.root, self.model.spec, dtype=config.dtype, weights_name=DENOISER_WEIGHTS_NAME
-            )
-            return SelfDrawn(self.model.root, config.seed), layout
+            return SelfDrawn(self.model.root, config.seed), self.layout(config)
         source = resources.enter_context(DenoiserWeights(self.directory, self.model.spec))
         return source, source.layout(config.dtype)
 
+    def layout(self, config: RunConfig) -> ExportLayout:
+        """See Base."""
+        return layout_of_module(
+            self.model.root, self.model.spec, dtype=config.dtype, weights_name=DENOISER_WEIGHTS_NAME
+        )
+
     def sidecars(self, config: RunConfig) -> GivenSidecars:  # noqa: ARG002
-        """See ModelBase."""
+        """See Base."""
         scheduler = scheduler_file(self.directory)
         return GivenSidecars(
             texts={"config.json": json.dumps(dict(self.config.values), indent=2, sort_keys=True) + "\n"},
@@ -70,11 +72,11 @@ class DenoiserBase(ModelBase):
         )
 
     def open_export(self, directory: Path, resources: ExitStack) -> DenoiserWeights:
-        """See ModelBase."""
+        """See Base."""
         return resources.enter_context(DenoiserWeights(directory, self.model.spec))
 
     def tried(self, loaded: nn.Module) -> tuple[SampleBatch, torch.Tensor]:
-        """See ModelBase."""
+        """See Base."""
         batch = self.model.sample(2)
         drawn = torch.randn(batch.inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(0))
         numbers = {"timestep": torch.tensor([1, 2]), "class_labels": torch.arange(2) % self.config.num_classes}
@@ -99,14 +101,11 @@ def build_denoiser_base(config: RunConfig) -> DenoiserBase:
     return DenoiserBase(directory=directory, config=found, model=model)
 
 
-def read_model_base(config: RunConfig, log: RunLog) -> ModelBase:
-    """The config's base model, of whatever kind it is. Raises BadInput, EnvironmentFailure."""
-    return build_denoiser_base(config) if config.task == "denoising" else read_base(config, log)
-
-
-def build_model(config: RunConfig) -> AnyModel:
-    """The config's model, without weights. Raises BadInput."""
-    return build_denoiser_base(config).model if config.task == "denoising" else build_base(config).model
+def find_latents(config: RunConfig, errors: ErrorList) -> None:
+    """Find the files of all datasets of latents. What is wrong goes to `errors`."""
+    for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
+        for number, each in enumerate(datasets):
+            errors.attempt((key, number, "path"), partial(latent_paths, each.path))
 
 
 def load_latents(config: RunConfig, base: DenoiserBase, log: RunLog) -> NoisyLatents:

@@ -80,8 +80,8 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     if cached is not None:
         return replace(cached, spec=cached.spec.with_gradients(config.resolved_gradient_dtype))
     from ratel_cli.engine.footprint import measured_traits
-    from ratel_cli.run.inputs.base_model import silence_transformers
-    from ratel_cli.run.inputs.denoiser_base import build_model
+    from ratel_cli.run.inputs.base_kinds import build_model
+    from ratel_cli.run.inputs.process import silence_transformers
 
     silence_transformers()
     model = build_model(config)

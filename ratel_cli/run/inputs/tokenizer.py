@@ -16,6 +16,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, excerpt, first_line
 from ratel_cli.model.directory import trusted_file
+from ratel_cli.model.sidecars import TEMPLATE_NAME
 
 TEMPLATES = {
     "chatml": (
@@ -37,7 +38,7 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.tiktoken", "*.model", "tekken.json",
     "special_tokens_map.json",
 )  # fmt: skip
-_TEMPLATE_FILE, _CONFIG_FILE, _MAP_FILE = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+_CONFIG_FILE, _MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
 
 
 def read_tokenizer(
@@ -101,10 +102,10 @@ def tokenizer_files(config: RunConfig, base_dir: Path) -> dict[str, str]:
     """
     changed: dict[str, str] = {}
     configs = {name: _read_json(base_dir, name) for name in (_CONFIG_FILE, _MAP_FILE) if (base_dir / name).exists()}
-    has_own = (base_dir / _TEMPLATE_FILE).exists() or "chat_template" in configs.get(_CONFIG_FILE, {})
+    has_own = (base_dir / TEMPLATE_NAME).exists() or "chat_template" in configs.get(_CONFIG_FILE, {})
     template = _template(config, has_own=has_own, notice=lambda text: None)
     if template is not None:
-        changed[_TEMPLATE_FILE] = template
+        changed[TEMPLATE_NAME] = template
     special: dict[str, object] = {}
     if config.special_tokens:
         known = AutoTokenizer.from_pretrained(base_dir, trust_remote_code=False).get_vocab()

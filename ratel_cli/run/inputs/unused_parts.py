@@ -12,7 +12,7 @@ from pathlib import Path
 from ratel_cli.errors import excerpt
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.directory import adapter_files
-from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.shards import TensorEntry
 from ratel_cli.units import counted, format_bytes
 
@@ -20,7 +20,7 @@ _MAX_PARTS = 6
 """A sentence names at most this many parts."""
 
 
-def unused_parts(directory: Path, source: CheckpointSource | RandomSource) -> list[str]:
+def unused_parts(directory: Path, source: WeightSource) -> list[str]:
     """The sentences about a head that is drawn, tensors that are only kept, and an adapter beside the model."""
     sentences: list[str] = []
     if isinstance(source, CheckpointSource) and source.drawn:

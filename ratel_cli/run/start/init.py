@@ -32,8 +32,8 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.forecast.forecast import Forecast
 from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.run.ask.plan_inputs import find_hardware, forecaster_of, setting_of, with_planned_split
-from ratel_cli.run.inputs.base_model import silence_transformers
 from ratel_cli.run.inputs.model_description import describe_model
+from ratel_cli.run.inputs.process import silence_transformers
 from ratel_cli.run.inputs.settings import num_slots
 from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.run.start.starting_data import DataSketch, needs_template, sketch_data

@@ -20,7 +20,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.origin import Origin, OriginRecord
 from ratel_cli.run.files.output import missing_store
-from ratel_cli.run.inputs.base_model import model_hash
+from ratel_cli.run.inputs.base import model_hash
 from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.generation import Generation

@@ -17,7 +17,7 @@ from ratel_cli.model.card import Card, DataSource, LossRow
 from ratel_cli.report.curves import can_draw_curves, draw_curves
 from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, run_directory
-from ratel_cli.run.inputs.base_model import hub_id
+from ratel_cli.run.inputs.base import hub_id
 from ratel_cli.run.inputs.settings import DECIDES_THE_BITS, OF_TEXT, as_recorded
 from ratel_cli.store.store import Store
 from ratel_cli.training.history import finite_mean, read_history

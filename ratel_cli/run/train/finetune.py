@@ -26,6 +26,7 @@ from ratel_cli.errors import EnvironmentFailure, ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.card import library_of
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
@@ -36,9 +37,9 @@ from ratel_cli.run.files.origin import Origin, check_same_origin, read_origin
 from ratel_cli.run.files.output import claim_output, reject_lost_store
 from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, place_of
 from ratel_cli.run.files.run_files import files_of_training, forget_missing, write_run_files
-from ratel_cli.run.inputs.base_model import prepare_process
 from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.inputs.length import check_length
+from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.settings import wear_limit
 from ratel_cli.run.train.branch import Branch, open_branch
 from ratel_cli.run.train.card import card_of
@@ -191,7 +192,7 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
     )
     for text in notices:
         log.notice(text)
-    log.remark(f"exported the model to {config.output_dir}; load it with {inputs.base.loader}' from_pretrained")
+    log.remark(f"exported the model to {config.output_dir}; load it with {library_of(config.task)}' from_pretrained")
     delete = command("clean", config.output_dir, "--store")
     log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
 
@@ -299,9 +300,7 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config),
         split=split_words(plan.workload, is_planned=run.written.split is None),
-        computed_tokens=None
-        if data.is_packed or config.task in ("seq2seq", "denoising")
-        else round(data.num_computed_tokens / data.steps_per_epoch),
+        computed_tokens=data.computed_tokens_per_step,
         endurance_tb=config.storage.endurance_tb,
     )
 

@@ -13,13 +13,10 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
-from ratel_cli.run.inputs.base_model import (
-    Base,
-    check_model,
-    prepare_process,
-)
-from ratel_cli.run.inputs.denoiser_base import read_model_base
-from ratel_cli.run.inputs.model_base import ModelBase
+from ratel_cli.run.inputs.base import Base, check_model
+from ratel_cli.run.inputs.base_kinds import read_base
+from ratel_cli.run.inputs.language_base import LanguageBase
+from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.train.card import card_of
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
@@ -30,13 +27,13 @@ class OpenedRun:
     """A run that is not training."""
 
     context: RunContext
-    base: ModelBase
+    base: Base
     store: Store
 
     @property
-    def language(self) -> Base:
+    def language(self) -> LanguageBase:
         """Its language model. Raises BadInput if it trains something else."""
-        if not isinstance(self.base, Base):
+        if not isinstance(self.base, LanguageBase):
             raise BadInput(f"{self.context.config.output_dir} has no language model: its datasets are of type: latents")
         return self.base
 
@@ -57,7 +54,7 @@ def open_run(context: RunContext) -> OpenedRun:
     paths = config.storage.paths
     if not has_own_store(config):
         raise no_store(config)
-    base = read_model_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
+    base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
     store = context.open_store(paths, read_only=True)
     check_model(store, config, base.model.spec, paths[0])
     return OpenedRun(context=context, base=base, store=store)

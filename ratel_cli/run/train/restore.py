@@ -24,8 +24,9 @@ from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import forget_deleted_store
 from ratel_cli.run.files.run_directory import place_of
-from ratel_cli.run.inputs.base_model import check_model, prepare_process
-from ratel_cli.run.inputs.denoiser_base import read_model_base
+from ratel_cli.run.inputs.base import check_model
+from ratel_cli.run.inputs.base_kinds import read_base
+from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.settings import new_geometry
 from ratel_cli.run.train.store import prepare_store, reject_restoring_over_other_run
 from ratel_cli.store.copy import copy_generation
@@ -39,7 +40,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
     reject_restoring_over_other_run(config)
     if not Store.exists([directory]):
         raise BadInput(f"there is no snapshot in {directory}", "give its directory: --from DIR")
-    base = read_model_base(config, log)
+    base = read_base(config, log)
     with open_context(config, log) as context:
         context.listen()
         snapshot = _open(context, directory)

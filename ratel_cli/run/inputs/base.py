@@ -1,4 +1,7 @@
-"""What a run trains, whatever its kind: a model without its weights, where these come from, and how it is exported."""
+"""What a run trains, whatever its kind: a model without its weights, where these come from, and how it is exported.
+
+Invariant: a store that passes `check_model` has this model's parameters, in this order.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,33 @@ import torch
 from torch import nn
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.data.latents import AnyData
 from ratel_cli.data.sample_batch import AnyModelBatch
+from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.json_fields import hash_of
 from ratel_cli.model.card import Card, plain_card
 from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.sidecars import Sidecars
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.files.output import own_output
+from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.store.generation import Generation
+from ratel_cli.store.store import Store
 
+ReadData: TypeAlias = Callable[[ExitStack, bool], AnyData]
+"""Reads the data of a run, or of a dry run. Raises BadInput, EnvironmentFailure."""
 Weights: TypeAlias = tuple[WeightSource, ExportLayout]
 """A source of weights, whose files are checked, and what the files of an export hold."""
 
 
-class ModelBase(ABC):
+class Base(ABC):
     """A base model."""
 
-    loader: ClassVar[str]
-    """The library whose `from_pretrained` loads an export."""
     outputs: ClassVar[str]
     """What the model returns, in words."""
     directory: Path
@@ -44,8 +54,18 @@ class ModelBase(ABC):
         """Open and check the weights. Raises BadInput if the files do not match the model."""
 
     @abstractmethod
+    def layout(self, config: RunConfig) -> ExportLayout:
+        """What the files of an export hold if the weights are drawn."""
+
+    @abstractmethod
     def sidecars(self, config: RunConfig) -> Sidecars:
         """The files of an export next to its weights."""
+
+    def check(  # noqa: B027 (a kind may have nothing to check)
+        self, config: RunConfig, weights: Weights | None, errors: ErrorList, log: RunLog
+    ) -> None:
+        """Check what else must hold before a run of this kind; what is wrong goes to `errors`. `weights`: None: they
+        cannot be used."""
 
     @abstractmethod
     def open_export(self, directory: Path, resources: ExitStack) -> WeightSource:
@@ -83,4 +103,30 @@ class ModelBase(ABC):
             overwrite=overwrite,
             option=option,
             progress=progress,
+        )
+
+
+def hub_id(config: RunConfig) -> str | None:
+    """The hub id of the base model; None if the base model is a directory."""
+    return None if Path(config.base_model or "").exists() else config.base_model
+
+
+def model_hash(config: RunConfig, spec: ModelSpec) -> str:
+    """The hash of a store's model: of its architecture, dtype, origin, and the place of each parameter.
+
+    The origin is the base model as the run has recorded it, whatever its path is from here.
+    """
+    origin = as_recorded_by_run(config).base_model
+    blocks = [
+        (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters]) for each in spec.blocks
+    ]
+    return hash_of([spec.architecture, blocks, config.dtype, str(origin), config.random_init])
+
+
+def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:
+    """Raise BadInput if the store in `directory` was made for another model."""
+    if store.identity.model_hash != model_hash(config, spec):
+        raise BadInput(
+            f"the store in {directory} was made for another model, not for {config.base_model} in {config.dtype}",
+            "give the config of the run that the store belongs to",
         )

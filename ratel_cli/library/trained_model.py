@@ -36,8 +36,9 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import own_output, reject_overlap
-from ratel_cli.run.inputs.base_model import model_hash, open_weights, read_base
-from ratel_cli.run.inputs.inputs import check_positions
+from ratel_cli.run.inputs.base import model_hash
+from ratel_cli.run.inputs.language_base import read_language_base
+from ratel_cli.run.inputs.text_data import check_positions
 from ratel_cli.sizes import Task
 from ratel_cli.store.store import Store
 
@@ -74,8 +75,8 @@ class TrainedModel:
 
 def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitStack) -> TrainedModel:
     """The language model that the config names, for a task. Raises RatelError."""
-    base = read_base(config, log, task)
-    source, layout = open_weights(config, base, resources)
+    base = read_language_base(config, log, task)
+    source, layout = base.open_weights(config, resources)
     _ = base.model.row_multiple  # found by a trial on the CPU, before anything is on another device
 
     def save(context: RunContext, store: Store, output: Path, overwrite: bool) -> list[str]:

@@ -1,0 +1,220 @@
+"""The texts that a language model is trained on: its tokenizer, how long rows may be, and the rows as tokens.
+
+Invariant: a tokenizer, a length or a row that the model cannot use is rejected by name before it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data
+from ratel_cli.data.file_names import REJECTS_NAME
+from ratel_cli.data.row_check import check_rows
+from ratel_cli.data.rows import DatasetSource, open_source
+from ratel_cli.data.shared_tokens import SharedTokens
+from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.errors import BadInput, ErrorList
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.run.context import bars_of
+from ratel_cli.run.files.output import is_claimed
+from ratel_cli.run.files.run_directory import TOKENS_NAME
+from ratel_cli.run.files.run_files import names_of_rejects, note_rejects
+from ratel_cli.run.files.user_cache import user_cache_directory
+from ratel_cli.run.inputs.base import ReadData
+from ratel_cli.run.inputs.language_base import LanguageBase
+from ratel_cli.run.inputs.records import records
+from ratel_cli.run.inputs.tokenizer import read_tokenizer, tokenizer_files
+from ratel_cli.units import align_up
+
+
+def prepare_texts(config: RunConfig, base: LanguageBase, errors: ErrorList, log: RunLog) -> ReadData | None:
+    """Check what the model reads texts with; what is wrong goes to `errors`. Returns what reads them, if it can."""
+    tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
+    if tokenizer is not None:
+        errors.attempt(("base_model",), lambda: tokenizer_files(config, base.directory))  # that the export will have
+    errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
+    errors.attempt(("sequence_len",), lambda: _check_row_length(config.sequence_len, base.model, base.config))
+    if tokenizer is None:
+        return None
+    return lambda resources, dry_run: _read_texts(config, base, tokenizer, resources, log, dry_run=dry_run)
+
+
+def find_texts(config: RunConfig, errors: ErrorList, log: RunLog, *, reads_rows: bool, knows_types: bool) -> None:
+    """Find the files of all datasets of texts. What is wrong goes to `errors`.
+
+    `reads_rows`: also what is wrong with local rows whatever the tokenizer is, and with `knows_types` by their types.
+    """
+    for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
+        for number, source in enumerate(_sources(datasets)):
+            find = partial(open_source, source, notice=lambda text: None, is_stream=True)
+            found = errors.attempt((key, number, "path"), find)
+            if found is not None and reads_rows and not config.streaming:
+                check = partial(check_rows, found, knows_type=knows_types, open_bar=bars_of(log))
+                errors.attempt((key, number, "path"), check)
+
+
+def _read_texts(
+    config: RunConfig, base: LanguageBase, tokenizer: Tokenizer, resources: ExitStack, log: RunLog, *, dry_run: bool
+) -> TrainingData:
+    """The data of a run on this model. Raises BadInput, EnvironmentFailure."""
+    if config.sample_packing and not base.model.packs and config.task == "causal_lm":
+        log.notice(why_not_packed(base.config.model_type, base.attention))
+    directory = records(config, resources, dry_run=dry_run)
+    rejects = names_of_rejects(config) if is_claimed(config) and not dry_run else []
+    try:
+        return load_data(
+            config,
+            tokenizer,
+            packing=config.sample_packing and base.model.packs,
+            row_multiple=base.model.row_multiple,
+            labels=base.labels,
+            cache_dir=directory / TOKENS_NAME,
+            rejects_path=directory / REJECTS_NAME if rejects else None,
+            rejects_shown_by=None if rejects else SHOWS_REJECTS,
+            shared=resources.enter_context(shared_tokens(log, copies=not dry_run)),
+            log=log,
+        )
+    finally:
+        if rejects:
+            note_rejects(config.output_dir, rejects)
+
+
+def load_data(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    *,
+    packing: bool,
+    row_multiple: int = 1,
+    labels: Sequence[str] = (),
+    cache_dir: Path,
+    rejects_path: Path | None,
+    rejects_shown_by: str | None,
+    shared: SharedTokens,
+    log: RunLog,
+) -> TrainingData:
+    """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
+
+    `labels`: the names of the classes. `log` shows how far reading is. `rejects_path` gets the rejected rows.
+    `rejects_shown_by`: what shows them to the user, if it is not this file.
+    """
+    size, number = config.split or config.split_by(1).known_split
+    return load_training_data(
+        _sources(config.datasets, labels),
+        DataSettings(
+            sequence_len=config.sequence_len,
+            micro_batch_size=size,
+            gradient_accumulation_steps=number,
+            packing=packing,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            val_set_size=config.val_set_size,
+            task=config.task,
+            mlm_probability=config.mlm_probability,
+        ),
+        tokenizer=tokenizer,
+        train_on_inputs=config.train_on_inputs,
+        excess_length_strategy=config.excess_length_strategy,
+        cache_dir=cache_dir,
+        rejects_path=rejects_path,
+        rejects_shown_by=rejects_shown_by,
+        notice=log.notice,
+        shared=shared,
+        open_bar=bars_of(log),
+        row_multiple=row_multiple,
+        test_sources=_sources(config.test_datasets, labels),
+        stream_steps=config.max_steps if config.streaming else None,
+    )
+
+
+def shared_tokens(log: RunLog, *, copies: bool) -> SharedTokens:
+    """The tokens that all commands share. `copies`: the command gets copies of those that it uses."""
+    return SharedTokens(user_cache_directory() / TOKENS_NAME, copies=copies, notice=log.notice)
+
+
+def _sources(datasets: Sequence[DatasetConfig], labels: Sequence[str] = ()) -> list[DatasetSource]:
+    return [DatasetSource(**{**item.model_dump(), "labels": item.labels or tuple(labels) or None}) for item in datasets]
+
+
+def why_not_packed(model_type: str, attention: str) -> str:
+    """What is reported if samples are to be packed and the model does not separate them.
+
+    With flash attention, transformers (5.23) makes no mask. It finds the samples of a packed sequence by positions that
+    begin again, but only in micro-batches of one row: in larger ones, samples would see each other.
+    """
+    if attention.startswith("flash"):
+        return (
+            f"packed samples are not separated with {attention}, so every sample gets a sequence of its own; "
+            "attn_implementation: sdpa packs them"
+        )
+    return f"{model_type} cannot separate packed samples; every sample gets a sequence of its own"
+
+
+def read_fitting_tokenizer(config: RunConfig, base: LanguageBase, log: RunLog) -> Tokenizer:
+    """The tokenizer of the run, whose tokens all have a row in the model's embedding. Raises BadInput."""
+    rows = base.model.spec.vocab_size
+    tokenizer = read_tokenizer(config, base.directory, base.config, num_embeddings=rows, notice=log.notice)
+    _check_ids(len(tokenizer), base.model)
+    return tokenizer
+
+
+def _check_ids(num_tokens: int, model: DecoderModel) -> None:
+    """Raise BadInput unless every token of the tokenizer has a row in the embedding."""
+    if num_tokens > model.spec.vocab_size:
+        raise BadInput(
+            f"the tokenizer has {num_tokens} tokens, but the model's embedding has only {model.spec.vocab_size} rows",
+            "use the tokenizer that belongs to the model, or resize the model's embedding first",
+        )
+
+
+def check_positions(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig, log: RunLog) -> None:
+    """Raise BadInput if rows are longer than the model's table of positions; a model without a table gets a notice."""
+    table = position_table(model, model_config)
+    if table is not None and sequence_len > table[1]:
+        raise BadInput(
+            f"sequence_len is {sequence_len}, but {table[0]} has only {table[1]} positions",
+            f"set sequence_len to {table[1]} or less",
+        )
+    trained = num_positions(model_config)
+    if trained is not None and sequence_len > trained:
+        log.notice(f"sequence_len is {sequence_len}; the model was trained with up to {trained} tokens")
+
+
+def _check_row_length(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig) -> None:
+    """Raise BadInput if the longest rows are no multiple of the chunks that the model computes."""
+    chunk = model.row_multiple
+    if sequence_len % chunk:
+        below, above = sequence_len // chunk * chunk, align_up(sequence_len, chunk)
+        raise BadInput(
+            f"sequence_len is {sequence_len}, but {model_config.model_type} computes rows in chunks of {chunk} tokens",
+            f"set sequence_len to {f'{below} or ' if below else ''}{above}",
+        )
+
+
+def num_positions(model_config: PretrainedConfig) -> int | None:
+    """The most tokens in a row that a model was trained with; None if its configuration does not say."""
+    trained = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return trained if isinstance(trained, int) else None
+
+
+def position_table(model: DecoderModel, model_config: PretrainedConfig) -> tuple[str, int] | None:
+    """The name of the model's table of positions, and how many it has; None if the model computes positions."""
+    trained = num_positions(model_config)
+    # A table of positions has a row for each position, and in some models a few more rows.
+    for parameter in model.spec.embedding.parameters[1:]:
+        if trained is not None and len(parameter.shape) == 2 and trained <= parameter.shape[0] <= trained + 8:
+            module = model.skeleton.get_submodule(parameter.name.rpartition(".")[0])
+            filling = getattr(module, "padding_idx", None)
+            if filling is not None and not model.layer_runner.takes_positions:  # they begin behind it
+                return parameter.name, min(trained, parameter.shape[0] - filling - 1)
+            return parameter.name, trained
+    return None
+
+
+SHOWS_REJECTS = "`ratel data CONFIG --bad`"
