@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -57,6 +57,10 @@ class Recipe:
     """Where the model computes; masters and AdamW are on the CPU."""
     model_class: type[PreTrainedModel] | None = None
     """None: transformers' class of causal language models."""
+    num_ranks: int = 1
+    """Each computes an equal part of a step's micro-batches, one after another; their sums are then added."""
+    cuts: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """By parameter: where ranks' slices cut it. Each part of a gradient has a norm of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +167,8 @@ def _trained(
             name: sums[name].to(dtypes[name]).float() * (1.0 / recipe.loss_scale) for name in masters if name in sums
         }
         parameter_norms.append({name: float(gradient.norm()) for name, gradient in gradients.items()})
-        norm = _clip(list(gradients.values()), recipe.max_grad_norm)
+        parts = [part for name, gradient in gradients.items() for part in _parts(gradient, recipe.cuts.get(name, ()))]
+        norm = _clip(parts, recipe.max_grad_norm)
         if recipe.learning_rates is not None:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rates[step]
@@ -209,6 +214,11 @@ def _placed(batch: Batch, device: str) -> Batch:
     )
 
 
+def _parts(gradient: torch.Tensor, cuts: Sequence[int]) -> Iterable[torch.Tensor]:
+    """Views of the parts."""
+    return gradient.view(-1).tensor_split(list(cuts)) if cuts else [gradient]
+
+
 def _clip(gradients: list[torch.Tensor], max_norm: float | None) -> float:
     """In place, as torch does. Returns the norm before."""
     if max_norm is None:
@@ -222,11 +232,30 @@ def _clip(gradients: list[torch.Tensor], max_norm: float | None) -> float:
 def _gradients(
     model: nn.Module, batches: Sequence[Batch], step: int, recipe: Recipe
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    num_targets = sum(batch.num_targets for batch in batches)
+    num_targets, number = sum(batch.num_targets for batch in batches), len(batches) // recipe.num_ranks
+    total, sums = 0.0, dict[str, torch.Tensor]()
+    for first in range(0, len(batches), number):
+        of_rank, sums_of_rank = _gradients_of_rank(model, batches, first, first + number, num_targets, step, recipe)
+        total += of_rank
+        for name, gradient in sums_of_rank.items():
+            sums[name] = sums[name] + gradient if name in sums else gradient
+    return total / num_targets, sums
+
+
+def _gradients_of_rank(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    first: int,
+    stop: int,
+    num_targets: int,
+    step: int,
+    recipe: Recipe,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The sum of the losses of batches `first` to `stop`, and the fp32 sums of their gradients."""
     total = 0.0
     sums: dict[str, torch.Tensor] = {}
     original = model
-    for position, batch in enumerate(batches):
+    for position, batch in list(enumerate(batches))[first:stop]:
         model = copy.deepcopy(original) if recipe.fresh else original
         model.zero_grad(set_to_none=True)
         if recipe.chunk_tokens is not None:
@@ -244,7 +273,7 @@ def _gradients(
         loss.backward()
         total += float(cross_entropy.detach())
         _collect(model, sums)
-    return total / num_targets, sums
+    return total, sums
 
 
 def _collect(model: nn.Module, sums: dict[str, torch.Tensor]) -> None:

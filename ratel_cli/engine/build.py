@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Generic
 
@@ -21,11 +22,16 @@ from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.host_weights import ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, GroupAdamW
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
+from ratel_cli.engine.optimizer.gradients import one_part
 from ratel_cli.engine.optimizer.groups import GroupWork
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.program import AnyBatch, BoundModel, Program
+from ratel_cli.engine.ranks.exchange import GradientExchange
+from ratel_cli.engine.ranks.gathered import WeightGathers
+from ratel_cli.engine.ranks.norms import norms_of_all
+from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.weights import WeightReader
@@ -33,6 +39,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.planning.placement import Placement
+from ratel_cli.schedule.slices import sliced_segments
 from ratel_cli.store.store import Store
 
 
@@ -61,6 +68,8 @@ class Following:
     """What follows one placement."""
 
     updates: Updates
+    exchange: GradientExchange
+    """Between the sums of gradients and the updates."""
     reader: WeightReader
     gradient_sums: GradientSums
     resident: ResidentWeights
@@ -96,9 +105,10 @@ class UpdatingParts(Closing):
         timeline: Timeline,
         paths: Sequence[Path],
         drive_weights: Sequence[int] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Parts on an open store and an open device; scratch files will lie in `paths`. `drive_weights`: the paths'
-        shares of these files; None: equal shares."""
+        """Parts on an open store, which has this rank's slices, and an open device; scratch files will lie in `paths`.
+        `drive_weights`: the paths' shares of these files; None: equal shares."""
         self._store = store
         self._queue = queue
         self._pool = pool
@@ -106,10 +116,13 @@ class UpdatingParts(Closing):
         self._timeline = timeline
         self._paths = paths
         self._drive_weights = drive_weights
+        self._ranks = ranks
         self._model = model
         self._resident = ResidentWeights(frozenset())
         self._resources = ExitStack()
         self._sums = self._resources.enter_context(SumThread(timeline))
+        self._gathers = self._resources.enter_context(WeightGathers(ranks, timeline))
+        self._exchange: GradientExchange | None = None
         self._updates: Updates | None = None
         self._gradients: Scratch | None = None
         model.place(device.torch_device)
@@ -121,10 +134,14 @@ class UpdatingParts(Closing):
         scratch files.
         """
         placement = settings.placement
+        if self._ranks.size > 1:  # what is in memory of other ranks' slices is old after each step
+            placement = replace(placement, resident_weights=frozenset())
         if self._gradients is None or self._gradients.num_bytes < settings.gradient_scratch_bytes:
             self._gradients = self._scratch(settings.gradient_scratch_bytes)  # the old one may have deferred gradients
         if self._updates is None:
             self._updates = self._open_updates(settings)
+            self._exchange = GradientExchange(self._ranks, self._updates, self._pool, self._timeline)
+        assert self._exchange is not None
         self._updates.follow(settings.updates, placement, self._gradients)
         reader = WeightReader(
             self._model,
@@ -136,20 +153,27 @@ class UpdatingParts(Closing):
             gpu_weights=placement.gpu_weights,
             read_in_place=placement.read_in_place,
             gpu_window_bytes=placement.gpu_window_bytes,
+            gathers=self._gathers,
             device=self._device,
             timeline=self._timeline,
         )
-        sums = GradientSums(self._pool, self._device, self._sums, placement)
-        return Following(updates=self._updates, reader=reader, gradient_sums=sums, resident=self._resident)
+        dtype = None if self._ranks.size == 1 else torch.float32
+        sums = GradientSums(self._pool, self._device, self._sums, placement, dtype=dtype)
+        return Following(
+            updates=self._updates, exchange=self._exchange, reader=reader, gradient_sums=sums, resident=self._resident
+        )
 
     def close(self) -> None:
         """End all threads and give all memory back; a step that is not settled is lost. Idempotent."""
+        if self._exchange is not None:
+            self._exchange.close()
         if self._updates is not None:
             self._updates.close()
         self._resources.close()
 
     def _open_updates(self, settings: EngineSettings) -> Updates:
         updates, placement, store = settings.updates, settings.placement, self._store
+        trained = [block for block in self._model.spec.blocks if block.is_trained]
         adamw = self._resources.enter_context(GroupAdamW(settings.adamw, num_threads=placement.adamw_threads))
         work = GroupWork(adamw, store, self._pool, timeline=self._timeline)
         order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
@@ -157,12 +181,13 @@ class UpdatingParts(Closing):
         return Updates(
             updates,
             placement,
-            self._model.spec.segments,
+            sliced_segments(self._model.spec.segments, self._ranks.slice),
             store,
             pipeline,
             self._resident,
             self._gradients,
             timeline=self._timeline,
+            parts_of=one_part if self._ranks.size == 1 else partial(norms_of_all, self._ranks, trained),
         )
 
     def _scratch(self, num_bytes: int) -> Scratch | None:
@@ -185,6 +210,7 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
         timeline: Timeline,
         paths: Sequence[Path],
         drive_weights: Sequence[int] | None = None,
+        ranks: Ranks = ALONE,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """As the parts of any engine. `check_stop` is called between blocks; what it raises abandons the step."""
@@ -197,6 +223,7 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
             timeline=timeline,
             paths=paths,
             drive_weights=drive_weights,
+            ranks=ranks,
         )
         self._program = program
         self._check_stop = check_stop
@@ -219,6 +246,7 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
             self._pool,
             following.reader,
             following.updates,
+            following.exchange,
             ActivationOffloader(
                 self._pool,
                 self._activations,
@@ -235,5 +263,6 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
             device=device,
             chunk_tokens=settings.chunk_tokens,
             spare_bytes=settings.spare_bytes,
+            ranks=self._ranks,
             check_stop=self._check_stop,
         )

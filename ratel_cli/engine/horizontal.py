@@ -363,7 +363,7 @@ class HorizontalEngine(Closing):
         self._handed_over.add(segment.index)
         with total:
             for block_sum, host in zip(total.blocks, hosts, strict=True):
-                self._updates.hand_over(block_sum, host)
+                self._updates.hand_over(block_sum.finish(), host)
 
     def _bind_outside(self) -> None:
         """Let what is outside of the blocks have its newest weights."""

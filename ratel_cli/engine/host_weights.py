@@ -13,6 +13,7 @@ from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import Lease
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.planning.step_time import Resource
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.uses import Stage
 
@@ -20,9 +21,15 @@ from ratel_cli.schedule.uses import Stage
 class HostWeights:
     """The compute field of one block in host memory, for several users, and the read that fills it."""
 
-    def __init__(self, block: BlockSpec, lease: Lease, read: Ticket) -> None:
+    def __init__(
+        self, block: BlockSpec, lease: Lease, read: Ticket, *, own: HostWeights | None = None, start_bytes: int = 0
+    ) -> None:
+        """`own`: this rank's slice, in the memory of `lease` as well; None: the block is this rank's. `start_bytes`:
+        where the block begins in `lease`."""
         self.block = block
+        self._own = own
         self._lease = lease
+        self._start_bytes = start_bytes
         self._lock = Lock()
         self._read: Ticket | None = read
         """None when it has ended and somebody has waited for it."""
@@ -32,7 +39,12 @@ class HostWeights:
     @property
     def memory(self) -> memoryview:
         """The block's elements; complete after `wait`."""
-        return self._lease.memory
+        return self._lease.memory[self._start_bytes :][: self.block.compute_bytes]
+
+    @property
+    def own(self) -> HostWeights:
+        """What this rank updates of them: its slice, or all."""
+        return self if self._own is None else self._own
 
     @property
     def is_read(self) -> bool:
@@ -50,7 +62,8 @@ class HostWeights:
         if self._error is not None:
             raise self._error
         if read is not None:
-            timeline.transfer("nvme read", SpanLabel.of("weights", self.block, stage), read)
+            resource: Resource = "nvme read" if self._own is None else "network"
+            timeline.transfer(resource, SpanLabel.of("weights", self.block, stage), read)
 
     def _end_read(self) -> Ticket | None:
         """Wait for the read, and return it; None if somebody has. Its error is kept for every user."""
@@ -70,9 +83,14 @@ class HostWeights:
 
     def release(self) -> None:
         """Remove a user. The last one gives the memory back, after the read has ended."""
+        self._settle()
+        if self._own is not None:
+            self._own._settle()  # where nothing was gathered
+        self._lease.release()
+
+    def _settle(self) -> None:
         with self._lock:
             self._end_read()  # another user may still wait, and learns whether it failed
-        self._lease.release()
 
 
 class ResidentWeights:

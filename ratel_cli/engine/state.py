@@ -55,8 +55,10 @@ class StepState(Generic[AnyBatch]):
         batches: Sequence[AnyBatch],
         *,
         tokens: Sequence[torch.Tensor],
+        num_targets: int,
         seed: int,
         step: int,
+        first_micro_batch: int,
         loss_scale: float,
         recording: StepRecording | None,
         rows: EmbeddingRows | None,
@@ -64,11 +66,12 @@ class StepState(Generic[AnyBatch]):
         partial_sums: PartialSums,
         device: torch.device,
     ) -> None:
-        """`tokens`: those that each micro-batch looks up, `[batch, tokens]`, in host memory."""
+        """`tokens`: those that each micro-batch looks up, `[batch, tokens]`, in host memory. `num_targets`: of all
+        ranks. `first_micro_batch`: the number of the first one among those of all ranks."""
         self.batches = [batch.to(device) for batch in batches]
         self.rows = rows
         """What is used of the embedding's matrix to look up tokens; None: all of it."""
-        self.mean = MeanLoss(sum(batch.num_targets for batch in batches), loss_scale)
+        self.mean = MeanLoss(num_targets, loss_scale)
         self.gradient_scale = 1.0 / loss_scale
         self.carried: list[Carried] = []
         """For each micro-batch: what later uses get besides hidden states."""
@@ -82,6 +85,7 @@ class StepState(Generic[AnyBatch]):
         self._substitutes = substitutes
         self._seed = seed
         self._step = step
+        self._first_micro_batch = first_micro_batch
         self._device = device
 
     @cached_property
@@ -93,7 +97,7 @@ class StepState(Generic[AnyBatch]):
 
     def seed_draws(self, block: int, micro_batch: int) -> None:
         """Seed the generators of the CPU and of the compute device for the draws of one block on one micro-batch."""
-        seed = draw_seed(self._seed, step=self._step, block=block, micro_batch=micro_batch)
+        seed = draw_seed(self._seed, step=self._step, block=block, micro_batch=self._first_micro_batch + micro_batch)
         # torch.manual_seed takes a millisecond: it notes the call, with its traceback, for each kind of idle device.
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":

@@ -46,6 +46,8 @@ from ratel_cli.engine.optimizer.partial_sums import PartialSums
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
+from ratel_cli.engine.ranks.exchange import GradientExchange
+from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.repeating import AnyRecorder, Template, Unrepeated, repeater_of, template_of
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
@@ -71,6 +73,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         pool: BufferPool,
         reader: WeightReader,
         updates: Updates,
+        exchange: GradientExchange,
         activations: ActivationOffloader,
         gradient_sums: GradientSums,
         sums: SumThread,
@@ -81,6 +84,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         most_rows: int | None,
         chunk_tokens: int | None,
         spare_bytes: int,
+        ranks: Ranks,
         check_stop: Callable[[], None],
     ) -> None:
         """`swapped`: by block, the keys of the operators whose outputs are offloaded. `most_rows`: a GPU gets rows
@@ -89,6 +93,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._pool = pool
         self._reader = reader
         self._updates = updates
+        self._exchange = exchange
+        self._ranks = ranks
         self._activations = activations
         self._swapped = swapped
         self._seed = seed
@@ -117,21 +123,26 @@ class StepEngine(Closing, Generic[AnyBatch]):
         loss_scale: float = 1.0,
         commit_previous: Callable[[], None] = lambda: None,
         recording: StepRecording | None = None,
+        first_micro_batch: int = 0,
     ) -> StepOutcome:
         """Run one step. If its outcome is applied, the step is unsettled afterwards.
 
-        `update` counts applied updates from 1. Without a learning rate, `apply` or `discard` follows it. If the
+        `batches`: this rank's, of which the first has the number `first_micro_batch` among those of all ranks. `update`
+        counts applied updates from 1. Without a learning rate, `apply` or `discard` follows it. If the
         step before is unsettled, it is settled during this one's forward and head, and `commit_previous` is called. A
         `recording` notes what every operator of the layers costs. Raises RatelError; the step is then abandoned, and
         the store's current generation is unchanged.
         """
-        assert any(batch.num_targets for batch in batches), "a step without targets has no loss"
+        num_targets = int(sum(count for (count,) in self._ranks.gathered([sum(each.num_targets for each in batches)])))
+        assert num_targets, "a step without targets has no loss"
         tokens = tokens_looked_up(self._program, batches)
         state = StepState(
             batches,
             tokens=tokens,
+            num_targets=num_targets,
             seed=self._seed,
             step=step,
+            first_micro_batch=first_micro_batch,
             loss_scale=loss_scale,
             recording=recording,
             rows=self._rows_of(tokens),
@@ -214,7 +225,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
             self._check_stop()
             self._backward(state, layer, gradients)
         self._embedding_backward(state, gradients, lookup_sum)
-        loss_total = float(loss)
+        self._exchange.finish()
+        loss_total = sum(of_rank for (of_rank,) in self._ranks.gathered([float(loss)]))
         norm, not_finite = self._decide(loss_total)
         return StepOutcome(
             loss=loss_total / state.mean.num_targets,
@@ -228,6 +240,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
 
     def _give_up(self) -> None:
         """Abandon the step that arrives, or is decided without a learning rate."""
+        self._exchange.drop()
         if self._updates.waits_for_rate:
             self._updates.discard()
         self._updates.abandon()
@@ -472,7 +485,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """Hand a segment's gradients over to the update, and give it up; wait if too many updates are pending."""
         weights.unbind()
         for block_sum, host in zip(total.blocks, weights.hosts, strict=True):
-            self._updates.hand_over(block_sum, host)
+            self._exchange.hand_over(block_sum.finish(), host)
         weights.close()
         self._updates.wait_pending()
 

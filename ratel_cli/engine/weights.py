@@ -43,6 +43,7 @@ from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.program import BoundModel
+from ratel_cli.engine.ranks.gathered import WeightGathers
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
@@ -51,6 +52,7 @@ from ratel_cli.planning.placement import bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.lifetimes import upload_lifetimes, weight_lifetimes
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.slices import range_in, slice_of
 from ratel_cli.schedule.uses import Stage, Use
 from ratel_cli.store.store import Store
 
@@ -126,6 +128,7 @@ class WeightReader:
         gpu_weights: frozenset[int],
         gpu_window_bytes: int,
         read_in_place: Mapping[str, AccessMode],
+        gathers: WeightGathers,
         device: Device,
         timeline: Timeline,
     ) -> None:
@@ -137,6 +140,7 @@ class WeightReader:
         self._pool = pool
         self._updates = updates
         self._resident = resident
+        self._gathers = gathers
         self._prefetch_blocks = prefetch_blocks
         layers = frozenset(layer.index for layer in program.spec.layers)
         self._gpu_weights = frozenset() if device.is_host else gpu_weights & layers
@@ -236,12 +240,12 @@ class WeightReader:
             if block.index in use.begins:
                 weights = self._resident.get(block)
                 if weights is None:
-                    weights = self._read(block)
+                    weights = self._read(block, use.stage)
                     self._resident.add(weights)
                 self._held[block.index] = weights
             weights = self._held[block.index]
             use.weights.append(weights)
-            self._updates.start_deferred(weights)
+            self._updates.start_deferred(weights.own)
         return True
 
     def _is_in_memory(self, block: BlockSpec) -> bool:
@@ -359,16 +363,22 @@ class WeightReader:
             rows.gather(view(memory, dtype), view(use.gathered.memory[:num_bytes], dtype))
         return use.gathered.memory[:num_bytes]
 
-    def _read(self, block: BlockSpec) -> HostWeights:
-        field = block.record.compute_field
+    def _read(self, block: BlockSpec, stage: Stage) -> HostWeights:
+        """Begin to read what this rank has of a block, to update it if that is deferred, and to gather the rest."""
+        field, own = block.record.compute_field, slice_of(block, self._gathers.slice)
         lease = self._pool.lease(block.compute_bytes, f"weights of {block.name}")
         in_shadow = self._updates.is_in_shadow(block)
         newest = self._store.shadow().generation if in_shadow else self._store.current()
+        start_bytes = range_in(block, self._gathers.slice)[0] * block.dtype_bytes
+        memory = lease.memory[start_bytes:][: own.compute_bytes]
         try:
-            return HostWeights(block, lease, newest.read(block.index, field.name, 0, block.num_elements, lease.memory))
+            read = newest.read(block.index, field.name, 0, own.num_elements, memory)
         except BaseException:
             lease.release()
             raise
+        weights = HostWeights(own, lease, read, start_bytes=start_bytes)
+        self._updates.start_deferred(weights)
+        return self._gathers.gather(block, lease, weights, stage, self._updates.waiting_for(block))
 
 
 class SegmentWeights(Closing):
@@ -377,8 +387,8 @@ class SegmentWeights(Closing):
     def __init__(self, program: BoundModel, use: _Use, *, close: Callable[[], None]) -> None:
         """`close` ends the use of the memory."""
         self.segment = use.segment
-        self.hosts = tuple(weights for weights in use.weights if weights.block in use.segment.trained)
-        """The compute field of each trained block of its own in host memory, which the update changes in place."""
+        self.hosts = tuple(weights.own for weights in use.weights if weights.block in use.segment.trained)
+        """What this rank updates of each trained block of its own: compute fields in host memory, changed in place."""
         self._program = program
         self._close = close
         self._is_bound = True

@@ -79,7 +79,8 @@ def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, m
     master.zero_()
     num_parameters = 0
     for parameter, first, last in overlaps(block, start, stop):
-        values = source.read(parameter.name, first - parameter.start, last - parameter.start)
+        offset = parameter.first - parameter.start
+        values = source.read(parameter.name, first + offset, last + offset)
         master[first - start : last - start] = values
         num_parameters += last - first
     return num_parameters

@@ -14,8 +14,9 @@ from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.schedule.blocks import BlockSpec, block_from_json
 from ratel_cli.schedule.segments import Segment, segments_of
+from ratel_cli.schedule.slices import slices_of
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
-from ratel_cli.store.layout import Geometry, StoredBlock
+from ratel_cli.store.layout import Geometry, RankSlice, StoredBlock
 
 FORMAT_VERSION = 8
 TOKEN_BYTES = 24
@@ -163,6 +164,10 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    def sliced(self, rank_slice: RankSlice) -> ModelSpec:
+        """What one rank stores and updates of the model."""
+        return replace(self, blocks=slices_of(self.blocks, rank_slice))
 
     def with_gradients(self, dtype: DtypeName) -> Self:
         """The model with gradients that leave the device, and are held, in `dtype`; those of blocks that need another

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-Resource = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer"]
+Resource = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer", "network"]
 """What a step keeps busy, predicted and measured."""
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 Bottleneck = Literal[Resource, "memory"]

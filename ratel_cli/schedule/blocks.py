@@ -30,6 +30,8 @@ class ParameterSpec:
     """The index of its first element in the flat array."""
     decay: bool
     """Whether weight decay applies; see `decays`."""
+    first: int = 0
+    """The index of its first element here in the flattened tensor: not 0 in a rank's slice (schedule/slices.py)."""
 
     @property
     def num_elements(self) -> int:

@@ -335,6 +335,24 @@ class Store(Closing):
         assert self._phase is _Phase.READY
         self._go_to(self._pinned_entry(step))
 
+    @property
+    def step_before(self) -> int | None:
+        """The step of the generation before the current one, which is there until the next step is written."""
+        before = self._commits.manifest.before
+        return None if before is None else before.progress.step
+
+    def fall_back(self, pool: BufferPool, *, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Make the generation before the current one current, because other ranks have no later one.
+
+        Raises IntegrityFailure if it is damaged. `progress` as in `ensure_whole`.
+        """
+        self._commits.check_usable()
+        assert self._phase is _Phase.READY
+        before = self._commits.manifest.before
+        assert before is not None
+        self._generation(before).check_all(pool, progress=progress)
+        self._go_to(before)
+
     def ensure_whole(self, pool: BufferPool, *, progress: Callable[[int], None], notice: Callable[[str], None]) -> None:
         """Check every byte of the current generation before training resumes from it.
 

@@ -17,6 +17,8 @@ from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
+from ratel_cli.engine.ranks.commits import commit_together
+from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
@@ -141,8 +143,10 @@ class Machine:
         timeline: Timeline,
         *,
         device: str,
+        ranks: Ranks,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self.store = store
         self.pool = pool
         self.queue = queue
@@ -177,6 +181,7 @@ class Machine:
                     learning_rate=recipe.learning_rate,
                     loss_scale=recipe.loss_scale,
                     commit_previous=self.commit,
+                    first_micro_batch=self.ranks.rank * len(steps[step]),
                 )
             )
             self.decided = step + 1
@@ -190,12 +195,14 @@ class Machine:
             self.commit()
 
     def commit(self) -> None:
-        self.store.commit(progress_at(self.decided))
+        commit_together(self.store, self.ranks, progress_at(self.decided))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The fp32 masters in the store, by name."""
+        """The fp32 masters in the store, by name: of a rank, what lies in its slices, flat."""
         weights = {}
-        for block in self.model.spec.blocks:
+        for block in self.model.spec.sliced(self.ranks.slice).blocks:
+            if not block.num_elements:
+                continue
             fields = {}
             for field in block.record.fields:
                 memory = memoryview(bytearray(field.num_bytes(block.num_elements)))
@@ -249,6 +256,7 @@ def machine(
     spare_bytes: int = 0,
     devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
     pin: PinMemory | None = None,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 
@@ -284,7 +292,8 @@ def machine(
             store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
         else:
             geometry = Geometry(
-                blocks=model.spec.stored_blocks,
+                blocks=model.spec.sliced(ranks.slice).stored_blocks,
+                rank_slice=ranks.slice,
                 num_slots=1 if in_place else 2,
                 shares=(1,) * num_directories,
                 chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
@@ -292,7 +301,9 @@ def machine(
             store = resources.enter_context(
                 Store.create(paths, geometry, identity=IDENTITY, queue=queue, barrier=barrier)
             )
-            import_base(model.spec, Source(weights), store, pool, progress=lambda num_elements: None)
+            import_base(
+                model.spec.sliced(ranks.slice), Source(weights), store, pool, progress=lambda num_elements: None
+            )
         timeline = Timeline()
         device = resources.enter_context(devices(timeline))
 
@@ -306,6 +317,7 @@ def machine(
                     device=device,
                     timeline=timeline,
                     paths=paths,
+                    ranks=ranks,
                     check_stop=check_stop,
                 )
             )
@@ -328,4 +340,6 @@ def machine(
                 )
             )
 
-        yield Machine(model, store, pool, queue, make_engine, engine_for, timeline, device=device.torch_device.type)
+        yield Machine(
+            model, store, pool, queue, make_engine, engine_for, timeline, device=device.torch_device.type, ranks=ranks
+        )

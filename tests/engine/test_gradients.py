@@ -14,7 +14,7 @@ from torch import nn
 from ratel_cli.engine.device.device import Download, HostDevice
 from ratel_cli.engine.optimizer.accumulators import DeviceSums
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
-from ratel_cli.engine.optimizer.gradients import clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.gradients import clip_coefficient, one_part, total_norm
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
@@ -202,7 +202,7 @@ def test_norm_and_coefficient_are_torchs(block: BlockSpec, dtype: torch.dtype, m
         total = gradient_sum(with_gradients(block, dtype), pool, HOST, single=True, scale=scale)
         total.add(parts)
         gradient = total.finish()
-        norm = total_norm(gradient.norms, ["a", "b", "c", "d"])
+        norm = total_norm(one_part(gradient.norms), ["a", "b", "c", "d"])
         gradient.release()
     assert torch.equal(norm, wanted)
     coefficient = clip_coefficient(norm, max_norm)
@@ -215,10 +215,10 @@ def test_norms_are_stacked_in_the_given_order() -> None:
     norms = {str(index): float(index) ** 7 + 0.1 for index in range(50)}
     order = sorted(norms)
     wanted = torch.linalg.vector_norm(torch.tensor([norms[name] for name in order]))
-    assert torch.equal(total_norm(norms, order), wanted)
-    assert not torch.equal(total_norm(norms, order[::-1]), wanted)
+    assert torch.equal(total_norm(one_part(norms), order), wanted)
+    assert not torch.equal(total_norm(one_part(norms), order[::-1]), wanted)
     assert torch.equal(total_norm({}, ["a"]), torch.zeros(()))
-    assert torch.equal(total_norm({"b": 2.0}, ["a", "b"]), torch.tensor(2.0))
+    assert torch.equal(total_norm(one_part({"b": 2.0}), ["a", "b"]), torch.tensor(2.0))
 
 
 def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> None:

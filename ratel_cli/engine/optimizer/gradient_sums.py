@@ -27,7 +27,16 @@ from ratel_cli.schedule.segments import Segment
 class GradientSums:
     """The sums of one placement's steps. `scale` is what a step's gradients are multiplied with for their norms."""
 
-    def __init__(self, pool: BufferPool, device: Device, thread: SumThread, placement: Placement) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        device: Device,
+        thread: SumThread,
+        placement: Placement,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype`: in which gradients leave; None: in those of their blocks."""
         self._pool = pool
         self._device = device
         self._thread = thread
@@ -36,7 +45,8 @@ class GradientSums:
         self._holds_lookup = device.is_host or placement.gpu_holds_lookup
         self._holds_head = device.is_host or placement.gpu_holds_head
         self._most_rows = placement.gpu_embedding_rows
-        self._open = partial(gradient_sum, pool=pool, device=device)
+        self._dtype = dtype
+        self._open = partial(gradient_sum, pool=pool, device=device, dtype=dtype)
 
     def of_layer(self, layer: Segment, *, single: bool, scale: float) -> SegmentSum:
         """`single`: each parameter gets one contribution."""
@@ -46,7 +56,9 @@ class GradientSums:
 
         def opened(block: BlockSpec) -> GradientSum:
             sums = HostSums(block, self._pool, self._device, self._thread, leaving_bytes=leaving_bytes)
-            leaving = DeviceLeaving(block, self._pool, self._device, scale=scale, leaving_bytes=leaving_bytes)
+            leaving = DeviceLeaving(
+                block, self._pool, self._device, scale=scale, leaving_bytes=leaving_bytes, dtype=self._dtype
+            )
             return GradientSum(sums, leaving)
 
         return SegmentSum.of(map(opened, layer.trained))
@@ -103,7 +115,7 @@ class GradientSums:
 
     def _on_host(self, block: BlockSpec, sums: StayingSums, *, scale: float) -> GradientSum:
         """A sum that host memory has from the first contribution to its rounding."""
-        return GradientSum(sums, RoundedOnHost(block, self._pool, self._device, scale=scale))
+        return GradientSum(sums, RoundedOnHost(block, self._pool, self._device, scale=scale, dtype=self._dtype))
 
     def _staying(self, block: BlockSpec) -> StayingSums:
         return StayingSums(block, self._pool, self._device, self._thread, leaving_bytes=0)
@@ -121,17 +133,18 @@ def gradient_sum(
     scale: float = 1.0,
     leaving_bytes: int = 0,
     rows: EmbeddingRows | None = None,
+    dtype: torch.dtype | None = None,
 ) -> GradientSum:
     """A sum on the compute device. `single`: each parameter gets one contribution. Others as in
     engine/optimizer/leaving.py."""
-    dtype = VALUE_DTYPES[block.gradient_dtype]
+    dtype = dtype or VALUE_DTYPES[block.gradient_dtype]
     if not device.is_host:
-        leaving = DeviceLeaving(block, pool, device, scale=scale, leaving_bytes=leaving_bytes, rows=rows)
+        leaving = DeviceLeaving(block, pool, device, scale=scale, leaving_bytes=leaving_bytes, rows=rows, dtype=dtype)
         return GradientSum(DeviceSums(dtype=dtype, single=single), leaving)
     sum_dtype = dtype if single else torch.float32
     lease = pool.lease(block.num_elements * sum_dtype.itemsize, f"gradient of {block.name}")
     result = lease.share() if sum_dtype == dtype else None
     return GradientSum(
         LeasedSums(block, lease, dtype=dtype, single=single),
-        HostLeaving(block, pool, device, scale=scale, lease=result),
+        HostLeaving(block, pool, device, scale=scale, lease=result, dtype=dtype),
     )

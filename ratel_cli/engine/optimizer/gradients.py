@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeAlias
 
 import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.accumulators import Accumulator
-from ratel_cli.engine.optimizer.block_gradient import BlockGradient
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
 from ratel_cli.engine.optimizer.leaving import Leaving
 
 
@@ -120,9 +121,18 @@ def taken_gradient(leaf: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def total_norm(norms: Mapping[str, float | torch.Tensor], order: Sequence[str]) -> torch.Tensor:
+NormParts: TypeAlias = Mapping[str, Sequence[float | torch.Tensor]]
+"""2-norms of gradients by parameter name: one, or of a parameter that lies in several slices one for each part."""
+
+
+def one_part(norms: Norms) -> NormParts:
+    """Those of gradients that are whole."""
+    return {name: (norm,) for name, norm in norms.items()}
+
+
+def total_norm(norms: NormParts, order: Sequence[str]) -> torch.Tensor:
     """The global norm from the norms by parameter name, stacked in `order` as torch does. A CPU scalar in fp32."""
-    present = [norms[name] for name in order if name in norms]
+    present = [norm for name in order for norm in norms.get(name, ())]
     on_device = [norm for norm in present if isinstance(norm, torch.Tensor)]
     stacked = torch.stack(on_device) if on_device else torch.tensor(present, dtype=torch.float32)
     norm: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)

@@ -30,15 +30,17 @@ _ELEMENTS_AT_ONCE = 4
 class Leaving(Closing):
     """Of the gradients of one block: what has left, their norms, and host memory for the result."""
 
-    def __init__(self, block: BlockSpec, pool: BufferPool, device: Device, *, scale: float) -> None:
-        """The norms are those of the gradient times `scale`."""
+    def __init__(
+        self, block: BlockSpec, pool: BufferPool, device: Device, *, scale: float, dtype: torch.dtype | None = None
+    ) -> None:
+        """The norms are those of the gradient times `scale`. `dtype`: in which it leaves; None: in the block's."""
         self.block = block
         """As it leaves."""
         self.label = SpanLabel.of("gradient", block, "backward")
         self.device = device
         self.has_left = [False] * len(block.parameters)
         """For each parameter."""
-        self._dtype = VALUE_DTYPES[block.gradient_dtype]
+        self._dtype = dtype or VALUE_DTYPES[block.gradient_dtype]
         self._scale = scale
         self._pool = pool
         self._norms: Norms = {}
@@ -110,9 +112,10 @@ class HostLeaving(Leaving):
         *,
         scale: float,
         lease: Lease | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`lease`: the buffer of the sums, if they have the dtype of the result."""
-        super().__init__(block, pool, device, scale=scale)
+        super().__init__(block, pool, device, scale=scale, dtype=dtype)
         self._lease = lease
 
     def _round(self, index: int, sums: Accumulator, last: torch.Tensor | None) -> torch.Tensor:
@@ -139,10 +142,11 @@ class DeviceLeaving(Leaving):
         scale: float,
         leaving_bytes: int = 0,
         rows: EmbeddingRows | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`leaving_bytes`: GPU memory that gradients may take until their downloads have ended, at least that of one
         parameter. `rows`: what contributions have of the embedding's matrix, if that is not all of it."""
-        super().__init__(block if rows is None else rows.packed, pool, device, scale=scale)
+        super().__init__(block if rows is None else rows.packed, pool, device, scale=scale, dtype=dtype)
         self._most_elements = (block if rows is None else rows.largest).num_elements
         self._leaving_bytes = leaving_bytes
         self._rows = rows

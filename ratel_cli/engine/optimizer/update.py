@@ -31,8 +31,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -40,7 +41,7 @@ import torch
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
-from ratel_cli.engine.optimizer.gradients import GradientSum, clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.gradients import NormParts, clip_coefficient, one_part, total_norm
 from ratel_cli.engine.optimizer.groups import BlockUpdate
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.optimizer.speculation import Speculation
@@ -88,8 +89,13 @@ class Updates:
         scratch: Scratch | None,
         *,
         timeline: Timeline,
+        parts_of: Callable[[Norms], NormParts] = one_part,
     ) -> None:
+        """`parts_of`: from the norms of this rank's gradients to those of all ranks."""
         self._settings = settings
+        self._parts_of = parts_of
+        self._norm_parts: NormParts = {}
+        """Of the last decision."""
         self._placement = placement
         self._segments = segments
         self._blocks = [block for segment in segments for block in segment.blocks]
@@ -178,6 +184,14 @@ class Updates:
         if self._is_decided and update is not None:
             self._pipeline.wait_updated(update)
 
+    def waiting_for(self, block: BlockSpec) -> Callable[[], None]:
+        """What returns, on any thread, when the block's update, if there is one now, has changed the weights in memory.
+        It raises as the pipeline does."""
+        update = self._started.get(block.index)
+        if not self._is_decided or update is None:
+            return lambda: None
+        return partial(self._pipeline.wait_updated, update)
+
     def wait_written(self, block: BlockSpec) -> None:
         """Return when the block's update, if there is one, is in the shadow."""
         update = self._started.get(block.index)
@@ -212,12 +226,11 @@ class Updates:
             if come_in_order:
                 self._pipeline.expect([block for block in arriving if not self._is_deferred(block)])
 
-    def hand_over(self, total: GradientSum, weights: HostWeights | None) -> None:
+    def hand_over(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
         """Take over a block's summed gradient: start its update on `weights`, or hold it. None: those in the store.
 
         Raises BadInput if other parameters of the block have a gradient than in the first step.
         """
-        gradient = total.finish()
         try:
             self._norms |= gradient.norms
             self._check_presence(gradient)
@@ -240,7 +253,8 @@ class Updates:
     def decide(self, order: Sequence[str]) -> torch.Tensor:
         """Return the global norm (fp32 scalar), stacked by parameter in `order`. If it is not finite, abandon the
         step."""
-        norm = total_norm(self._norms, order)
+        self._norm_parts = self._parts_of(self._norms)
+        norm = total_norm(self._norm_parts, order)
         if not torch.isfinite(norm):
             self.abandon()
             return norm
@@ -286,13 +300,18 @@ class Updates:
         self.abandon()
 
     @property
+    def gradient_scale(self) -> float:
+        """What the gradients of the step are multiplied with."""
+        return self._gradient_scale
+
+    @property
     def norms(self) -> Norms:
         """Those of the gradients that have come in the last step, by parameter."""
         return self._norms
 
     def first_not_finite(self, order: Sequence[str]) -> str | None:
         """Name of the first parameter in `order` whose gradient in the last step is not finite; None if all are."""
-        return next((name for name in order if not math.isfinite(self._norms.get(name, 0.0))), None)
+        return next((name for name in order if not all(map(math.isfinite, self._norm_parts.get(name, ())))), None)
 
     def settle(self) -> None:
         """Return when all updates of the decided step are in the shadow. The caller then commits it."""

@@ -1,0 +1,58 @@
+"""Commits of all ranks: a step counts when every rank has it.
+
+    1. commit   each rank makes its slices durable, and its current generation
+    2. meet     all have; from here on the generation before may be overwritten
+
+A rank that ends before the meeting leaves the others with both generations, so all can go on from the older one. That
+is why no rank asks the others before it commits: what it has too much costs nothing.
+
+Invariant: after any crash of any ranks at any moment, each rank has the newest step that all had committed, current or
+as the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ratel_cli.engine.ranks.ranks import Ranks
+from ratel_cli.errors import IntegrityFailure
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.store.open import START_OVER
+from ratel_cli.store.store import Progress, Store
+
+_NONE = -1
+
+
+def commit_together(store: Store, ranks: Ranks, progress: Progress) -> None:
+    """Commit a step in all ranks. Raises as `Store.commit` and `Channel.swap`."""
+    store.commit(progress)
+    _meet(ranks, progress.step)
+
+
+def resume_together(
+    store: Store, ranks: Ranks, pool: BufferPool, *, notice: Callable[[str], None] = lambda text: None
+) -> None:
+    """Let all ranks go on from the newest step that each of them has. Their stores must be whole.
+
+    Raises IntegrityFailure if there is none, and as `Store.fall_back`.
+    """
+    before = _NONE if store.step_before is None else store.step_before
+    known = ranks.gathered([store.progress.step, before])
+    common = set.intersection(*({int(step) for step in steps} for steps in known)) - {_NONE}
+    if not common:
+        steps = ", ".join(f"{rank}: {steps[0]:.0f}" for rank, steps in enumerate(known))
+        raise IntegrityFailure(
+            f"the stores of the ranks have no step in common (step of each rank: {steps})", START_OVER
+        )
+    newest = max(common)
+    if newest != store.progress.step:
+        notice(f"step {store.progress.step} was not committed by all ranks; all resume from step {newest}")
+        store.fall_back(pool)
+    _meet(ranks, newest)
+
+
+def _meet(ranks: Ranks, step: int) -> None:
+    """Return when all ranks have come here, with the same step."""
+    steps = [int(found) for (found,) in ranks.gathered([step])]
+    if len(set(steps)) > 1:
+        raise IntegrityFailure(f"the ranks are at different steps: {', '.join(map(str, steps))}", START_OVER)

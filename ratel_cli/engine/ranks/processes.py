@@ -1,0 +1,89 @@
+"""The ranks that torchrun has started: processes that meet through torch.distributed.
+
+Bytes go from host memory to host memory, by gloo: what ranks send lies there, as the drives and the update have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ratel_cli.engine.ranks.ranks import ALONE, Ranks
+from ratel_cli.errors import EnvironmentFailure, first_line
+
+
+class ProcessChannel:
+    """A channel between the processes of a group of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+
+    def swap(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
+        """See Channel."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        coming = [
+            (rank, dist.irecv(_tensor(receive[rank]), group=self._group, group_src=rank))
+            for rank in others
+            if len(receive[rank])
+        ]
+        going = [
+            (rank, dist.isend(_tensor(send[rank]), group=self._group, group_dst=rank))
+            for rank in others
+            if len(send[rank])
+        ]
+        failure: EnvironmentFailure | None = None
+        for rank, work in (*coming, *going):
+            try:
+                assert work is not None
+                work.wait()
+            except RuntimeError as error:  # the others end, too: nothing may be written to memory that is given back
+                failure = failure or _failure(rank, error)
+        if failure is not None:
+            raise failure
+
+
+@contextmanager
+def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
+    """The ranks of this run, if torchrun has started this process; else this one alone.
+
+    A rank that does not answer for `timeout_seconds` is an error. Raises EnvironmentFailure if ranks do not meet.
+    """
+    if not dist.is_torchelastic_launched():
+        yield ALONE
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        dist.init_process_group("gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentFailure(f"the ranks of the run do not meet: {first_line(error)}") from error
+    try:
+        yield ranks_of(dist.get_rank(), dist.get_world_size(), timeout)
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks_of(rank: int, size: int, timeout: timedelta) -> Ranks:
+    """The ranks of the default group's first `size` processes, of which all must call this."""
+    if size == 1:
+        return ALONE
+    control, weights, gradients = (
+        ProcessChannel(dist.new_group(list(range(size)), timeout=timeout, backend="gloo"), rank, size) for _ in range(3)
+    )
+    return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients)
+
+
+def _tensor(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _failure(rank: int, error: RuntimeError) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f"rank {rank} does not answer: {first_line(error)}",
+        "see its log for why; the run resumes from the last step that all ranks have saved",
+    )

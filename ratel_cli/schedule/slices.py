@@ -1,0 +1,67 @@
+"""A rank's slices: the part of each block that it stores and updates. Pure.
+
+Invariant: the slices of all ranks follow one another and make up the block. They are cut at multiples of
+`BLOCK_ALIGNMENT` elements and of what the block's rule updates as one, so each has whole pages in every field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
+from ratel_cli.schedule.segments import Segment
+from ratel_cli.sizes import BLOCK_ALIGNMENT
+from ratel_cli.store.layout import RankSlice
+
+
+def range_in(block: BlockSpec, rank_slice: RankSlice) -> tuple[int, int]:
+    """The elements [start, stop) of a block that are a rank's."""
+    return rank_slice.range_of(block.num_elements, unit=math.lcm(BLOCK_ALIGNMENT, block.rule.unit_elements))
+
+
+def ranges_in(block: BlockSpec, num_ranks: int) -> list[tuple[int, int]]:
+    """Those of all ranks, in their order."""
+    return [range_in(block, RankSlice(rank, num_ranks)) for rank in range(num_ranks)]
+
+
+def slice_of(block: BlockSpec, rank_slice: RankSlice) -> BlockSpec:
+    """A rank's part of a block, as a block: of each parameter the elements that lie in it, flat. One rank alone has the
+    block."""
+    if rank_slice.size == 1:
+        return block
+    start, stop = range_in(block, rank_slice)
+    pieces = []
+    for parameter in block.parameters:
+        first, last = max(parameter.start, start), min(parameter.stop, stop)
+        if first < last:
+            pieces.append(
+                ParameterSpec(
+                    name=parameter.name,
+                    shape=(last - first,),
+                    start=first - start,
+                    decay=parameter.decay,
+                    first=first - parameter.start,
+                )
+            )
+    return replace(block, parameters=tuple(pieces), num_elements=stop - start)
+
+
+def slices_of(blocks: Sequence[BlockSpec], rank_slice: RankSlice) -> tuple[BlockSpec, ...]:
+    """A rank's part of each block."""
+    return tuple(slice_of(block, rank_slice) for block in blocks)
+
+
+def sliced_segments(segments: Sequence[Segment], rank_slice: RankSlice) -> tuple[Segment, ...]:
+    """The segments with a rank's part of each block."""
+    if rank_slice.size == 1:
+        return tuple(segments)
+    return tuple(
+        replace(
+            segment,
+            blocks=slices_of(segment.blocks, rank_slice),
+            borrowed=slices_of(segment.borrowed, rank_slice),
+        )
+        for segment in segments
+    )

@@ -1,0 +1,65 @@
+"""Where ranks' slices cut the parameters of a model of transformers, by the rule that docs/ranks.md promises.
+
+The parameters of what runs before the layers, of each layer, and of what runs behind them are a block each, in their
+order. Each begins at a multiple of 128 elements, and the block ends at a multiple of 2048. Rank r of N has the units of
+2048 elements from floor(units * r / N) to floor(units * (r + 1) / N).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+
+def cuts_of(config: PretrainedConfig, num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """By parameter: the elements at which it is cut."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    found = {}
+    for parameters in _blocks(model).values():
+        starts, position = {}, 0
+        for name, number in parameters.items():
+            starts[name] = position
+            position = -(-(position + number) // 128) * 128
+        units = -(-position // 2048)
+        edges = [2048 * (units * rank // num_ranks) for rank in range(1, num_ranks)]
+        for name, number in parameters.items():
+            inside = sorted({edge - starts[name] for edge in edges if 0 < edge - starts[name] < number})
+            found[name] = tuple(inside)
+    return found
+
+
+def _blocks(model: nn.Module) -> dict[int, dict[str, int]]:
+    """By place: the sizes of a block's parameters, by name."""
+    layers = max(
+        (each for each in model.modules() if isinstance(each, nn.ModuleList)),
+        key=lambda each: sum(parameter.numel() for parameter in each.parameters()),
+    )
+    place, place_of = 0, dict[int, int]()
+    handles = []
+
+    def begin(index: int) -> None:
+        nonlocal place
+        place = index
+
+    for index, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(lambda *_, index=index: begin(index + 1)))
+    handles.append(layers[-1].register_forward_hook(lambda *_: begin(len(layers) + 1)))
+
+    def note(module: nn.Module, *_: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            place_of.setdefault(id(parameter), place)
+
+    handles += [module.register_forward_pre_hook(note) for module in model.modules()]
+    with torch.no_grad():
+        model(torch.arange(4).unsqueeze(0))
+    for handle in handles:
+        handle.remove()
+    for index, layer in enumerate(layers):
+        place_of |= {id(parameter): index + 1 for parameter in layer.parameters()}
+    blocks = defaultdict[int, dict[str, int]](dict)
+    for name, parameter in model.named_parameters():
+        blocks[place_of[id(parameter)]][name] = parameter.numel()
+    return blocks
