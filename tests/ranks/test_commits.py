@@ -1,201 +1,161 @@
-"""Commits of all ranks, killed at every moment at which one of them makes something durable or meets the others.
+"""Commits of all ranks at the level of their stores, ended at random moments of any ranks, again and again.
 
-Ranks are threads. One ends before or after the n-th such moment; the others get no more answers, and end. Then all
-start again, go on from a step that each of them has, and get the bits of an undisturbed run.
+Ranks are threads, and write steps whose contents follow from their number. Some end before or after one of their
+moments: a write, a sync, a manifest, a meeting. The others get no more answers, and end. Then all start again. They go
+on from one step, which has its contents in every rank, and no step is lost whose commit any rank had seen the end of.
 """
 
 from __future__ import annotations
 
+import random
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import tests.engine.machine
-from ratel_cli.engine.ranks.commits import resume_together
-from ratel_cli.engine.ranks.ranks import Channel, Ranks
+from ratel_cli.engine.ranks.commits import commit_together, resume_together
+from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.store.barrier import Barrier
-from tests.engine.architectures import tiny_config
-from tests.engine.machine import initial_weights, machine, random_steps
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.store import Progress, Store
+from tests.ranks.moments import KillingBarrier, KillingChannel, Moments
 from tests.ranks.threads import Killed, together
-from tests.reference import Recipe
+from tests.store.stores import IDENTITY, check_generation, create_store, import_all, progress_of, write_generation
 from tests.tiers import sample
 
-CONFIG, RECIPE, NUM_STEPS = tiny_config("llama", num_hidden_layers=1), Recipe(learning_rate=0.1), 3
-PREPARED = tempfile.TemporaryDirectory()
-NUM_GROUPS = 12
-Weights = dict[str, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Moments:
-    """Counts the moments of one rank, and ends it at one of them."""
-
-    kill_at: int | None = None
-    """The number of the moment, from 0; None: never."""
-    after: bool = False
-    """After it, not before."""
-    seen: list[str] = field(default_factory=list)
-
-    def pass_(self, name: str, do: Callable[[], None]) -> None:
-        number = len(self.seen)
-        self.seen.append(name)
-        if number == self.kill_at and not self.after:
-            raise Killed
-        do()
-        if number == self.kill_at:
-            raise Killed
-
-
-class KillingBarrier(Barrier):
-    def __init__(self, moments: Moments) -> None:
-        self._moments = moments
-
-    def sync(self, fd: int) -> None:
-        self._moments.pass_("sync", lambda: super(KillingBarrier, self).sync(fd))
-
-    def write_through(self, fd: int, offset: int, page: memoryview) -> None:
-        self._moments.pass_("publish", lambda: super(KillingBarrier, self).write_through(fd, offset, page))
-
-
-@dataclass(frozen=True, slots=True)
-class KillingChannel:
-    channel: Channel
-    moments: Moments
-
-    def swap(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
-        self.moments.pass_("meet", lambda: self.channel.swap(send, receive))
-
-
-@cache
-def model_of(rank: int) -> DecoderModel:
-    """Each rank binds weights to modules of its own."""
-    skeleton = build_skeleton(CONFIG, dtype="float32", attn_implementation="sdpa")
-    return find_blocks(skeleton, name=f"rank {rank}", gradient_dtype="float32")
-
-
-def run(ranks: Ranks, directory: Path, moments: Moments, *, is_new: bool) -> tuple[int, Weights]:
-    """Train to the end. Returns the step that it went on from, and what the rank has of the weights then."""
-    whole, size = random_steps(NUM_STEPS, ranks.size, packed=False), 1
-    steps = [step[ranks.rank * size :][:size] for step in whole]
-    watched = replace(ranks, control=KillingChannel(ranks.control, moments))
-    with machine(
-        directory / f"rank{ranks.rank}",
-        CONFIG,
-        RECIPE,
-        weights=initial_weights(CONFIG) if is_new else None,
-        model=model_of(ranks.rank),
-        barrier=None if is_new else KillingBarrier(moments),
-        ranks=watched,
-    ) as ratel:
-        if is_new:
-            return 0, {}
-        resume_together(ratel.store, watched, ratel.pool)
-        first = ratel.store.progress.step
-        ratel.train(steps, RECIPE)
-        return first, ratel.weights()
-
-
-@cache
-def prepared(size: int) -> Path:
-    """A directory with the new stores of as many ranks. Tests get copies."""
-    initial_weights(CONFIG)  # what transformers builds is for one thread
-    for rank in range(size):
-        model_of(rank)
-    directory = Path(PREPARED.name) / str(size)
-    for found in together(size, lambda ranks: run(ranks, directory, Moments(), is_new=True)):
-        assert found == (0, {})
-    return directory
-
-
-def begin(size: int, directory: Path) -> Path:
-    shutil.copytree(prepared(size), directory)
-    return directory
-
-
-def go_on(size: int, directory: Path, moments: Sequence[Moments]) -> list[Any]:
-    return together(size, lambda ranks: run(ranks, directory, moments[ranks.rank], is_new=False))
+NUM_GROUPS, NUM_IN_GROUP = 16, 20
+"""320 histories in all; the short tier has one group."""
+NUM_STEPS, NUM_STARTS = 3, 4
+Commit = Callable[[Store, Ranks, Progress], None]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[list[Weights], int]]:
-    """For a number of ranks: the weights at the end, and how many moments a rank has."""
+def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store at step 0. Tests get copies."""
+    path = tmp_path_factory.mktemp("new") / "store"
+    path.mkdir()
+    with open_queue("threads", notice=lambda text: None) as queue, create_store([path], queue) as store:
+        import_all(store)
+    return path
 
-    @cache
-    def trained(size: int) -> tuple[list[Weights], int]:
-        directory = begin(size, tmp_path_factory.mktemp("undisturbed") / "stores")
+
+def train(
+    ranks: Ranks, path: Path, moments: Moments, seen: list[int], commit: Commit = commit_together
+) -> tuple[int, int]:
+    """Go on from the newest common step, and write steps. Returns the first and the last. `seen` gets each step whose
+    commit has ended."""
+    watched = replace(ranks, control=KillingChannel(ranks.control, moments))
+    with (
+        open_queue("threads", notice=lambda text: None) as queue,
+        BufferPool(None) as pool,
+        Store.open([path], queue=queue, identity=IDENTITY, barrier=KillingBarrier(moments)) as store,
+    ):
+        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=lambda text: None)
+        resume_together(store, watched, pool)
+        first = store.progress.step
+        check_generation(store, first)
+        for step in range(first + 1, first + 1 + NUM_STEPS):
+            store.begin_step()
+            moments.pass_("write", lambda store=store, step=step: write_generation(store, step))
+            commit(store, watched, progress_of(step))
+            seen.append(step)
+        check_generation(store, store.progress.step)
+        return first, store.progress.step
+
+
+def history(number: int, new_store: Path, directory: Path, commit: Commit = commit_together) -> list[Any]:
+    """Start, end and start again. Returns what the ranks of the last start came to."""
+    draw = random.Random(number)
+    size = draw.choice([2, 3, 4])
+    paths = [directory / f"{number}-{rank}" for rank in range(size)]
+    for path in paths:
+        shutil.copytree(new_store, path)
+    newest = 0
+    for start in range(NUM_STARTS):
         moments = [Moments() for _ in range(size)]
-        found = go_on(size, directory, moments)
-        assert [first for first, _ in found] == [0] * size
-        return [weights for _, weights in found], len(moments[0].seen)
+        if start < NUM_STARTS - 1:
+            for rank in draw.sample(range(size), k=draw.randint(1, size)):
+                moments[rank] = Moments(kill_at=draw.randrange(14), after=draw.random() < 0.5)
+        seen: list[list[int]] = [[] for _ in range(size)]
 
-    return trained
+        def start_again(ranks: Ranks, moments: list[Moments] = moments, seen: list[list[int]] = seen) -> object:
+            return train(ranks, paths[ranks.rank], moments[ranks.rank], seen[ranks.rank], commit)
 
-
-def same(found: Sequence[Weights], wanted: Sequence[Weights]) -> bool:
-    return all(
-        ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-        for ours, theirs in zip(found, wanted, strict=True)
-    )
-
-
-@pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS))
-@pytest.mark.parametrize("size", [2, 3])
-def test_no_step_is_lost_at_any_moment(
-    tmp_path: Path, undisturbed: Callable[[int], tuple[list[Weights], int]], size: int, group: int
-) -> None:
-    wanted, num_moments = undisturbed(size)
-    cases = [(rank, at, after) for at in range(num_moments) for rank in range(size) for after in (False, True)]
-    for number, (rank, at, after) in enumerate(cases[group::NUM_GROUPS]):
-        directory = begin(size, tmp_path / str(number))
-        moments = [Moments(kill_at=at if each == rank else None, after=after) for each in range(size)]
-        ended = go_on(size, directory, moments)
-        if isinstance(ended[rank], Killed):
-            assert all(isinstance(each, EnvironmentFailure | Killed | tuple) for each in ended), ended
-        published = [each.seen.count("publish") for each in moments]
-        found = go_on(size, directory, [Moments() for _ in range(size)])
-        assert all(isinstance(each, tuple) for each in found), found
-        firsts = {first for first, _ in found}
-        assert len(firsts) == 1, "all go on from one step"
-        assert firsts.pop() >= min(published) - 1, "and none that all had published is lost"
-        assert same([weights for _, weights in found], wanted), (rank, at, after)
+        found = together(size, start_again)
+        assert all(isinstance(each, tuple | Killed | EnvironmentFailure) for each in found), (number, start, found)
+        firsts = {each[0] for each in found if isinstance(each, tuple)}
+        assert len(firsts) <= 1 and all(first >= newest for first in firsts), (number, start, found, newest)
+        newest = max([newest, *(step for steps in seen for step in steps)])
+    for path in paths:
+        shutil.rmtree(path)
+    return found
 
 
-def test_commits_without_a_meeting_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the same kills: one rank has overwritten the last step that the other has."""
-    monkeypatch.setattr(tests.engine.machine, "commit_together", lambda store, ranks, progress: store.commit(progress))
-    failures = []
-    for number, (at, after) in enumerate((at, after) for at in range(8) for after in (False, True)):
-        directory = begin(2, tmp_path / str(number))
-        go_on(2, directory, [Moments(kill_at=at, after=after), Moments()])
-        found = go_on(2, directory, [Moments(), Moments()])
-        failures += [each for each in found if isinstance(each, IntegrityFailure)]
-    assert failures and "no step in common" in failures[0].message
+@pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS, offset=7))
+def test_no_committed_step_is_lost(new_store: Path, tmp_path: Path, group: int) -> None:
+    for number in range(group * NUM_IN_GROUP, (group + 1) * NUM_IN_GROUP):
+        found = history(number, new_store, tmp_path)
+        assert all(isinstance(each, tuple) for each in found), (number, found)
+        assert len(set(found)) == 1
 
 
-def test_ranks_at_different_steps_do_not_commit(tmp_path: Path) -> None:
-    directory = begin(2, tmp_path / "stores")
+def test_a_commit_without_a_meeting_is_noticed(new_store: Path, tmp_path: Path) -> None:
+    """One rank overwrites the last step that another has: a committed one is lost, or all that they have in common."""
 
+    def hasty(store: Store, ranks: Ranks, progress: Progress) -> None:
+        store.commit(progress)
+
+    def is_noticed(number: int) -> bool:
+        try:
+            history(number, new_store, tmp_path, hasty)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(map(is_noticed, range(NUM_IN_GROUP)))
+
+
+def test_ranks_at_different_steps_do_not_go_on(new_store: Path, tmp_path: Path) -> None:
     def commit(ranks: Ranks) -> None:
-        with machine(directory / f"rank{ranks.rank}", CONFIG, RECIPE, model=model_of(ranks.rank), ranks=ranks) as ratel:
-            ratel.decided = 1 + ranks.rank
-            ratel.store.begin_step()
-            for block in ratel.model.spec.sliced(ranks.slice).blocks:
-                for each in block.record.fields:
-                    memory = memoryview(bytearray(each.num_bytes(block.num_elements)))
-                    with ratel.pool.lease(len(memory), "test") as lease:
-                        ratel.store.shadow().write(block.index, each.name, 0, block.num_elements, lease.memory).wait()
-            ratel.commit()
+        shutil.copytree(new_store, path := tmp_path / str(ranks.rank))
+        with (
+            open_queue("threads", notice=lambda text: None) as queue,
+            Store.open([path], queue=queue, identity=IDENTITY) as store,
+        ):
+            store.begin_step()
+            write_generation(store, 1)
+            commit_together(store, ranks, progress_of(1 + ranks.rank))
 
     for found in together(2, commit):
         assert isinstance(found, IntegrityFailure) and "different steps: 1, 2" in found.message
+
+
+def test_stores_without_a_common_step_are_rejected(new_store: Path, tmp_path: Path) -> None:
+    """Rank 0 is two steps ahead; or it is one step ahead, and the one before is overwritten."""
+
+    def resume(ranks: Ranks, directory: Path, num_steps: int) -> None:
+        shutil.copytree(new_store, path := directory / str(ranks.rank))
+        with (
+            open_queue("threads", notice=lambda text: None) as queue,
+            BufferPool(None) as pool,
+            Store.open([path], queue=queue, identity=IDENTITY) as store,
+        ):
+            for step in range(1, 1 + (num_steps if ranks.rank == 0 else 0)):
+                store.begin_step()
+                write_generation(store, step)
+                store.commit(progress_of(step))
+            if ranks.rank == 0:
+                store.begin_step()
+                write_generation(store, 1 + num_steps)
+                store.discard()
+            resume_together(store, ranks, pool)
+
+    found = together(2, lambda ranks: resume(ranks, tmp_path / "two", 2))
+    assert all(isinstance(each, IntegrityFailure) and "they are at steps 2, 0" in each.message for each in found), found
+    ahead, behind = together(2, lambda ranks: resume(ranks, tmp_path / "one", 1))
+    assert isinstance(ahead, IntegrityFailure) and "are not what step 0 wrote" in ahead.message
+    assert isinstance(behind, EnvironmentFailure)

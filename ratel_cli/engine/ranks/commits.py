@@ -40,10 +40,8 @@ def resume_together(
     known = ranks.gathered([store.progress.step, before])
     common = set.intersection(*({int(step) for step in steps} for steps in known)) - {_NONE}
     if not common:
-        steps = ", ".join(f"{rank}: {steps[0]:.0f}" for rank, steps in enumerate(known))
-        raise IntegrityFailure(
-            f"the stores of the ranks have no step in common (step of each rank: {steps})", START_OVER
-        )
+        steps = ", ".join(f"{newest:.0f}" for newest, _ in known)
+        raise IntegrityFailure(f"the stores of the ranks have no step in common; they are at steps {steps}", START_OVER)
     newest = max(common)
     if newest != store.progress.step:
         notice(f"step {store.progress.step} was not committed by all ranks; all resume from step {newest}")
