@@ -71,6 +71,8 @@ class Trained:
     """Of each step: the norm of each parameter's gradient, before it is clipped."""
     weights: dict[str, torch.Tensor]
     """By name: fp32 masters; what is frozen as the model has it."""
+    moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """By the name of what has had a gradient: the state of torch's AdamW."""
 
 
 def train_in_memory(
@@ -185,6 +187,11 @@ def _trained(
         weights={
             name: (masters[name] if parameter.requires_grad else parameter).detach().float().cpu().clone()
             for name, parameter in model.named_parameters()
+        },
+        moments={
+            name: {key: each.clone() for key, each in optimizer.state[master].items()}
+            for name, master in trained.items()
+            if master in optimizer.state
         },
     )
 

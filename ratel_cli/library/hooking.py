@@ -25,7 +25,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ratel_cli.closing import Closing
 from ratel_cli.engine.build import EngineSettings, UpdatingParts, open_device
 from ratel_cli.engine.horizontal import EndedStep, HorizontalEngine
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
@@ -35,6 +34,7 @@ from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import kept_bytes, num_cores, return_large_buffers
 from ratel_cli.library.block_call import Forward, HookedBlock, PassedOn
+from ratel_cli.library.has_state import HasState
 from ratel_cli.library.initialising import INIT, storage_of
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.optimizer import HOOKED, AdamW
@@ -112,7 +112,7 @@ def hook(
     return made
 
 
-class Hooked(Closing):
+class Hooked(HasState):
     """The training state of a hooked module, made by `hook`. Use it as a context manager, or close it."""
 
     def __init__(
@@ -124,16 +124,13 @@ class Hooked(Closing):
         planned: Callable[[ModelSpec, AdamW | None], HorizontalPlan],
     ) -> None:
         """`resources` closes everything that is open. `planned`: the plan for an optimizer, or for none."""
-        self._context = context
+        super().__init__(context, hooked.spec, store)
         self._hooked = hooked
-        self._store = store
         self._resources = resources
         self._engines = resources.enter_context(ExitStack())
         """Closed first: the engine."""
         self._engine: HorizontalEngine | None = None
         self._optimizer: AdamW | None = None
-        self._pending = store.progress
-        """After the last step that has ended."""
         self._num_uncalled = 0
         """Steps that have ended since the optimizer's `step` was last called."""
         self.plan = planned(hooked.spec, None)
@@ -158,11 +155,6 @@ class Hooked(Closing):
         threading._register_atexit(partial(_close_if_there, weakref.ref(self)))  # type: ignore[attr-defined]
 
     @property
-    def num_steps(self) -> int:
-        """Steps that have ended, those of earlier loops on the same state included."""
-        return self._pending.step
-
-    @property
     def grad_norm(self) -> float:
         """The norm of all gradients of the last step, before clipping; NaN before the first one."""
         return self._grad_norm
@@ -184,14 +176,6 @@ class Hooked(Closing):
         output, context = Path(directory), self._context
         for text in save_module(hooked.module, hooked.spec, context, self._store, output, overwrite=overwrite):
             context.log.notice(text)
-
-    def verify(self) -> None:
-        """Commit the last step, and compare every byte of the training state with its checksum. Raises
-        IntegrityFailure, which names the block."""
-        self._check_open()
-        self._settle()
-        self._store.current().check_all(self._context.pool, progress=lambda num_bytes: None)
-        self._context.pool.trim()
 
     def follow(self, optimizer: AdamW) -> None:
         """Update by this optimizer from now on."""

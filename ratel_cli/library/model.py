@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ratel_cli.closing import Closing
 from ratel_cli.data.sample_batch import AnyModelBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
@@ -27,6 +26,7 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, Diverged, DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.library.batches import Tensors
+from ratel_cli.library.has_state import HasState
 from ratel_cli.library.plans import is_within, measured_plan, workload_of
 from ratel_cli.library.trained_model import TrainedModel
 from ratel_cli.model.marker import read_marker
@@ -42,7 +42,7 @@ Loss = Callable[..., torch.Tensor]
 ones. Of a module: from its output, and the batch. To the sum of the losses, a scalar."""
 
 
-class Model(Closing):
+class Model(HasState):
     """An open model, made by `open_model`. Use it as a context manager, on one thread."""
 
     def __init__(
@@ -54,28 +54,20 @@ class Model(Closing):
         resources: ExitStack,
     ) -> None:
         """`resources` closes everything that is open."""
-        self._context = context
+        super().__init__(context, trained.model.spec, store)
         self._trained = trained
-        self._store = store
         self._hardware = hardware
         self._resources = resources
         self._engines = resources.enter_context(ExitStack())
         """Closed first: the engine of the plan that fits the batches so far."""
         self._engine: StepEngine[Any] | None = None
         self._plan: Plan | None = None
-        self._pending = store.progress
-        """After the last step that was computed."""
         self._computed: StepOutcome | None = None
         """Of `forward_backward`, until `step`."""
         self._grad_norm = math.nan
         self._timeline = Timeline()
         self._num_tokens = 0
         self._is_closed = False
-
-    @property
-    def num_steps(self) -> int:
-        """Steps so far, those of earlier loops on the same state included."""
-        return self._pending.step
 
     @property
     def grad_norm(self) -> float:
@@ -160,8 +152,7 @@ class Model(Closing):
 
     def evaluate(self, batch: Tensors | Sequence[Tensors], *, loss: Loss | None = None) -> float:
         """The mean loss over all labels of the next tokens, without dropout and without gradients. `loss` as above."""
-        self._check_open()
-        self._check_applied("evaluate")
+        self._check_ready("evaluate")
         batches = self._trained.batches(batch)
         num_targets = sum(each.num_targets for each in batches)
         if not num_targets:
@@ -180,8 +171,7 @@ class Model(Closing):
         A file that Ratel did not write, or the model of another loop or run, is replaced only with `overwrite`; the
         model that was opened never is. Raises BadInput, EnvironmentFailure.
         """
-        self._check_open()
-        self._check_applied("save_pretrained")
+        self._check_ready("save_pretrained")
         config, output = self._context.config, Path(directory)
         marker = read_marker(output)
         if marker is not None and not overwrite and marker.run != own_output(config):
@@ -189,15 +179,6 @@ class Model(Closing):
         self._settle()
         for text in self._trained.save(self._context, self._store, output, overwrite):
             self._context.log.notice(text)
-
-    def verify(self) -> None:
-        """Commit the last step, and compare every byte of the training state with its checksum. Raises
-        IntegrityFailure, which names the block."""
-        self._check_open()
-        self._check_applied("verify")
-        self._settle()
-        self._store.current().check_all(self._context.pool, progress=lambda num_bytes: None)
-        self._context.pool.trim()
 
     def close(self) -> None:
         """Commit the last step and give everything back. Gradients that no `step` followed are dropped. Idempotent."""
@@ -218,7 +199,8 @@ class Model(Closing):
             raise BadInput(f"{asked} needs gradients: call forward_backward first, once for each step")
         return self._computed
 
-    def _check_applied(self, asked: str) -> None:
+    def _check_ready(self, asked: str) -> None:
+        self._check_open()
         if self._computed is not None:
             raise BadInput(f"{asked} was called between forward_backward and step()", "call step() first")
 

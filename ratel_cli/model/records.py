@@ -1,7 +1,8 @@
 """Records as tensors: from master weights to the fields that a block keeps, and back.
 
 Invariants: in the compute dtype of a block its weights are those of the record, bit for bit; in any other dtype they
-are the fp32 master weights, rounded once. A trained block's master weights survive encoding and decoding exactly.
+are the fp32 master weights, rounded once. A trained block's master weights survive encoding and decoding exactly, and
+its moments are AdamW's, without the sign that the second one carries.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.tickets import join
 from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.schedule.rules import HI16, LO16, M32, V32, W32
 from ratel_cli.sizes import DtypeName
+from ratel_cli.store.generation import Generation
 from ratel_cli.store.layout import Field, Record
 
 Fields = Mapping[str, torch.Tensor]
@@ -46,6 +49,11 @@ class RecordBuffers(Closing):
         """The memory of the first elements of a field."""
         return self._memories[field][: field.num_bytes(num_elements)]
 
+    def read(self, generation: Generation, block: int, fields: Iterable[Field], start: int, stop: int) -> None:
+        """Read elements [start, stop) of these fields of a block, whole chunks. Raises IntegrityFailure."""
+        reads = [generation.read(block, field.name, start, stop, self.memory(field, stop - start)) for field in fields]
+        join(reads).wait()
+
     def tensors(self, fields: Iterable[Field], num_elements: int) -> dict[str, torch.Tensor]:
         """The first elements of these fields, by name."""
         return {field.name: view(self._memories[field], VALUE_DTYPES[field.dtype])[:num_elements] for field in fields}
@@ -67,6 +75,22 @@ def decode_weights(read: tuple[Field, ...], fields: Fields, dtype: DtypeName) ->
     master = fields[W32.name]
     _native.join_bfloat16(fields[HI16.name], fields[LO16.name], fields[V32.name], master)
     return master.to(VALUE_DTYPES[dtype])
+
+
+def state_fields_for(record: Record) -> tuple[Field, ...]:
+    """The fields to read for all that AdamW has of a block: fp32 master weights and moments; of a frozen block its
+    weights."""
+    moments = (M32, V32) if V32 in record.fields else ()
+    return tuple(dict.fromkeys((*fields_for(record, "float32"), *moments)))
+
+
+def decode_state(record: Record, fields: Fields) -> dict[str, torch.Tensor]:
+    """From the fields that `state_fields_for` names, by torch's names: `weight`, and of a trained block `exp_avg` and
+    `exp_avg_sq`, each fp32 `[elements]`. Two halves are joined in `w32`."""
+    state = {"weight": decode_weights(fields_for(record, "float32"), fields, "float32")}
+    if V32 in record.fields:
+        state |= {"exp_avg": fields[M32.name], "exp_avg_sq": fields[V32.name].abs()}
+    return state
 
 
 def encode_record(record: Record, fields: Fields) -> None:

@@ -12,11 +12,11 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.tickets import join
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.records import RecordBuffers, decode_weights, fields_for
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.rules import W32
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
@@ -63,13 +63,9 @@ class StoredWeights(Closing):
         block, parameter = self._placed[name]
         assert 0 <= start <= stop <= parameter.num_elements, (name, start, stop)
         position, end = parameter.start + start, parameter.start + stop
-        unit = self._generation.chunk_elements
-        while position < end:
-            first = align_down(position, unit)
-            last = min(first + self._group_elements, align_up(end, unit), block.num_elements)
+        for first, last in groups_of(self._generation, block, position, end, self._group_elements):
             values = self._read(block.index, first, last)
-            yield values[position - first : min(end, last) - first]
-            position = last
+            yield values[max(position, first) - first : min(end, last) - first]
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole parameter in its own shape, in memory of its own. Raises what `slices` raises."""
@@ -90,11 +86,18 @@ class StoredWeights(Closing):
     def _read(self, block: int, start: int, stop: int) -> torch.Tensor:
         self._progress()
         read = self._read_fields[block]
-        join(
-            [
-                self._generation.read(block, field.name, start, stop, self._buffers.memory(field, stop - start))
-                for field in read
-            ]
-        ).wait()
+        self._buffers.read(self._generation, block, read, start, stop)
         tensors = self._buffers.tensors(self._decoded_fields[block], stop - start)
         return decode_weights(read, tensors, self._dtypes[block])
+
+
+def groups_of(
+    generation: Generation, block: BlockSpec, start: int, stop: int, group_elements: int
+) -> Iterator[tuple[int, int]]:
+    """Elements [start, stop) of a block in groups [first, last) that a generation reads: whole chunks."""
+    unit = generation.chunk_elements
+    while start < stop:
+        first = align_down(start, unit)
+        last = min(first + group_elements, align_up(stop, unit), block.num_elements)
+        yield first, last
+        start = last

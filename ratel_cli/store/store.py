@@ -87,6 +87,8 @@ class Store(Closing):
         geometry = manifest.geometry
         self.identity = manifest.identity
         """The model, settings, data and seed that the store belongs to."""
+        self.store_id = manifest.store_id
+        """Drawn when the store was made. A copy of its files has it, too."""
         self.blocks = geometry.blocks
         """What the store has of each block."""
         self.num_slots = geometry.num_slots
@@ -227,6 +229,13 @@ class Store(Closing):
         assert self._phase is _Phase.IMPORTING
         self._shadow.leave_zeros()
         self.publish(self._stage(replace(self._commits.manifest, progress=progress)))
+
+    def belong_to(self, identity: StoreIdentity) -> None:
+        """Commit that the store belongs to this from now on. Its generations stay."""
+        self._commits.check_usable()
+        assert self._phase is _Phase.READY
+        self._publish(replace(self._commits.manifest, identity=identity))
+        self.identity = identity
 
     def begin_step(self) -> None:
         """Choose a slot for the shadow. In place: first commit that the only generation is about to be overwritten."""

@@ -386,16 +386,16 @@ def test_after_a_batch_that_does_not_fit_smaller_ones_train_on(tmp_path: Path, b
     assert losses == list(wanted("llama", steps, Recipe(weight_decay=0.0)).losses)
 
 
+def large_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return 1e4 * cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100)
+
+
 def test_in_fp16_a_step_that_overflows_is_skipped(tmp_path: Path, base: Path) -> None:
     """The first scale is 65536: with gradients that are 10,000 times as large, some steps overflow."""
     steps, losses = batches(20, 1), []
-
-    def large(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return 1e4 * cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100)
-
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float16", device="cpu") as model:
         for step in steps:
-            losses.append(model.forward_backward(step, loss=large))
+            losses.append(model.forward_backward(step, loss=large_loss))
             model.step(learning_rate=1e-3)
         assert model.num_steps == 20
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float16", device="cpu") as model:

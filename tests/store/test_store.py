@@ -315,3 +315,22 @@ def test_a_store_exists_once_its_import_is_committed(tmp_path: Path, queue: IoQu
         assert Store.exists(paths)
         assert Store.exists(paths[:1])
         assert Store.exists(paths[1:])
+
+
+def test_it_belongs_to_another_identity_from_a_commit_on(queue: IoQueue, tmp_path: Path) -> None:
+    """Its generations stay, and a step that comes then does not change that."""
+    other = replace(IDENTITY, data_hash="e" * 64)
+    with import_all(create_store([tmp_path], queue)) as store:
+        run_step(store)
+        before = store.store_id
+        store.belong_to(other)
+        assert store.identity == other
+        check_generation(store, 1)
+    with pytest.raises(BadInput, match="the training data changed"):
+        open_store([tmp_path], queue)
+    with Store.open([tmp_path], queue=queue, identity=other) as store:
+        check_generation(store, 1)
+        run_step(store)
+        assert (store.store_id, store.identity) == (before, other)
+    with Store.open([tmp_path], queue=queue, identity=other) as store:
+        check_generation(store, 2)
