@@ -238,6 +238,24 @@ class RunLog:
             self._console.print(text)
 
 
+class RankLog(RunLog):
+    """The log of a rank that is not the first: warnings and errors, with its number; the rest says what the first
+    one does."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for the whole process)
+        self._rank = rank
+        self._shown = RunLog()
+
+    def warn(self, text: str) -> None:
+        """See RunLog."""
+        self._shown.warn(f"rank {self._rank}: {text}")
+
+    def error(self, message: str, hint: str | None = None) -> None:
+        """See RunLog."""
+        self._shown.error(f"rank {self._rank}: {message}", hint)
+
+
 class _Console(Console):
     """A console that ends the command, and nothing else, when nobody reads the stream any more."""
 

@@ -57,8 +57,9 @@ class Recipe:
     """Where the model computes; masters and AdamW are on the CPU."""
     model_class: type[PreTrainedModel] | None = None
     """None: transformers' class of causal language models."""
-    num_ranks: int = 1
-    """Each computes an equal part of a step's micro-batches, one after another; their sums are then added."""
+    of_rank: int | None = None
+    """So many micro-batches of a step, one after another, have a sum of their own; these are then added. The last of
+    them may have fewer. None: all are one sum."""
     cuts: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     """By parameter: where ranks' slices cut it. Each part of a gradient has a norm of its own."""
 
@@ -239,7 +240,7 @@ def _clip(gradients: list[torch.Tensor], max_norm: float | None) -> float:
 def _gradients(
     model: nn.Module, batches: Sequence[Batch], step: int, recipe: Recipe
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    num_targets, number = sum(batch.num_targets for batch in batches), len(batches) // recipe.num_ranks
+    num_targets, number = sum(batch.num_targets for batch in batches), recipe.of_rank or len(batches)
     total, sums = 0.0, dict[str, torch.Tensor]()
     for first in range(0, len(batches), number):
         of_rank, sums_of_rank = _gradients_of_rank(model, batches, first, first + number, num_targets, step, recipe)

@@ -29,6 +29,7 @@ from typer.exceptions import TyperException
 from ratel_cli.cli import config_commands, model_commands, training_commands, upkeep_commands
 from ratel_cli.closing import Closing
 from ratel_cli.commands import forget_run
+from ratel_cli.engine.ranks.launched import OfAllRanks, RankLost, RanksEnded, launched_rank
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RatelError
 from ratel_cli.training.stopping import STOPPED
 
@@ -159,6 +160,8 @@ def _run_command(arguments: Sequence[str] | None) -> int | None:
         _flush_output()
     except BrokenPipeError:
         raise
+    except RanksEnded as exc:
+        return exc.exit_code
     except Interrupted as exc:
         _report_stop(exc.message)
         return exc.signal_exit_code
@@ -211,9 +214,10 @@ def _discard(descriptor: int) -> None:
 
 
 def _report(message: str, hint: str | None) -> None:
-    from ratel_cli.console import RunLog
+    from ratel_cli.console import RankLog, RunLog
 
-    RunLog().error(message, hint)
+    rank = launched_rank()
+    (RankLog(rank) if rank else RunLog()).error(message, hint)
 
 
 def _report_os_error(error: OSError) -> int:
@@ -233,10 +237,13 @@ def _report_stop(message: str) -> None:
     """Print without `error:`, because the user asked for it."""
     from ratel_cli.console import RunLog
 
-    RunLog().remark(message)
+    if not launched_rank():
+        RunLog().remark(message)
 
 
 def _report_error(error: RatelError) -> None:
+    if isinstance(error, RankLost | OfAllRanks) and not error.is_reported_here:
+        return
     for finding in (error, *error.others):
         _report(finding.message, finding.hint)
 

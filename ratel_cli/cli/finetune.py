@@ -5,11 +5,13 @@ Invariant: nothing heavy is imported before the config is known to be right, so 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.cli.arguments import check_option
-from ratel_cli.console import RunLog
+from ratel_cli.console import RankLog, RunLog
+from ratel_cli.engine.ranks.launched import RanksEnded, launched_rank
 from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.run.files.origin import check_origin, find_origin
 from ratel_cli.run.files.output import finish_export
@@ -27,8 +29,10 @@ def run(
     overwrite: bool,
     origin: str | None,
     fresh_optimizer: bool,
+    num_ranks: int | None = None,
 ) -> None:
-    """Run the config in `path`, from the step of another run if `origin` names one. Raises RatelError."""
+    """Run the config in `path`, from the step of another run if `origin` names one, in this process or in ranks that
+    it starts. Raises RatelError."""
     check_option("--fresh-optimizer", fresh_optimizer, only_with="--from RUN", is_met=origin is not None)
     if origin is not None and isinstance(start, GoBack):
         raise BadInput(
@@ -36,7 +40,8 @@ def run(
             "back to",
             "name the other run's step with --from RUN@STEP",
         )
-    log = RunLog()
+    rank = launched_rank()
+    log = RankLog(rank) if rank else RunLog()
     config = read_config(path, log, overrides)
     check_can_train(config, log.notice)
     errors = ErrorList()
@@ -45,8 +50,22 @@ def run(
     found = None if origin is None else find_origin(origin, log, fresh_optimizer=fresh_optimizer)
     if found is not None:
         check_origin(config, found)
-    if not dry_run:
+    if not dry_run and not rank:
         finish_export(config.output_dir, log, option="output_dir")
+    if num_ranks is not None and num_ranks > 1:
+        from ratel_cli.cli.launch import launch
+
+        raise RanksEnded(launch(num_ranks, without_ranks(sys.argv[1:])))
     from ratel_cli.run.train.finetune import run_finetune
 
     run_finetune(config, log, start=start, dry_run=dry_run, overwrite=overwrite, origin=found)
+
+
+def without_ranks(arguments: Sequence[str]) -> list[str]:
+    """The arguments of the command without `--ranks N`."""
+    found, skip = [], False
+    for each in arguments:
+        if not skip and not each.startswith("--ranks"):
+            found.append(each)
+        skip = not skip and each == "--ranks"
+    return found

@@ -51,6 +51,16 @@ def finetune(
     fresh_optimizer: Annotated[
         bool, typer.Option("--fresh-optimizer", help="With --from: take the weights only, and begin at step 0.")
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=1,
+            help="Train in N processes on this machine, each with a part of the state and its own batches.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     check_option("--overwrite-store", overwrite_store, only_with="--resume no", is_met=resume == "no")
     start = start_of(resume, overwrite_store=overwrite_store)
@@ -64,6 +74,7 @@ def finetune(
         overwrite=overwrite,
         origin=origin,
         fresh_optimizer=fresh_optimizer,
+        num_ranks=ranks,
     )
 
 

@@ -266,6 +266,11 @@ class RunConfig(Section):
         size, number = self.micro_batch_size, self.gradient_accumulation_steps
         return (size, number) if isinstance(size, int) and isinstance(number, int) else None
 
+    def of_ranks(self, num_ranks: int) -> Self:
+        """The config whose steps have the micro-batches of all ranks."""
+        _, number = self.known_split
+        return self.model_copy(update={"gradient_accumulation_steps": number * num_ranks})
+
     @property
     def known_split(self) -> tuple[int, int]:
         """The split of a resolved config that has one."""

@@ -31,7 +31,7 @@ from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 
 
 class BlockSource(Protocol):
@@ -44,7 +44,7 @@ class BlockSource(Protocol):
 class GenerationBlocks:
     """The compute weights of one generation in the store."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Readable) -> None:
         self._generation = generation
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:

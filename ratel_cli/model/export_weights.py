@@ -23,7 +23,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging, require_space
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.units import MIB
 
 _WRITTEN_BYTES = 2 * MIB
@@ -32,7 +32,7 @@ _WRITTEN_BYTES = 2 * MIB
 
 def export_model(
     spec: ModelSpec,
-    generation: Generation,
+    generation: Readable,
     pool: BufferPool,
     *,
     sidecars: Sidecars,

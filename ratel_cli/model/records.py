@@ -19,7 +19,7 @@ from ratel_cli.io.tickets import join
 from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.schedule.rules import HI16, LO16, M32, V32, W32
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.layout import Field, Record
 
 Fields = Mapping[str, torch.Tensor]
@@ -49,7 +49,7 @@ class RecordBuffers(Closing):
         """The memory of the first elements of a field."""
         return self._memories[field][: field.num_bytes(num_elements)]
 
-    def read(self, generation: Generation, block: int, fields: Iterable[Field], start: int, stop: int) -> None:
+    def read(self, generation: Readable, block: int, fields: Iterable[Field], start: int, stop: int) -> None:
         """Read elements [start, stop) of these fields of a block, whole chunks. Raises IntegrityFailure."""
         reads = [generation.read(block, field.name, start, stop, self.memory(field, stop - start)) for field in fields]
         join(reads).wait()

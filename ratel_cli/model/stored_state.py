@@ -15,7 +15,7 @@ from ratel_cli.model.records import RecordBuffers, decode_state, state_fields_fo
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import groups_of
 from ratel_cli.schedule.rules import W32
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 
 _GROUP_ELEMENTS: Final = 1 << 20
 """Elements that are read at once: 4 MiB of each fp32 field, what the queues move in one request."""
@@ -25,7 +25,7 @@ class StoredState:
     """Reads the training state of the parameters of one generation."""
 
     def __init__(
-        self, spec: ModelSpec, generation: Generation, pool: BufferPool, *, group_elements: int = _GROUP_ELEMENTS
+        self, spec: ModelSpec, generation: Readable, pool: BufferPool, *, group_elements: int = _GROUP_ELEMENTS
     ) -> None:
         """Memory comes from `pool` while a parameter is read."""
         self._generation, self._pool = generation, pool

@@ -19,7 +19,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.rules import W32
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.units import align_down, align_up
 
 
@@ -29,7 +29,7 @@ class StoredWeights(Closing):
     def __init__(
         self,
         spec: ModelSpec,
-        generation: Generation,
+        generation: Readable,
         pool: BufferPool,
         dtype: DtypeName,
         *,
@@ -92,7 +92,7 @@ class StoredWeights(Closing):
 
 
 def groups_of(
-    generation: Generation, block: BlockSpec, start: int, stop: int, group_elements: int
+    generation: Readable, block: BlockSpec, start: int, stop: int, group_elements: int
 ) -> Iterator[tuple[int, int]]:
     """Elements [start, stop) of a block in groups [first, last) that a generation reads: whole chunks."""
     unit = generation.chunk_elements

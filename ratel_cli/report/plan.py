@@ -37,6 +37,7 @@ RESOURCE_NAMES: Mapping[str, str] = {
     "nvme read": "NVMe read",
     "nvme write": "NVMe write",
     "optimizer": "optimizer",
+    "network": "network",
     "memory": "memory",
 }
 """How a person reads the names of resources."""

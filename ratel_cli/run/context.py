@@ -18,6 +18,7 @@ import torch
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.pinning import GpuPinning
@@ -43,6 +44,8 @@ class RunContext:
     pool: BufferPool
     host_limit_bytes: int
     """Host memory that the run may take: `limits.host_memory`, or what was free when the run began."""
+    ranks: Ranks
+    """Those that train together."""
     resources: ExitStack
     """Closes what is opened later, last opened first."""
 
@@ -74,8 +77,10 @@ class RunContext:
 
 
 @contextmanager
-def open_context(config: RunConfig, log: RunLog, *, device: torch.device = CPU) -> Iterator[RunContext]:
-    """Open the queue and the memory of a run that computes on `device`.
+def open_context(
+    config: RunConfig, log: RunLog, *, device: torch.device = CPU, ranks: Ranks = ALONE
+) -> Iterator[RunContext]:
+    """Open the queue and the memory of a run that computes on `device`, together with other ranks.
 
     Raises EnvironmentFailure where the I/O engine that the config names cannot be used.
     """
@@ -91,6 +96,7 @@ def open_context(config: RunConfig, log: RunLog, *, device: torch.device = CPU) 
             queue=queue,
             pool=pool,
             host_limit_bytes=limit_bytes,
+            ranks=ranks,
             resources=opened.enter_context(ExitStack()),
         )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ratel_cli.errors import BadInput, IntegrityFailure, RatelError
 from ratel_cli.io.files import use_direct_io
 from ratel_cli.store.headers import check_first, check_membership, check_ours, read_header
-from ratel_cli.store.layout import NUM_MANIFESTS
+from ratel_cli.store.layout import NUM_MANIFESTS, RankSlice
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreLock
 from ratel_cli.store.manifest import Manifest, StoreIdentity, choose_manifest
 
@@ -37,6 +37,12 @@ def stored_step(directories: Sequence[Path]) -> int | None:
     """The step of the store in these directories, as `stored_identity` finds it."""
     manifest = _stored_manifest(directories)
     return None if manifest is None else manifest.progress.step
+
+
+def stored_rank_slice(directories: Sequence[Path]) -> RankSlice | None:
+    """Which part of each block the store in these directories has, as `stored_identity` finds it."""
+    manifest = _stored_manifest(directories)
+    return None if manifest is None else manifest.geometry.rank_slice
 
 
 def _stored_manifest(directories: Sequence[Path]) -> Manifest | None:

@@ -280,11 +280,16 @@ class Store(Closing):
         failpoint("commit.published")
         self._phase = _Phase.READY
 
-    def commit_progress(self, progress: Progress) -> None:
-        """Commit a step that was not applied: the same generation, with the progress of a later step."""
+    def commit_progress(self, progress: Progress, *, may_fall_back: bool = False) -> None:
+        """Commit a step that was not applied: the same generation, with the progress of a later step.
+
+        `may_fall_back`: the step before can become the current one again, instead of the generation before.
+        """
         self._commits.check_usable()
         assert self._phase is _Phase.READY
-        self._publish(replace(self._commits.manifest, progress=progress))
+        manifest = self._commits.manifest
+        before = manifest.current if may_fall_back else manifest.before
+        self._publish(replace(manifest, progress=progress, before=before))
 
     def discard(self) -> None:
         """Drop the step. The current generation stays, and the shadow's slot is free again.

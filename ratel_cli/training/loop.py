@@ -25,7 +25,9 @@ from typing import Any
 
 from ratel_cli.data.latents import AnyData
 from ratel_cli.data.sample_batch import AnyModelBatch
-from ratel_cli.engine.loss import NOTHING_EVALUATED
+from ratel_cli.engine.loss import NOTHING_EVALUATED, EvaluatedSums
+from ratel_cli.engine.ranks.commits import commit_progress_together, commit_together
+from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
@@ -130,8 +132,12 @@ class TrainingLoop:
         timeline: Timeline,
         callbacks: LoopCallbacks,
         recording: StepRecording | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """With a `recording` the loop's first step records what each operator costs."""
+        """With a `recording` the loop's first step records what each operator costs. `data`: what all `ranks` train
+        on together."""
+        self._ranks = ranks
+        self._has_computed = True
         self._engine = engine
         self._store = store
         self._queue = queue
@@ -186,6 +192,11 @@ class TrainingLoop:
         `take_over` makes it, as a part of the next step: it may wait for updates of the last one.
         """
         self._take_over, self._settings = take_over, settings
+
+    @property
+    def has_computed(self) -> bool:
+        """False if the last step had no micro-batch for this rank: an epoch's last one may have too few."""
+        return self._has_computed
 
     @property
     def is_committed(self) -> bool:
@@ -249,7 +260,7 @@ class TrainingLoop:
             if commits_now:
                 self._commit()
         else:
-            self._store.commit_progress(after)
+            commit_progress_together(self._store, self._ranks, after)
             self._callbacks.after_commit()
         return metrics
 
@@ -257,8 +268,11 @@ class TrainingLoop:
         self, progress: Progress, batches: Sequence[AnyModelBatch], *, recording: StepRecording | None
     ) -> StepOutcome:
         """The step that follows `progress`. It can be computed again as long as it was not applied."""
+        own = self._own(batches)
+        self._has_computed = bool(own)
         return self._engine.run(
-            batches,
+            own,
+            first_micro_batch=self._ranks.rank * self._settings.micro_batches_per_step,
             step=progress.step,
             update=progress.updates + 1,
             learning_rate=self._schedule.at(progress.step),
@@ -331,12 +345,26 @@ class TrainingLoop:
             eval_loss=None,
         )
 
+    def _own(self, batches: Sequence[AnyModelBatch]) -> Sequence[AnyModelBatch]:
+        """Those of this rank."""
+        number = self._settings.micro_batches_per_step
+        first = self._ranks.rank * number
+        return batches[first : first + number] if self._ranks.size > 1 else batches
+
+    def _of_all(self, sums: EvaluatedSums) -> EvaluatedSums:
+        """What all ranks have evaluated."""
+        is_counted = sums.num_right is not None
+        found = self._ranks.gathered([sums.loss, float(sums.num_right or 0)])
+        return EvaluatedSums(
+            sum(loss for loss, _ in found), int(sum(right for _, right in found)) if is_counted else None
+        )
+
     def _commit(self) -> None:
         """Commit the last computed step, whose update is written completely."""
         progress, self._uncommitted = self._uncommitted, None
         assert progress is not None
         with self._timeline.stalled_on("nvme write"):
-            self._store.commit(progress)
+            commit_together(self._store, self._ranks, progress)
         self._callbacks.after_commit()
 
     def _commit_pending(self) -> None:
@@ -383,11 +411,12 @@ class TrainingLoop:
             self._callbacks.check_stop()
             waiting.append(batch)
             num_targets += batch.num_targets
-            if len(waiting) == self._settings.micro_batches_per_step:
-                total = total.and_of(self._engine.evaluate(waiting))
+            if len(waiting) == self._settings.micro_batches_per_step * self._ranks.size:
+                total = total.and_of(self._engine.evaluate(self._own(waiting)))
                 waiting = []
         if waiting:
-            total = total.and_of(self._engine.evaluate(waiting))
+            total = total.and_of(self._engine.evaluate(self._own(waiting)))
+        total = self._of_all(total)
         self._timeline.take()
         self._count_bytes()
         if not num_targets:

@@ -47,6 +47,15 @@ class StopRequest(Closing):
             raise Interrupted(self._received, self._message())
 
     @property
+    def received(self) -> int | None:
+        """The signal that was received."""
+        return self._received
+
+    def note(self, number: int) -> None:
+        """Another rank has received this signal."""
+        self._received = self._received or number
+
+    @property
     def is_requested(self) -> bool:
         """Whether a signal was received."""
         return self._received is not None

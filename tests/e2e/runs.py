@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,9 +250,32 @@ def wait(process: ForkServerProcess) -> int:
     return process.exitcode
 
 
-def stderr_of(config: Path) -> str:
-    """What the last process of `start` wrote to stderr."""
-    return config.with_name("stderr.txt").read_text(encoding="utf-8")
+def start_ranks(
+    config: Path, size: int, *arguments: str, kill_at: Mapping[int, str] | None = None, first: int = 0
+) -> list[ForkServerProcess]:
+    """Run it in so many ranks, each as `start` does. `kill_at`: by rank. Those from `first` on are started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "t"}
+    return [
+        start(
+            config,
+            *arguments,
+            kill_at=(kill_at or {}).get(rank),
+            environment={**group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(first, size)
+    ]
+
+
+def stderr_of(config: Path, rank: int = 0) -> str:
+    """What the last process of `start` wrote to stderr; or the one that was this rank."""
+    return _stderr_path(config, rank).read_text(encoding="utf-8")
+
+
+def _stderr_path(config: Path, rank: int) -> Path:
+    return config.with_name(f"stderr-{rank}.txt" if rank else "stderr.txt")
 
 
 def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, environment: Mapping[str, str]) -> None:
@@ -260,7 +284,8 @@ def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, envir
     os.environ.update(environment)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at
-    with Path(config).with_name("stderr.txt").open("w", encoding="utf-8", buffering=1) as stderr:
+    path = _stderr_path(Path(config), int(os.environ.get("RANK", "0")))
+    with path.open("w", encoding="utf-8", buffering=1) as stderr:
         sys.stderr = stderr
         with measured_briefly():
             code = main(["finetune", config, *arguments])

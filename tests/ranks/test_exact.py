@@ -68,7 +68,7 @@ def check(
         config,
         initial_weights(config),
         random_steps(NUM_STEPS, num_micro_batches * size, packed=False),
-        replace(recipe, num_ranks=size, cuts=cuts_of(config, size)),
+        replace(recipe, of_rank=num_micro_batches, cuts=cuts_of(config, size)),
     )
     for losses, norms, _ in found:
         assert losses == list(wanted.losses)

@@ -29,6 +29,12 @@ def commit_together(store: Store, ranks: Ranks, progress: Progress) -> None:
     _meet(ranks, progress.step)
 
 
+def commit_progress_together(store: Store, ranks: Ranks, progress: Progress) -> None:
+    """Commit a step that was not applied in all ranks. Raises as `Store.commit_progress` and `Channel.swap`."""
+    store.commit_progress(progress, may_fall_back=ranks.size > 1)
+    _meet(ranks, progress.step)
+
+
 def resume_together(
     store: Store, ranks: Ranks, pool: BufferPool, *, notice: Callable[[str], None] = lambda text: None
 ) -> None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ratel_cli.engine.ranks.launched import RankLost
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.errors import EnvironmentFailure, first_line
 
@@ -27,25 +28,27 @@ class ProcessChannel:
     def swap(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
         """See Channel."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        coming = [
-            (rank, dist.irecv(_tensor(receive[rank]), group=self._group, group_src=rank))
-            for rank in others
-            if len(receive[rank])
-        ]
-        going = [
-            (rank, dist.isend(_tensor(send[rank]), group=self._group, group_dst=rank))
-            for rank in others
-            if len(send[rank])
-        ]
-        failure: EnvironmentFailure | None = None
-        for rank, work in (*coming, *going):
+        begun, failure = list[tuple[int, dist.Work]](), None
+        for begin, memories in ((self._receive, receive), (self._send, send)):
+            for rank in others:
+                if failure is None and len(memories[rank]):
+                    try:
+                        begun.append((rank, begin(memories[rank], rank)))
+                    except RuntimeError as error:
+                        failure = _failure(rank, error)
+        for rank, work in begun:
             try:
-                assert work is not None
                 work.wait()
             except RuntimeError as error:  # the others end, too: nothing may be written to memory that is given back
                 failure = failure or _failure(rank, error)
         if failure is not None:
             raise failure
+
+    def _receive(self, memory: memoryview, rank: int) -> dist.Work:
+        return _begun(dist.irecv(_tensor(memory), group=self._group, group_src=rank))
+
+    def _send(self, memory: memoryview, rank: int) -> dist.Work:
+        return _begun(dist.isend(_tensor(memory), group=self._group, group_dst=rank))
 
 
 @contextmanager
@@ -78,12 +81,17 @@ def ranks_of(rank: int, size: int, timeout: timedelta) -> Ranks:
     return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients)
 
 
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is in the group"
+    return work
+
+
 def _tensor(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _failure(rank: int, error: RuntimeError) -> EnvironmentFailure:
-    return EnvironmentFailure(
-        f"rank {rank} does not answer: {first_line(error)}",
-        "see its log for why; the run resumes from the last step that all ranks have saved",
-    )
+def _failure(rank: int, error: RuntimeError) -> RankLost:
+    text = str(error)
+    if "closed by peer" in text or "reset by peer" in text:
+        return RankLost(rank, "has ended")
+    return RankLost(rank, "does not answer" if "imed out" in text else f"does not answer: {first_line(error)}")

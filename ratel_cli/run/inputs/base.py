@@ -30,7 +30,7 @@ from ratel_cli.model.sidecars import Sidecars
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.files.output import own_output
 from ratel_cli.run.files.run_directory import as_recorded_by_run
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Store
 
 ReadData: TypeAlias = Callable[[ExitStack, bool], AnyData]
@@ -78,7 +78,7 @@ class Base(ABC):
     def export(
         self,
         config: RunConfig,
-        generation: Generation,
+        generation: Readable,
         pool: BufferPool,
         output_dir: Path,
         *,

@@ -66,9 +66,16 @@ class Inputs:
 
 
 def read_inputs(
-    config: RunConfig, resources: ExitStack, log: RunLog, *, dry_run: bool = False, overwrite: bool = False
+    config: RunConfig,
+    resources: ExitStack,
+    log: RunLog,
+    *,
+    num_ranks: int = 1,
+    dry_run: bool = False,
+    overwrite: bool = False,
 ) -> Inputs:
-    """Read and check all inputs. `resources` closes the files that stay open.
+    """Read and check all inputs. `resources` closes the files that stay open. A step has the micro-batches of all
+    ranks.
 
     Raises BadInput or EnvironmentFailure with all that is wrong. After an error only a dry run reads the whole data,
     because any other run is over then.
@@ -81,7 +88,7 @@ def read_inputs(
     """
     warn_of_host_limit(config, log)
     errors, data = ErrorList(), None
-    model = read_model(config, resources, log, errors, overwrite=overwrite)
+    model = read_model(config, resources, log, errors, num_ranks=num_ranks, overwrite=overwrite)
     read_data = model.read_data
     if read_data is None or (errors and not dry_run):
         find_data(config, errors, log, reads_rows=dry_run)
@@ -111,7 +118,13 @@ class ModelInputs:
 
 
 def read_model(
-    config: RunConfig, resources: ExitStack, log: RunLog, errors: ErrorList, *, overwrite: bool = False
+    config: RunConfig,
+    resources: ExitStack,
+    log: RunLog,
+    errors: ErrorList,
+    *,
+    num_ranks: int = 1,
+    overwrite: bool = False,
 ) -> ModelInputs:
     """Read and check the model, what its data is read with, and the device. What is wrong goes to `errors`."""
     device = errors.attempt(("device",), lambda: compute_device(config.device))
@@ -124,7 +137,8 @@ def read_model(
         names = export_names(weights[1], base.sidecars(config))
         errors.attempt(("output_dir",), lambda: _check_names(config, names, overwrite=overwrite))
     base.check(config, weights, errors, log)
-    read_data = prepare_data(config, base, errors, log)
+    of_all = config if num_ranks == 1 else config.of_ranks(num_ranks)
+    read_data = prepare_data(of_all, base, errors, log)
     return ModelInputs(device=device, base=base, weights=weights, read_data=read_data)
 
 

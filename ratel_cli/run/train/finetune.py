@@ -22,6 +22,9 @@ from functools import partial
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.engine.ranks.processes import open_ranks
+from ratel_cli.engine.ranks.ranks import Ranks
+from ratel_cli.engine.ranks.remote import read_by_first
 from ratel_cli.errors import EnvironmentFailure, ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
@@ -46,6 +49,7 @@ from ratel_cli.run.train.card import card_of
 from ratel_cli.run.train.hub import upload_export
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.profile_machine import measure_for_run, report_other_load
+from ratel_cli.run.train.ranks import RANK_TIMEOUT_SECONDS, check_same, common_start, config_of_rank, first_rank_first
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.train.split import plan_split, report_better_split, shaped_by_plan
@@ -54,6 +58,7 @@ from ratel_cli.run.train.store import as_stored, check_decay, find_store, make_s
 from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.run.train.train import Training
 from ratel_cli.run.train.trial import tried_profile
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
 
@@ -74,7 +79,11 @@ def run_finetune(
     """
     prepare_process()
     with ExitStack() as resources:
-        run = _find(config, log, resources, start, origin, dry_run=dry_run, overwrite=overwrite)  # phases 1 and 2
+        ranks = resources.enter_context(open_ranks(timeout_seconds=RANK_TIMEOUT_SECONDS))
+        if ranks.size > 1:
+            config = config_of_rank(config, ranks.rank, has_origin=origin is not None)
+        start = common_start(ranks, config.storage.paths, start)
+        run = _find(config, log, resources, start, origin, ranks, dry_run=dry_run, overwrite=overwrite)  # phases 1, 2
         context, inputs, planner, hardware = run.context, run.inputs, run.planner, run.hardware
         cache = CachedProfile(context.config, planner.spec, hardware)
         profile, plan = _planned(run, cache.read())
@@ -86,7 +95,8 @@ def run_finetune(
         if dry_run:
             return
 
-        claim_output(context.config)  # phase 3; from here on nothing is refused
+        with first_rank_first(ranks):
+            claim_output(context.config)  # phase 3; from here on nothing is refused
         context.listen()
         context.stop.must_resume = start != Resume()
         target = run.snapshot or make_snapshot(context, planner.spec, run.identity, start)
@@ -106,7 +116,9 @@ def run_finetune(
             context, inputs, planner, store, snapshots=snapshots, trackers=trackers, save_plan=save_plan
         ) as training:
             training.run(plan, profile)
-        _export(context, inputs, store, overwrite=overwrite)  # phase 5
+        with read_by_first(ranks, planner.spec, store.current(), context.pool) as generation:
+            if generation is not None:
+                _export(context, inputs, store, generation, overwrite=overwrite)  # phase 5
     if context.config.hub_model_id is not None:
         upload_export(context.config, log)
 
@@ -139,6 +151,7 @@ def _find(
     resources: ExitStack,
     start: Start,
     origin: Origin | None,
+    ranks: Ranks,
     *,
     dry_run: bool,
     overwrite: bool,
@@ -146,10 +159,14 @@ def _find(
     """Read the inputs, open the store and its snapshot, if they exist, and measure the machine; choose what the config
     leaves to the plan, once and for all steps."""
     written, config = config, as_stored(config, start)
-    inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)
+    with first_rank_first(ranks):
+        inputs = read_inputs(
+            config, resources, log, num_ranks=ranks.size, dry_run=dry_run or ranks.rank > 0, overwrite=overwrite
+        )
     resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
-    context = resources.enter_context(open_context(config, log, device=inputs.device))
+    context = resources.enter_context(open_context(config, log, device=inputs.device, ranks=ranks))
     identity = identity_of(config, inputs)
+    check_same(ranks, identity)
     store = find_store(context, identity, start)
     branch = _branch(context, inputs, store, origin)
     first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
@@ -176,12 +193,12 @@ def _find(
     )
 
 
-def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: bool) -> None:
+def _export(context: RunContext, inputs: Inputs, store: Store, generation: Readable, *, overwrite: bool) -> None:
     config, log = context.config, context.log
     context.stop.check()
     notices = inputs.base.export(
         config,
-        store.current(),
+        generation,
         context.pool,
         config.output_dir,
         layout=inputs.layout,

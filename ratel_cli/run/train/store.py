@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.engine.ranks.commits import resume_together
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
@@ -236,6 +237,7 @@ def resume_store(context: RunContext, store: Store, start: Start) -> None:
             store.rewind(start.step)
         else:
             store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
+    resume_together(store, context.ranks, context.pool, notice=context.log.notice)
     context.pool.trim()
     hand_over(context.config.storage.paths, own_output(context.config))
     forget_deleted_store(context.config)
@@ -256,8 +258,8 @@ def make_store(
 
     `weights` are the directories' shares of its bytes, for its whole life.
     """
-    spec = inputs.model.spec
-    geometry = new_geometry(context.config, spec.stored_blocks, shares=weights)
+    spec = inputs.model.spec.sliced(context.ranks.slice)
+    geometry = new_geometry(context.config, spec.stored_blocks, shares=weights, rank_slice=context.ranks.slice)
     paths = context.config.storage.paths
     store = prepare_store(context, paths, geometry, identity=identity, overwrite=isinstance(start, StartOver))
     forget_deleted_store(context.config)

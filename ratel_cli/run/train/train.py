@@ -34,6 +34,7 @@ from ratel_cli.run.inputs.length import learning_rates
 from ratel_cli.run.train.adaptation import NUM_STEPS, Adaptation
 from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
 from ratel_cli.run.train.planner import Planner
+from ratel_cli.run.train.ranks import stop_together
 from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.store.store import Store
 from ratel_cli.training.history import read_recent
@@ -176,7 +177,8 @@ class Training(Closing):
                     panel.show_evaluation(metrics.step, metrics.eval_loss)
                     self._log.say(evaluation_line(metrics.step, metrics.eval_loss, metrics.eval_accuracy))
                 # A step that was clipped leaves its update to the next one.
-                is_typical = not loop.is_committed and previous is not None and previous.clipped == metrics.clipped
+                is_overlapped = not loop.is_committed and loop.has_computed
+                is_typical = is_overlapped and previous is not None and previous.clipped == metrics.clipped
                 followed = self._new_plan(metrics, recording, is_typical=is_typical)
                 recording, previous = None, None if loop.is_committed else metrics
                 if followed is not None and metrics.step < num_steps:
@@ -238,7 +240,7 @@ class Training(Closing):
             settings=self._loop_settings(plan),
             timeline=self._timeline,
             callbacks=LoopCallbacks(
-                check_stop=self._context.stop.check,
+                check_stop=partial(stop_together, self._context.ranks, self._context.stop),
                 announce=partial(self._announce, panel),
                 trace_step=self._trace_step,
                 after_commit=self._after_commit,
@@ -246,6 +248,7 @@ class Training(Closing):
                 before_evaluation=lambda step: panel.show_work(f"evaluating after step {step}"),
             ),
             recording=recording,
+            ranks=self._context.ranks,
         )
 
     def _plan_from(self, recording: StepRecording, *, step: int) -> Plan:

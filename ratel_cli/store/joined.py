@@ -1,0 +1,78 @@
+"""A generation whose blocks lie in slices, in several stores, read as if it lay in one.
+
+Invariant: what is read is what the slices have, in the order of ranks; a step is the same in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.tickets import Ticket
+from ratel_cli.sizes import BLOCK_ALIGNMENT
+from ratel_cli.store.layout import StoredBlock
+from ratel_cli.store.manifest import Progress
+from ratel_cli.units import align_down, align_up
+
+
+class Readable(Protocol):
+    """What export, evaluation and the like read of a generation: all of it, or one rank's slices."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far training had come when it was committed."""
+
+    @property
+    def blocks(self) -> tuple[StoredBlock, ...]:
+        """What there is of each block."""
+
+    @property
+    def chunk_elements(self) -> int:
+        """Reads begin at a multiple of so many elements, and end at one or at the end of a block."""
+
+    def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        """Read elements [start, stop) of a field into `memory`. The ticket raises IntegrityFailure if it is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedGeneration:
+    """All slices of a generation. Reads are done when they return."""
+
+    slices: Sequence[Readable]
+    """Of each rank."""
+    blocks: tuple[StoredBlock, ...]
+    """Whole."""
+    pool: BufferPool
+    chunk_elements: int = BLOCK_ALIGNMENT
+
+    @property
+    def progress(self) -> Progress:
+        """See Readable."""
+        return self.slices[0].progress
+
+    def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        """See Readable. Raises IntegrityFailure itself."""
+        found, begin = self.blocks[block].record.field(field), 0
+        for each in self.slices:
+            end = begin + each.blocks[block].num_elements
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                offset = found.offset(first - start)
+                part = memory[offset:][: found.num_bytes(last - first)]
+                self._read_part(each, block, field, first - begin, last - begin, part)
+            begin = end
+        return Ticket(num_parts=0)
+
+    def _read_part(self, of: Readable, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
+        """Elements of one rank's slice: with it, the rest of the chunks that they lie in."""
+        found, number = self.blocks[block].record.field(field), of.blocks[block].num_elements
+        first = align_down(start, of.chunk_elements)
+        last = min(align_up(stop, of.chunk_elements), number)
+        if (first, last) == (start, stop):
+            of.read(block, field, first, last, memory).wait()
+            return
+        with self.pool.lease(found.num_bytes(last - first), "a rank's slice", crosses_link=False) as lease:
+            of.read(block, field, first, last, lease.memory).wait()
+            memory[:] = lease.memory[found.offset(start - first) :][: len(memory)]

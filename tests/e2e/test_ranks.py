@@ -1,0 +1,171 @@
+"""`ratel finetune` in several ranks: the weights of plain PyTorch, whatever ends them and whenever they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    assert_same_result,
+    exported,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel_command,
+    recipe_of,
+    start_ranks,
+    stderr_of,
+    wait,
+    wait_for_step,
+    write_config,
+)
+from tests.ranks.oracle import cuts_of
+from tests.reference import train_in_memory
+from tests.tiers import sample
+
+NUM_STEPS = 8
+CHANGES: dict[str, object] = {"max_steps": NUM_STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
+POINTS = (
+    "commit.written:4", "commit.synced:4", "commit.published:4", "manifest.ready:4", "manifest.published:4",
+    "create.filled:1", "manifest.published:1",
+)  # fmt: skip
+"""Of the third commit, and of an import."""
+MakeRanks = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> MakeRanks:
+    """The config of a run that so many ranks have trained. Tests must not change it."""
+    known: dict[int, Path] = {}
+
+    def trained(size: int) -> Path:
+        if size not in known:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            known[size] = write_config(directory, base=base, rows=rows, **CHANGES)
+            succeed(known[size], size)
+        return known[size]
+
+    return trained
+
+
+def succeed(config: Path, size: int, *arguments: str) -> None:
+    for rank, process in enumerate(start_ranks(config, size, *arguments)):
+        assert wait(process) == 0, stderr_of(config, rank)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "dtype"), [(2, "bfloat16"), (3, "float32")])
+def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path, size: int, dtype: str) -> None:
+    """With the batches of one rank that has as many micro-batches; what each rank has is added up in its order."""
+    config = make_config("ranks", **CHANGES, dtype=dtype)
+    succeed(config, size)
+    whole = make_config("whole", **{**CHANGES, "gradient_accumulation_steps": 2 * size}, dtype=dtype)
+    data, model_config = load_data(whole), LlamaConfig.from_pretrained(base)
+    wanted = train_in_memory(
+        model_config,
+        load_file(base / "model.safetensors"),
+        [data.step(step) for step in range(NUM_STEPS)],
+        replace(recipe_of(config), of_rank=2, cuts=cuts_of(model_config, size)),
+    )
+    found = exported(config)
+    assert found.keys() == wanted.weights.keys()
+    for name, values in wanted.weights.items():
+        assert torch.equal(found[name], values.to(found[name].dtype)), name
+    lines = metrics(config)
+    assert [line["loss"] for line in lines] == list(wanted.losses)
+    assert [line["grad_norm"] for line in lines] == list(wanted.norms)
+    for rank in range(1, size):
+        of_rank = output_of(config) / "run" / "ranks" / str(rank) / "run" / "metrics.jsonl"
+        assert len(of_rank.read_text().splitlines()) == NUM_STEPS
+        assert stderr_of(config, rank) == "", "rank 0 speaks for all"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", sample(POINTS, every=1))
+@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1)])
+def test_ranks_that_are_killed_go_on(
+    make_config: MakeConfig, undisturbed: MakeRanks, point: str, killed: tuple[int, ...]
+) -> None:
+    """Those that are left say which one has ended, and end."""
+    config = make_config(**CHANGES)
+    processes = start_ranks(config, 2, kill_at=dict.fromkeys(killed, point))
+    codes = [wait(process) for process in processes]
+    for rank, code in enumerate(codes):
+        assert code == (-9 if rank in killed else 3), stderr_of(config, rank)
+        if rank not in killed:
+            assert f"rank {1 - rank} has ended" in stderr_of(config, rank)
+    succeed(config, 2)
+    assert ("resuming from step" in stderr_of(config)) is point.endswith("4")
+    assert_same_result(config, undisturbed(2))
+
+
+@pytest.mark.full
+def test_a_signal_to_one_is_a_stop_of_all(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+    """After the same step."""
+    config = make_config(**{**CHANGES, "max_steps": 2000})
+    processes = start_ranks(config, 2)
+    wait_for_step(config, 2, processes[0])
+    assert processes[1].pid is not None
+    os.kill(processes[1].pid, signal.SIGINT)
+    assert [wait(process) for process in processes] == [130, 130]
+    assert "Stopped at step" in stderr_of(config) and stderr_of(config, 1) == ""
+    steps = [
+        len((directory / "run" / "metrics.jsonl").read_text().splitlines())
+        for directory in (output_of(config), output_of(config) / "run" / "ranks" / "1")
+    ]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.full
+def test_a_rank_that_starts_late_is_waited_for(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+    config = make_config(**CHANGES)
+    [*others] = start_ranks(config, 2)
+    assert [wait(process) for process in others] == [0, 0]
+    assert_same_result(config, undisturbed(2))
+
+
+@pytest.mark.full
+def test_the_command_starts_them(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+    """By torchrun's agent; its exit code is that of what went wrong."""
+    config = make_config(**CHANGES)
+    command = [str(ratel_command()), "finetune", str(config), "--ranks", "2"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "W1" not in ended.stderr and "Traceback" not in ended.stderr
+    assert_same_result(config, undisturbed(2))
+    other = subprocess.run([*command[:-1], "3"], check=False, capture_output=True, text=True, timeout=300)
+    assert other.returncode == 2, other.stderr
+    errors = [line for line in other.stderr.splitlines() if line.startswith("error")]
+    assert errors == ["error: the run was begun by 2 ranks, and goes on with 3"]
+    assert "--ranks 2" in other.stderr
+    assert_rejected(finetune(config), 2, "the run was begun by 2 ranks, and goes on with 1")
+
+
+def test_what_ranks_do_not_do_is_rejected(make_config: MakeConfig, tmp_path: Path) -> None:
+    for changes, part in (
+        (
+            {"tokens_per_step": 256, "micro_batch_size": "auto", "gradient_accumulation_steps": "auto"},
+            "tokens_per_step",
+        ),
+        (
+            {"storage": {"engine": "threads", "snapshot": {"path": str(tmp_path / "copy"), "every": 1}}},
+            "storage.snapshot",
+        ),
+    ):
+        config = make_config(part, **{**CHANGES, **changes})
+        processes = start_ranks(config, 2)
+        assert [wait(process) for process in processes] == [2, 2], stderr_of(config)
+        assert f"{part} is" in stderr_of(config) and stderr_of(config, 1) == ""
+    assert_rejected(finetune(config, "--ranks", "0"), 2, "ranks")
