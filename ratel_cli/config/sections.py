@@ -122,8 +122,9 @@ class DatasetConfig(Section):
     and output. `tokens`: token ids. `auto`: one of these, decided by the columns of the first row, and printed. `mlm`:
     plain text, of which an encoder such as BERT learns the tokens that are masked. `classification`: a text and its
     class, which a classifier learns; its head is drawn if the base model has none. `seq2seq`: prompt and completion,
-    which an encoder-decoder such as T5 learns to write. `latents`: safetensors files with `latents` [N, C, H, W] and
-    `labels` [N], of which a diffusion transformer of diffusers learns to see the noise that is added to them."""
+    which an encoder-decoder such as T5 learns to write. `latents`: safetensors or parquet files with `latents`
+    [N, C, H, W] and `labels` [N], of which a diffusion transformer of diffusers learns to see the noise that is added
+    to them."""
     split: str = Field(default="train", min_length=1)
     """The split of a hub dataset, and a part of its rows if you add one: `train[:20%]`, `train[100:200]`. Local files
     have no splits, but such parts."""

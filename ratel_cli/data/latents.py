@@ -1,7 +1,6 @@
-"""Latents with classes, from files to the micro-batches of any step, with the noise that a denoiser learns to see.
+"""Latents with classes as the micro-batches of any step, with the noise that a denoiser learns to see.
 
-A file of safetensors has `latents` `[samples, channels, height, width]` and `labels` `[samples]`, integers; several
-files are one set. Latents are read where they lie, those of a step at a time.
+The latents of a step are read when it comes: no more of them are in memory.
 
 Invariant: a step's samples, noise and timesteps are a pure function of the files, the settings and the step's number,
 however the step is split into micro-batches.
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,20 +18,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ratel_cli.data.dataset import TrainingData, split_samples
+from ratel_cli.data.latent_files import LatentFiles
 from ratel_cli.data.packing import Integers, random_order
 from ratel_cli.data.sample_batch import SampleBatch
-from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, first_line
+from ratel_cli.errors import BadInput, excerpt, first_line
 from ratel_cli.json_fields import hash_of
-from ratel_cli.progress import no_progress
-from ratel_cli.units import counted
 
-_LATENTS, _LABELS = "latents", "labels"
 _ORDER_OF_EPOCHS = 2
 """The second part of each random order's key, as in `data/dataset.py`."""
-_HASHED_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,39 +47,6 @@ class LatentSettings:
     """Of a latent, in the model."""
     dtype: torch.dtype
     """Of what the model gets."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentFiles:
-    """Opened files of one set."""
-
-    paths: tuple[Path, ...]
-    starts: Integers
-    """`[files + 1]`: the number of the first sample of each, and of all samples."""
-    labels: torch.Tensor
-    """int64 `[samples]`."""
-    fingerprint: str
-    """A hash of all bytes."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def read(self, numbers: Integers) -> torch.Tensor:
-        """The latents of some samples, `[numbers, channels, height, width]` in fp32. Raises EnvironmentFailure."""
-        found: dict[int, torch.Tensor] = {}
-        for index, path in enumerate(self.paths):
-            chosen = [int(each) for each in numbers if self.starts[index] <= each < self.starts[index + 1]]
-            if not chosen:
-                continue
-            try:
-                with safe_open(path, "pt") as file:
-                    rows = file.get_slice(_LATENTS)
-                    for number in chosen:
-                        place = number - int(self.starts[index])
-                        found[number] = rows[place : place + 1].float()
-            except (OSError, SafetensorError) as error:
-                raise EnvironmentFailure(f"{path}: cannot be read: {first_line(error)}") from error
-        return torch.cat([found[int(number)] for number in numbers])
 
 
 class NoisyLatents:
@@ -180,75 +142,6 @@ class NoisyLatents:
         )
         for first in range(0, len(numbers), size):
             yield whole.part(first, min(first + size, len(numbers)))
-
-
-def latent_paths(path: str) -> list[Path]:
-    """The files that a dataset's `path` names: a file, or all of a directory. Raises BadInput."""
-    named = Path(path).expanduser()
-    found = sorted(named.glob("*.safetensors")) if named.is_dir() else [named] if named.is_file() else []
-    if not found:
-        raise BadInput(
-            f"{path}: no safetensors file{' in this directory' if named.is_dir() else ''}",
-            "type: latents reads safetensors files with latents and labels, or a directory of them",
-        )
-    return found
-
-
-def open_latents(
-    paths: Sequence[Path],
-    *,
-    latent_shape: tuple[int, int, int],
-    num_classes: int,
-    progress: Callable[[int], None] = no_progress,
-) -> LatentFiles:
-    """Open and check files of latents of this shape, with classes from 0 to `num_classes` - 1. Raises BadInput.
-
-    `progress` is called with the bytes of each part that was read.
-    """
-    starts, labels, digest = [0], list[torch.Tensor](), hashlib.sha256()
-    for path in paths:
-        try:
-            with safe_open(path, "pt") as file:
-                names = set(file.keys())
-                missing = next((name for name in (_LATENTS, _LABELS) if name not in names), None)
-                if missing is not None:
-                    raise BadInput(
-                        f"{path}: no tensor {missing}", "save_file({'latents': [N, C, H, W], 'labels': [N]}, path)"
-                    )
-                found, own = file.get_slice(_LATENTS), file.get_tensor(_LABELS)
-                shape = tuple(found.get_shape())
-        except (OSError, SafetensorError) as error:
-            raise BadInput(f"{path}: not a safetensors file: {first_line(error)}") from error
-        _check(path, shape, own, latent_shape, num_classes)
-        labels.append(own.long())
-        starts.append(starts[-1] + shape[0])
-        with path.open("rb") as content:
-            while part := content.read(_HASHED_BYTES):
-                digest.update(part)
-                progress(len(part))
-    if not starts[-1]:
-        raise BadInput("the datasets have no latents")
-    return LatentFiles(
-        paths=tuple(paths),
-        starts=np.asarray(starts, dtype=np.int64),
-        labels=torch.cat(labels),
-        fingerprint=digest.hexdigest(),
-    )
-
-
-def _check(
-    path: Path, shape: tuple[int, ...], labels: torch.Tensor, latent_shape: tuple[int, int, int], num_classes: int
-) -> None:
-    if shape[1:] != latent_shape:
-        wanted = ", ".join(map(str, latent_shape))
-        raise BadInput(f"{path}: latents is {list(shape)}, but the model's are [samples, {wanted}]")
-    if labels.is_floating_point() or tuple(labels.shape) != shape[:1]:
-        raise BadInput(
-            f"{path}: labels is {labels.dtype} {list(labels.shape)}, not {counted(shape[0], 'integer')}, one a latent"
-        )
-    wrong = labels[(labels < 0) | (labels >= num_classes)]
-    if wrong.numel():
-        raise BadInput(f"{path}: label {int(wrong[0])}, but the model's classes are 0 to {num_classes - 1}")
 
 
 SCHEDULER_NAME = "scheduler_config.json"

@@ -14,7 +14,8 @@ import torch
 from diffusers import DDPMScheduler
 from safetensors.torch import save_file
 
-from ratel_cli.data.latents import LatentSettings, NoisyLatents, latent_paths, open_latents, scheduler_of
+from ratel_cli.data.latent_files import latent_paths, open_latents
+from ratel_cli.data.latents import LatentSettings, NoisyLatents, scheduler_of
 from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.errors import BadInput, EnvironmentFailure
 

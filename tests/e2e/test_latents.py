@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 import torch
 from diffusers import DDPMScheduler, DiTTransformer2DModel
@@ -85,6 +87,25 @@ def test_it_trains_as_plain_pytorch_does(
         assert not torch.equal(values, before[name].to(DTYPES[dtype])), name
     loaded: Any = DiTTransformer2DModel.from_pretrained(output_of(config), torch_dtype=DTYPES[dtype])
     assert all(torch.equal(each, found[name]) for name, each in loaded.named_parameters())
+
+
+def test_latents_in_parquet_are_the_same_latents(
+    make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path
+) -> None:
+    """And so are losses and weights."""
+    tensors = load_file(latents)
+    rows = pyarrow.table({"latents": tensors["latents"].tolist(), "labels": tensors["labels"].numpy()})
+    types = pyarrow.schema([("latents", rows.schema.field("latents").type), ("labels", pyarrow.int16())])
+    pyarrow.parquet.write_table(rows.cast(types), tmp_path / "latents.parquet", row_group_size=7)
+    keys = {**KEYS, "val_set_size": 4}
+    one = make_config("safetensors", base=denoiser, **keys, **_datasets(latents))
+    other = make_config("parquet", base=denoiser, **keys, **_datasets(tmp_path / "latents.parquet"))
+    for config in (one, other):
+        succeed(config)
+    assert curve(one) == curve(other)
+    assert metrics(one)[-1]["eval_loss"] == metrics(other)[-1]["eval_loss"]
+    found, wanted = exported_denoiser(output_of(other)), exported_denoiser(output_of(one))
+    assert all(torch.equal(values, found[name]) for name, values in wanted.items())
 
 
 def test_every_command_after_it(make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path) -> None:
@@ -294,4 +315,4 @@ def test_files_that_are_missing_are_named(make_config: MakeConfig, denoiser: Pat
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "missing.safetensors", tmp_path / "empty"):
         config = make_config(path.stem, base=denoiser, **KEYS, **_datasets(path))
-        assert_rejected(finetune(config), 2, "no safetensors file")
+        assert_rejected(finetune(config), 2, "no safetensors or parquet file")

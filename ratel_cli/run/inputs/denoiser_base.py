@@ -17,13 +17,11 @@ from torch import nn
 
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.latent_files import LatentFiles, latent_paths, open_latents
 from ratel_cli.data.latents import (
     SCHEDULER_NAME,
-    LatentFiles,
     LatentSettings,
     NoisyLatents,
-    latent_paths,
-    open_latents,
     scheduler_file,
     scheduler_of,
 )
