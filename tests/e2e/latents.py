@@ -15,7 +15,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.data.latent_files import latent_paths, open_latents
 from ratel_cli.data.latents import LatentSettings, NoisyLatents, scheduler_of
 from ratel_cli.data.sample_batch import SampleBatch
-from ratel_cli.model.skeleton import DTYPES
+from tests.e2e.runs import DTYPES
 from tests.reference import Recipe, Trained, seed_of_draws, train_module
 
 NUM_CLASSES, SHAPE = 5, (4, 8, 8)

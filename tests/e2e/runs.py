@@ -39,7 +39,6 @@ from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.run.train import profile_machine
 from ratel_cli.run.train.profile_machine import measure_machine
 from ratel_cli.sizes import PAGE_BYTES
@@ -83,6 +82,17 @@ SETTINGS: dict[str, object] = {
     "storage": {"engine": "threads"},
     "limits": {"host_memory": "20GiB"},
 }
+SHORT_RUN: dict[str, object] = {
+    "gradient_accumulation_steps": 2,
+    "max_steps": 5,
+    "max_grad_norm": 0.5,
+    "warmup_steps": 0,
+    "warmup_ratio": None,
+    "lr_scheduler": "constant",
+}
+"""Keys of a run whose weights are compared with those of plain PyTorch: it clips, and every step learns alike."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Those of a config, by name."""
 
 Tensors = dict[str, torch.Tensor]
 

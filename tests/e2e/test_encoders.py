@@ -32,6 +32,8 @@ from tests.e2e.encoders import (
     write_pair_rows,
 )
 from tests.e2e.runs import (
+    DTYPES,
+    SHORT_RUN,
     assert_rejected,
     curve,
     export_hash,
@@ -46,18 +48,12 @@ from tests.e2e.runs import (
     succeed,
 )
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEYS: dict[str, object] = {
+    **SHORT_RUN,
     "sequence_len": 32,
     "sample_packing": False,
     "micro_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 5,
     "learning_rate": 2e-3,
-    "max_grad_norm": 0.5,
-    "warmup_steps": 0,
-    "warmup_ratio": None,
-    "lr_scheduler": "constant",
 }
 
 

@@ -28,6 +28,8 @@ from tests.e2e.latents import (
     write_latents,
 )
 from tests.e2e.runs import (
+    DTYPES,
+    SHORT_RUN,
     assert_rejected,
     curve,
     finetune,
@@ -39,18 +41,12 @@ from tests.e2e.runs import (
     succeed,
 )
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEYS: dict[str, object] = {
+    **SHORT_RUN,
     "sequence_len": None,
     "sample_packing": None,
     "micro_batch_size": 3,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 5,
     "learning_rate": 4e-3,
-    "max_grad_norm": 0.5,
-    "warmup_steps": 0,
-    "warmup_ratio": None,
-    "lr_scheduler": "constant",
 }
 
 

@@ -16,10 +16,8 @@ from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import export_hash, exported, load_data, metrics, output_of, recipe_of, store_of, succeed
+from tests.e2e.runs import DTYPES, export_hash, exported, load_data, metrics, output_of, recipe_of, store_of, succeed
 from tests.reference import Trained, train_in_memory
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def reference(config: Path, base: Path, *, loss_scale: float = 1.0) -> Trained:

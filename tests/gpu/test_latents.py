@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.latents import denoised_by_pytorch, exported_denoiser, latents_of, save_denoiser, write_latents
-from tests.e2e.runs import metrics, output_of, recipe_of, succeed, write_config
-from tests.e2e.test_latents import DTYPES, KEYS
+from tests.e2e.runs import DTYPES, metrics, output_of, recipe_of, succeed, write_config
+from tests.e2e.test_latents import KEYS
 from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.gpu.test_runs import GPU_KEY
 
