@@ -15,7 +15,6 @@ from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.report.completions import completion_lines, completions_to_json, cost_line
-from ratel_cli.run.files.run_directory import find_run
 from ratel_cli.run.inputs.named_model import find_model
 
 _OPTIONS = {"temperature": "--temperature", "max_new_tokens": "--max-new-tokens", "step": "--step"}
@@ -89,18 +88,18 @@ def run_images(
     guidance: float,
     step: int | None,
 ) -> None:
-    """Write what a run's diffusion transformer makes of noise for each class. Raises RatelError."""
+    """Write what the diffusion transformer that `path` names makes of noise for each class. Raises RatelError."""
     prompts = [each for each in overrides if not is_override(each)]
     if prompts:
         raise BadInput("arguments 'PROMPT' and '--class': a model makes texts or images", "leave out one of them")
     if output is None:
         raise BadInput("--class needs -o DIR, the directory of the images")
     log = RunLog()
-    config = find_run(path, log, overrides)
+    named = find_model(path, log, overrides)
     from ratel_cli.run.ask.generate_images import ImageRequest, generate_images
 
     request = ImageRequest(classes=tuple(classes), num_steps=num_steps, guidance=guidance, step=step, directory=output)
-    for file in generate_images(config, request, log):
+    for file in generate_images(named, request, log):
         log.say(f"wrote {file}")
 
 

@@ -28,10 +28,14 @@ from ratel_cli.engine.program import AnyProgram
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.store.joined import Readable
+
+_ROUNDED_ELEMENTS = 1 << 20
+"""Of a source of any kind, read at a time: 4 MiB in fp32."""
 
 
 class BlockSource(Protocol):
@@ -65,6 +69,22 @@ class FileBlocks:
         for parameter in block.parameters:
             self._source.read_whole_into(parameter.name, weights[parameter.start : parameter.stop])
         self._source.forget_converted()
+
+
+class SourceBlocks:
+    """The weights of any source, rounded once to the data type that their block computes in."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def read(self, block: BlockSpec, memory: memoryview) -> None:
+        """See BlockSource. Raises what the source raises."""
+        weights = view(memory, VALUE_DTYPES[block.dtype])
+        for parameter in block.parameters:
+            for start in range(0, parameter.num_elements, _ROUNDED_ELEMENTS):
+                stop = min(start + _ROUNDED_ELEMENTS, parameter.num_elements)
+                values = self._source.read(parameter.name, start, stop)
+                weights[parameter.start + start : parameter.start + stop] = values
 
 
 class BlockReader(Closing):

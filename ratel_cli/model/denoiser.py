@@ -7,6 +7,7 @@ Invariant: the parameters of the skeleton are those of `from_pretrained`, under 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +30,7 @@ from ratel_cli.model.export_layout import (
 )
 from ratel_cli.model.find_layers import find_layers
 from ratel_cli.model.shards import ShardReader
-from ratel_cli.model.skeleton import DTYPES, parameters_on_meta
+from ratel_cli.model.skeleton import DTYPES, NAMES_OF_DTYPES, parameters_on_meta
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.stack import StackModel
 from ratel_cli.sizes import DtypeName
@@ -162,6 +163,16 @@ class DenoiserWeights(Closing):
                     raise BadInput(
                         f"{reader.path}: tensor {each.name} is {entry.dtype}; weights must be floating-point"
                     )
+
+
+def stored_dtype(directory: Path) -> DtypeName | None:
+    """The data type of most of the weights in a denoiser's files; None if a model cannot have it. Raises BadInput."""
+    counts = Counter[torch.dtype]()
+    for path in find_weight_files(directory, weights_name=DENOISER_WEIGHTS_NAME).paths:
+        with ShardReader(path) as reader:
+            for each in reader.tensors.values():
+                counts[each.dtype] += each.num_elements
+    return NAMES_OF_DTYPES.get(max(counts, key=lambda dtype: counts[dtype])) if counts else None
 
 
 def load_denoiser(directory: Path, dtype: torch.dtype | None) -> nn.Module:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ratel_cli.commands import command
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.spec import check_depth
 
@@ -99,8 +100,27 @@ def read_denoiser_config(directory: Path) -> DenoiserConfig:
 
 def is_denoiser(directory: Path) -> bool:
     """Whether a directory has a model of diffusers."""
+    return diffusers_class(directory) is not None
+
+
+def diffusers_class(directory: Path) -> str | None:
+    """The class of the model of diffusers in a directory; None if there is none."""
     try:
         values = json.loads((directory / _CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and "_class_name" in values
+        return None
+    return str(values["_class_name"]) if isinstance(values, dict) and "_class_name" in values else None
+
+
+def reject_denoiser(directory: Path) -> None:
+    """Raise BadInput if a directory that should have a language model has one of diffusers."""
+    found = diffusers_class(directory)
+    if found is None:
+        return
+    raise BadInput(
+        f"{directory} has no language model: its config.json is that of a {excerpt(found)} of diffusers",
+        f"it trains on datasets of type: latents; {command('generate', directory, '--class', 'N', '-o', 'IMAGES')} "
+        "shows what it makes"
+        if found == CLASS_NAME
+        else f"use a model of transformers; of diffusers, a {CLASS_NAME} trains on datasets of type: latents",
+    )

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from ratel_cli.errors import BadInput, excerpt
+from ratel_cli.model.denoiser_config import reject_denoiser
 from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.flash_attention import KERNEL_PACKAGES
 from ratel_cli.model.kept_precision import keep_in_fp32
@@ -67,6 +68,7 @@ def read_any_config(directory: Path) -> PretrainedConfig:
     """The configuration of a model of any kind. Raises BadInput if transformers cannot read it without running remote
     code."""
     check_sidecars(directory)
+    reject_denoiser(directory)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from ratel_cli.config.load import load_config
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.latents import (
+    NUM_CLASSES,
     SHAPE,
     TOKENS,
     denoised_by_pytorch,
@@ -176,6 +177,28 @@ def test_a_scheduler_beside_the_model_adds_the_noise(make_config: MakeConfig, la
     assert (saved["num_train_timesteps"], saved["prediction_type"]) == (50, "v_prediction")
 
 
+def _made_by_diffusers(
+    directory: Path, *, classes: list[int], num_steps: int, guidance: float = 1.0, seed: int = 42
+) -> torch.Tensor:
+    """Latents of these classes, by the model in a directory."""
+    model: Any = DiTTransformer2DModel.from_pretrained(directory, torch_dtype=torch.float32)
+    model.eval()
+    scheduler: Any = DDPMScheduler()  # type: ignore[no-untyped-call]
+    scheduler.set_timesteps(num_steps)
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn((len(classes), *SHAPE), generator=generator)
+    labels = torch.tensor([*classes, *[NUM_CLASSES] * len(classes)] if guidance != 1 else classes)
+    for timestep in scheduler.timesteps:
+        given = made.repeat(len(labels) // len(classes), 1, 1, 1)
+        with torch.no_grad():
+            found = model(given, timestep=timestep.expand(len(given)), class_labels=labels).sample[:, : SHAPE[0]]
+        if guidance != 1:
+            wanted, without = found.chunk(2)
+            found = without + guidance * (wanted - without)
+        made = scheduler.step(found, timestep, made, generator=generator).prev_sample
+    return made
+
+
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_images_are_what_diffusers_makes_of_the_export(
     make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path, guidance: float
@@ -186,20 +209,7 @@ def test_images_are_what_diffusers_makes_of_the_export(
     options = ("--class", 4, "--class", 0, "--denoising-steps", 6, "--guidance", guidance)
     ended = ratel("generate", output_of(config), *options, "-o", tmp_path / "images")
     assert ended.code == 0, ended.stderr
-    model: Any = DiTTransformer2DModel.from_pretrained(output_of(config), torch_dtype=torch.float32)
-    model.eval()
-    scheduler: Any = DDPMScheduler()  # type: ignore[no-untyped-call]
-    scheduler.set_timesteps(6)
-    generator = torch.Generator().manual_seed(42)
-    wanted = torch.randn((2, *SHAPE), generator=generator)
-    for timestep in scheduler.timesteps:
-        with torch.no_grad():
-            labels = torch.tensor([4, 0, 5, 5] if guidance != 1 else [4, 0])
-            given = wanted.repeat(len(labels) // 2, 1, 1, 1)
-            made = model(given, timestep=timestep.expand(len(given)), class_labels=labels).sample[:, : SHAPE[0]]
-        if guidance != 1:
-            made = made[2:] + guidance * (made[:2] - made[2:])
-        wanted = scheduler.step(made, timestep, wanted, generator=generator).prev_sample
+    wanted = _made_by_diffusers(output_of(config), classes=[4, 0], num_steps=6, guidance=guidance)
     found = load_file(tmp_path / "images" / "latents.safetensors")
     assert torch.equal(found["latents"], wanted) and found["labels"].tolist() == [4, 0]
     with Image.open(tmp_path / "images" / "class-0-1.png") as image:
@@ -209,6 +219,56 @@ def test_images_are_what_diffusers_makes_of_the_export(
     assert_rejected(again, 2, "class-4-0.png: the file exists")
 
 
+def _images(path: Path, output: Path, *options: object) -> dict[str, torch.Tensor]:
+    """The latents that are made, and their labels."""
+    ended = ratel("generate", path, "--class", 4, "--class", 0, "--denoising-steps", 3, *options, "-o", output)
+    assert ended.code == 0, ended.stderr
+    return load_file(output / "latents.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_images_of_a_directory_are_those_of_the_run(
+    make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Of an export in the data type of its files, and of the run's export once its store is gone."""
+    config = make_config(base=denoiser, **{**KEYS, "dtype": dtype}, **_datasets(latents))
+    succeed(config)
+    of_run = _images(output_of(config), tmp_path / "run", "--guidance", 2)
+    assert ratel("export", output_of(config), "-o", tmp_path / "exported").code == 0
+    assert torch.equal(
+        _images(tmp_path / "exported", tmp_path / "export", "--guidance", 2)["latents"], of_run["latents"]
+    )
+    shutil.rmtree(load_config(config).config.storage.paths[0])
+    ended = ratel("generate", config, "--class", 4, "--class", 0, "--denoising-steps", 3, "--guidance", 2,
+                  "-o", tmp_path / "again")  # fmt: skip
+    assert ended.code == 0 and "using the exported model in" in ended.stderr, ended.stderr
+    assert torch.equal(load_file(tmp_path / "again" / "latents.safetensors")["latents"], of_run["latents"])
+
+
+def test_images_of_a_base_model_are_what_diffusers_makes(denoiser: Path, tmp_path: Path) -> None:
+    found = _images(denoiser, tmp_path / "images")["latents"]
+    assert torch.equal(found, _made_by_diffusers(denoiser, classes=[4, 0], num_steps=3))
+    other_seed = _images(denoiser, tmp_path / "other", "seed=7")["latents"]
+    assert torch.equal(other_seed, _made_by_diffusers(denoiser, classes=[4, 0], num_steps=3, seed=7))
+    assert not torch.equal(_images(denoiser, tmp_path / "bf16", "dtype=bfloat16")["latents"], found)
+
+
+def test_a_diffusion_transformer_is_no_language_model(denoiser: Path, tmp_path: Path) -> None:
+    """And what else it is, is said."""
+    part = f"{denoiser} has no language model: its config.json is that of a DiTTransformer2DModel of diffusers"
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    for command in (
+        ("generate", denoiser, "a dog"), ("eval", denoiser, tmp_path / "rows.jsonl"),
+        ("init", denoiser, "-o", tmp_path / "run.yaml"),
+    ):  # fmt: skip
+        ended = ratel(*command)
+        assert_rejected(ended, 2, part)
+        assert f"`ratel generate {denoiser} --class N -o IMAGES` shows what it makes" in ended.stderr
+    other = Path(shutil.copytree(denoiser, tmp_path / "unet"))
+    _change(other, _class_name="UNet2DModel")
+    assert_rejected(ratel("generate", other, "a dog"), 2, "that of a UNet2DModel of diffusers")
+
+
 def test_what_makes_no_images_is_rejected(
     make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +276,10 @@ def test_what_makes_no_images_is_rejected(
     for each in (config, text):
         succeed(each)
     images = ("-o", tmp_path / "images")
+    bare, pipeline = tmp_path / "bare", tmp_path / "pipeline"
+    for each, name in ((bare, "config.json"), (pipeline, "model_index.json")):
+        each.mkdir()
+        shutil.copy(denoiser / "config.json", each / name)
     for path, arguments, part in (
         (output_of(config), ("--class", 5, *images), "--class 5: the model's classes are 0 to 4"),
         (output_of(config), ("--class", -1, *images), "--class -1"),
@@ -227,6 +291,11 @@ def test_what_makes_no_images_is_rejected(
         (output_of(text), ("a dog", *images), "option '-o' is for images"),
         (output_of(text), ("a dog", "--guidance", 2), "option '--guidance' is for images"),
         (tmp_path / "missing", ("--class", 1, *images), "missing"),
+        (denoiser, ("--class", 1, *images, "--step", 1), "has no saved steps"),
+        (denoiser, ("--class", 5, *images), "--class 5: the model's classes are 0 to 4"),
+        (load_config(text).config.base_model, ("--class", 1, *images), "makes no images: it has no model of diffusers"),
+        (bare, ("--class", 1, *images), "no weights"),
+        (pipeline, ("--class", 1, *images), "a diffusion pipeline, which has several models"),
     ):
         assert_rejected(ratel("generate", path, *arguments), 2, part)
     assert not (tmp_path / "images").exists()

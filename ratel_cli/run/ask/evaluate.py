@@ -37,6 +37,7 @@ from ratel_cli.run.ask.streamed import (
     open_streamed,
 )
 from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.named_model import NamedModel, overrides_for_data, with_data
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.text_data import check_positions, load_data, read_fitting_tokenizer, shared_tokens
@@ -68,7 +69,7 @@ def _rejects_shown_by(named: NamedModel, data: str, overrides: tuple[str, ...]) 
 
 
 def _read_rows(
-    context: RunContext, streamed: StreamedModel, *, rejects_shown_by: str | None
+    context: RunContext, streamed: StreamedModel[LanguageBase], *, rejects_shown_by: str | None
 ) -> tuple[TrainingData, bool]:
     """The rows in sequences, and whether samples share them."""
     config, log, base = context.config, context.log, streamed.base
@@ -91,9 +92,9 @@ def _read_rows(
 
 
 def _evaluate(
-    context: RunContext, streamed: StreamedModel, rows: TrainingData, data: str, *, is_packed: bool
+    context: RunContext, streamed: StreamedModel[LanguageBase], rows: TrainingData, data: str, *, is_packed: bool
 ) -> EvaluationReport:
-    config, spec = context.config, streamed.model.spec
+    config, spec = context.config, streamed.spec
     chunk_tokens = tokens_per_chunk(spec.vocab_size, _chunk_bytes(config))
     memory = _fit(context, streamed, rows, chunk_tokens, is_packed=is_packed)
     num_batches = -(-rows.num_sequences // _batch_size(config))
@@ -104,7 +105,7 @@ def _evaluate(
         context.bar("evaluating", num_batches * len(spec.segments)) as advance,
     ):
         reader = open_reader(context, streamed, memory)
-        forward = BlockwiseForward(streamed.model, reader)
+        forward = BlockwiseForward(streamed.base.model, reader)
         for found in forward.evaluated(
             _batches(rows), held_bytes=memory.left_bytes, chunk_tokens=chunk_tokens, progress=advance
         ):
@@ -136,12 +137,17 @@ def _evaluate(
 
 
 def _fit(
-    context: RunContext, streamed: StreamedModel, rows: TrainingData, chunk_tokens: int, *, is_packed: bool
+    context: RunContext,
+    streamed: StreamedModel[LanguageBase],
+    rows: TrainingData,
+    chunk_tokens: int,
+    *,
+    is_packed: bool,
 ) -> BlockMemory:
     """The memory for the widest micro-batch: all packed sequences are as wide as that."""
-    config, spec, size = context.config, streamed.model.spec, _batch_size(context.config)
+    config, spec, size = context.config, streamed.spec, _batch_size(context.config)
     width = config.sequence_len if is_packed else int(rows.cache.lengths.max())
-    layer = layer_bytes(streamed.model, batch_size=size, num_tokens=width)
+    layer = layer_bytes(streamed.base.model, batch_size=size, num_tokens=width)
     head = logits_bytes(spec, min(chunk_tokens, size * width))
     hidden_bytes = size * width * spec.passed_bytes
     return fit_blocks(

@@ -95,7 +95,7 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
 
 def _generate(
     context: RunContext,
-    streamed: StreamedModel,
+    streamed: StreamedModel[LanguageBase],
     tokenizer: Tokenizer,
     ids: Sequence[list[int]],
     request: GenerationRequest,
@@ -119,7 +119,7 @@ def _generate(
             advance(1)
 
         reader = open_reader(context, streamed, memory, resident=resident)
-        with computing_whole(streamed.model, reader, after_pass=after_pass) as skeleton:
+        with computing_whole(streamed.base.model, reader, after_pass=after_pass) as skeleton:
             for batch in batches:
                 input_ids, mask = _padded(batch, settings.pad_token_id)
                 made = skeleton.generate(  # type: ignore[operator]
@@ -198,11 +198,11 @@ def _until_end(row: list[int], settings: GenerationConfig) -> list[int]:
 
 
 def _fit(
-    context: RunContext, streamed: StreamedModel, ids: Sequence[list[int]], max_new_tokens: int
+    context: RunContext, streamed: StreamedModel[LanguageBase], ids: Sequence[list[int]], max_new_tokens: int
 ) -> tuple[int, BlockMemory]:
     """The largest batch that fits, and the memory that is left. Raises DoesNotFit if a single prompt does not."""
     width = max(map(len, ids))
-    layers = {size: layer_bytes(streamed.model, batch_size=size, num_tokens=width) for size in (1, 2)}
+    layers = {size: layer_bytes(streamed.base.model, batch_size=size, num_tokens=width) for size in (1, 2)}
 
     def fit(size: int) -> BlockMemory:
         working = layers[1] + (size - 1) * (layers[2] - layers[1])
@@ -210,7 +210,7 @@ def _fit(
             context,
             streamed,
             working_bytes=working + size * _prompt_bytes(streamed, width),
-            least_bytes=size * (width + max_new_tokens) * cache_bytes(streamed.model, streamed.base.config),
+            least_bytes=size * (width + max_new_tokens) * cache_bytes(streamed.base.model, streamed.base.config),
             what=f"generating for {counted(size, 'prompt')}",
             hint=", or lower --max-new-tokens",
         )
@@ -227,10 +227,10 @@ def _fit(
     return (fitting, memory) if memory is not None else (1, fit(1))
 
 
-def _prompt_bytes(streamed: StreamedModel, width: int) -> int:
+def _prompt_bytes(streamed: StreamedModel[LanguageBase], width: int) -> int:
     """What one prompt of a batch takes besides a layer's activations: hidden states, masks and logits."""
-    spec, itemsize = streamed.model.spec, streamed.model.spec.dtype_bytes
-    keeps_last = streamed.model.skeleton._supports_logits_to_keep()  # type: ignore[operator]
+    spec, itemsize = streamed.spec, streamed.spec.dtype_bytes
+    keeps_last = streamed.base.model.skeleton._supports_logits_to_keep()  # type: ignore[operator]
     logits_elements = spec.vocab_size * (1 if keeps_last else width)
     hidden_bytes = width * (3 * spec.hidden_size * itemsize + spec.carried_bytes)
     return hidden_bytes + 2 * width**2 * itemsize + logits_elements * itemsize + _LOGITS_COPIES * 4 * spec.vocab_size

@@ -1,6 +1,6 @@
-"""`ratel generate RUN --class N`: a diffusion transformer makes latents of noise, with one block in memory at a time.
+"""`ratel generate RUN|DIR --class N`: a diffusion transformer makes latents of noise, one block in memory at a time.
 
-A picture is a latent as it is, its first three channels or its only one from -1 to 1, since a run knows no autoencoder:
+A picture is a latent as it is, its first three channels or its only one from -1 to 1, since no autoencoder is known:
 models that learn on pixels give images, others what a decoder would be given, which is saved too.
 
 Invariant: a picture follows from the weights, the seed, its class and its place among the classes; no file is replaced.
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.latents import scheduler_of
-from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
+from ratel_cli.engine.block_reader import BlockReader
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.run.context import open_context
+from ratel_cli.run.ask.streamed import StreamedModel, completed_for_images, open_streamed_denoiser
+from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.denoiser_base import DenoiserBase
-from ratel_cli.run.train.open import OpenedRun, open_run
+from ratel_cli.run.inputs.named_model import NamedModel
 
 LATENTS_NAME = "latents.safetensors"
 
@@ -47,23 +47,22 @@ class ImageRequest:
     """Where the files go."""
 
 
-def generate_images(config: RunConfig, request: ImageRequest, log: RunLog) -> list[Path]:
+def generate_images(named: NamedModel, request: ImageRequest, log: RunLog) -> list[Path]:
     """Make an image of each class. Returns the files. Raises RatelError."""
+    config = completed_for_images(named)
     device = compute_device(config.device)
     with (
         determinism(config.deterministic, device, notice=log.notice),
         open_context(config, log, device=device) as context,
     ):
-        run = open_run(context)
-        if not isinstance(run.base, DenoiserBase):
-            raise BadInput(f"{run.base.model.spec.architecture} makes no images", "give a prompt instead of --class")
-        number = run.base.config.num_classes
+        streamed = open_streamed_denoiser(context, named, request.step)
+        number = streamed.base.config.num_classes
         wrong = [each for each in request.classes if not 0 <= each < number]
         if wrong:
             raise BadInput(f"--class {wrong[0]}: the model's classes are 0 to {number - 1}")
         files = _files(request)
         context.listen()
-        latents = _denoised(run, run.base, request, device)
+        latents = _denoised(context, streamed, request)
         _write(files, latents, request)
     return files
 
@@ -77,9 +76,9 @@ def _files(request: ImageRequest) -> list[Path]:
     return files
 
 
-def _denoised(run: OpenedRun, base: DenoiserBase, request: ImageRequest, device: torch.device) -> torch.Tensor:
+def _denoised(context: RunContext, streamed: StreamedModel[DenoiserBase], request: ImageRequest) -> torch.Tensor:
     """The latents of all classes, `[images, channels, height, width]` in fp32."""
-    context, channels = run.context, base.config.channels
+    base, channels = streamed.base, streamed.base.config.channels
     scheduler: Any = scheduler_of(base.directory)
     scheduler.set_timesteps(request.num_steps)
     generator = torch.Generator().manual_seed(context.config.seed)
@@ -90,9 +89,10 @@ def _denoised(run: OpenedRun, base: DenoiserBase, request: ImageRequest, device:
         labels = torch.cat([labels, torch.full_like(labels, base.config.num_classes)])  # that stands for no class
     example = base.model.example
     dtype = example.inputs["hidden_states"].dtype
-    blocks = GenerationBlocks(run.generation(request.step))
     with (
-        BlockReader(base.model, blocks, context.pool, device=device, check_stop=context.stop.check) as reader,
+        BlockReader(
+            base.model, streamed.blocks, context.pool, device=context.device, check_stop=context.stop.check
+        ) as reader,
         context.log.bar("denoising", len(scheduler.timesteps)) as bar,
     ):
         forward = BlockwiseForward(base.model, reader)

@@ -7,15 +7,25 @@ the number of layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.engine.block_reader import BlockReader, BlockSource, FileBlocks, GenerationBlocks, weights_bytes
+from ratel_cli.engine.block_reader import (
+    BlockReader,
+    BlockSource,
+    FileBlocks,
+    GenerationBlocks,
+    SourceBlocks,
+    weights_bytes,
+)
 from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut_model import AnyModel
+from ratel_cli.model.denoiser import stored_dtype
+from ratel_cli.model.denoiser_config import is_denoiser
 from ratel_cli.model.kind import declared_task
 from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
 from ratel_cli.model.spec import ModelSpec
@@ -23,19 +33,25 @@ from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.inputs.base import Base
+from ratel_cli.run.inputs.denoiser_base import DenoiserBase, build_denoiser_base
 from ratel_cli.run.inputs.language_base import LanguageBase, read_language_base
 from ratel_cli.run.inputs.named_model import NamedModel
+from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.text_data import num_positions
-from ratel_cli.run.train.open import open_run
+from ratel_cli.run.train.open import OpenedRun, open_run
 from ratel_cli.sizes import TASKS
 from ratel_cli.units import format_bytes
 
+AnyBase = TypeVar("AnyBase", bound=Base)
+_GIVE_A_PROMPT = "give a prompt instead of --class"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedModel:
+class StreamedModel(Generic[AnyBase]):
     """A skeleton, and where the weights of its blocks come from."""
 
-    base: LanguageBase
+    base: AnyBase
     blocks: BlockSource
     name: str
     """What the weights are, for a person."""
@@ -43,9 +59,9 @@ class StreamedModel:
     """Host memory that reading a block takes in addition to the block."""
 
     @property
-    def model(self) -> DecoderModel:
-        """The skeleton with its blocks."""
-        return self.base.model
+    def spec(self) -> ModelSpec:
+        """The model's blocks."""
+        return self.base.model.spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +98,25 @@ def completed(named: NamedModel) -> RunConfig:
     return named.config.model_copy(update=update)
 
 
-def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> StreamedModel:
-    """Open the model; the context closes it. `step`: a saved step of the run; None: the last one.
+def completed_for_images(named: NamedModel) -> RunConfig:
+    """The config, where it is a directory's: for latents, with the data type that its files have.
+
+    A data type of the command line stays. Raises BadInput if the directory has no diffusion transformer.
+    """
+    if named.directory is None or named.given is None:
+        return named.config
+    if not is_denoiser(named.directory):
+        raise BadInput(f"{named.directory} makes no images: it has no model of diffusers", _GIVE_A_PROMPT)
+    [rows] = named.config.datasets
+    update: dict[str, object] = {"datasets": (rows.model_copy(update={"type": "latents"}),)}
+    dtype = None if named.config.random_init else stored_dtype(named.directory)
+    if dtype is not None and "dtype" not in named.given:
+        update["dtype"] = dtype
+    return named.config.model_copy(update=update)
+
+
+def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> StreamedModel[LanguageBase]:
+    """Open the language model; the context closes it. `step`: a saved step of the run; None: the last one.
 
     Raises BadInput if there are no such weights.
     """
@@ -92,11 +125,8 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
         base = run.language
         if persistent_buffers(base.model.skeleton):
             base.open_weights(context.config, context.resources)
-        generation = run.generation(step)
-        name = f"{context.config.output_dir}, step {generation.progress.step}"
-        return StreamedModel(base=base, blocks=GenerationBlocks(generation), name=name, conversion_bytes=0)
-    if step is not None:
-        raise BadInput(f"--step {step}: {named.directory} has no saved steps; only the store of a run has them")
+        return _stored(run, base, step)
+    _reject_step(named, step)
     base = read_language_base(context.config, context.log)
     source, _ = base.open_weights(context.config, context.resources)
     assert isinstance(source, CheckpointSource)
@@ -104,7 +134,36 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
     return StreamedModel(base=base, blocks=blocks, name=name, conversion_bytes=source.conversion_bytes)
 
 
-def layer_bytes(model: DecoderModel, *, batch_size: int, num_tokens: int) -> int:
+def open_streamed_denoiser(context: RunContext, named: NamedModel, step: int | None) -> StreamedModel[DenoiserBase]:
+    """Like `open_streamed`, for a diffusion transformer."""
+    if named.directory is None:
+        run = open_run(context)
+        if not isinstance(run.base, DenoiserBase):
+            raise BadInput(f"{run.base.model.spec.architecture} makes no images", _GIVE_A_PROMPT)
+        return _stored(run, run.base, step)
+    _reject_step(named, step)
+    if context.config.task != "denoising":
+        raise BadInput(f"{named.directory} makes no images: it is a language model", _GIVE_A_PROMPT)
+    prepare_process()
+    base = build_denoiser_base(context.config)
+    source, _ = base.open_weights(context.config, context.resources)
+    name = f"{named.directory}, {context.config.dtype}"
+    return StreamedModel(base=base, blocks=SourceBlocks(source), name=name, conversion_bytes=0)
+
+
+def _stored(run: OpenedRun, base: AnyBase, step: int | None) -> StreamedModel[AnyBase]:
+    """The run's model as it is in its store."""
+    generation = run.generation(step)
+    name = f"{run.context.config.output_dir}, step {generation.progress.step}"
+    return StreamedModel(base=base, blocks=GenerationBlocks(generation), name=name, conversion_bytes=0)
+
+
+def _reject_step(named: NamedModel, step: int | None) -> None:
+    if step is not None:
+        raise BadInput(f"--step {step}: {named.directory} has no saved steps; only the store of a run has them")
+
+
+def layer_bytes(model: AnyModel, *, batch_size: int, num_tokens: int) -> int:
     """What a layer takes at its peak in forward, with `[batch_size, num_tokens]` tokens. No block may be bound."""
     workload = Workload(micro_batch_size=batch_size, num_micro_batches=1, sequence_len=num_tokens)
     profile = analytic_profile(model.spec, workload, traits=measured_traits(model))
@@ -112,14 +171,14 @@ def layer_bytes(model: DecoderModel, *, batch_size: int, num_tokens: int) -> int
 
 
 def fit_blocks(
-    context: RunContext, streamed: StreamedModel, *, working_bytes: int, least_bytes: int, what: str, hint: str
+    context: RunContext, streamed: StreamedModel[AnyBase], *, working_bytes: int, least_bytes: int, what: str, hint: str
 ) -> BlockMemory:
     """How the blocks are read so that all fits into the limits. Raises DoesNotFit.
 
     `working_bytes`: what computing takes, and `least_bytes`: what must stay besides, both on the device that computes.
     `what` and `hint` are for the error.
     """
-    spec = streamed.model.spec
+    spec = streamed.spec
     one, two = (weights_bytes(spec, reads_ahead=ahead) for ahead in (False, True))
     on_host = context.device.type == "cpu"
     needs = {
@@ -143,9 +202,9 @@ def fit_blocks(
     return BlockMemory(reads_ahead=reads_ahead, left_bytes=left_on_gpu + least_bytes, host_left_bytes=left)
 
 
-def resident_blocks(streamed: StreamedModel, memory: BlockMemory) -> frozenset[int]:
+def resident_blocks(streamed: StreamedModel[AnyBase], memory: BlockMemory) -> frozenset[int]:
     """The blocks that stay in the host memory that is left, for passes that follow each other: the first ones."""
-    spec = streamed.model.spec
+    spec = streamed.spec
     limit_bytes = memory.host_left_bytes + weights_bytes(spec, reads_ahead=memory.reads_ahead)
     chosen: frozenset[int] = frozenset()
     for segment in spec.segments:
@@ -163,15 +222,19 @@ def _packed_bytes(spec: ModelSpec) -> int:
 
 
 def open_reader(
-    context: RunContext, streamed: StreamedModel, memory: BlockMemory, *, resident: frozenset[int] = frozenset()
+    context: RunContext,
+    streamed: StreamedModel[AnyBase],
+    memory: BlockMemory,
+    *,
+    resident: frozenset[int] = frozenset(),
 ) -> BlockReader:
     """The reader of the model's blocks; the context closes it. `resident`: blocks that stay in host memory."""
-    streamed.model.place(context.device)
-    spec = streamed.model.spec
+    streamed.base.model.place(context.device)
+    spec = streamed.spec
     context.pool.limit_bytes = weights_bytes(spec, resident=resident, reads_ahead=memory.reads_ahead)
     return context.resources.enter_context(
         BlockReader(
-            streamed.model,
+            streamed.base.model,
             streamed.blocks,
             context.pool,
             device=context.device,

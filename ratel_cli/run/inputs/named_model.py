@@ -20,6 +20,8 @@ from ratel_cli.run.files.run_directory import check_exists, find_run, is_output_
 
 _OF_THE_PLACE = ("split", "name", "max_samples", "weight")
 """Keys of a dataset that are about its rows, not about what a row is."""
+_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors")
+"""Files of an export: of transformers, and of diffusers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ def _reset(overrides: Sequence[str]) -> dict[str, object]:
 
 
 def _of_directory(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
+    if (path / "model_index.json").is_file():
+        raise BadInput(f"{path}: a diffusion pipeline, which has several models", f"give {path / 'transformer'}")
     if not (path / "config.json").is_file():
         raise BadInput(
             f"{path}: neither a run's output directory nor a model: it has no run/config.yaml and no config.json",
@@ -86,4 +90,5 @@ def _of_directory(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedMod
 
 
 def _holds_model(directory: Path) -> bool:
-    return (directory / "config.json").is_file() and next(directory.glob("model*.safetensors"), None) is not None
+    weights = (path for pattern in _WEIGHTS for path in directory.glob(pattern))
+    return (directory / "config.json").is_file() and next(weights, None) is not None

@@ -26,6 +26,7 @@ from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.host import free_bytes, gpu_names
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import nearest_existing
+from ratel_cli.model.denoiser_config import reject_denoiser
 from ratel_cli.model.directory import find_weight_files, resolve_base_model
 from ratel_cli.model.skeleton import read_model_config
 from ratel_cli.model.spec import ModelSpec
@@ -123,6 +124,7 @@ def _look_at_model(config: RunConfig, log: RunLog) -> _Model | None:
             ) from error
         log.warn(f"{error.message}; the config is written without a look at the model")
         return None
+    reject_denoiser(directory)
     if is_local and not config.random_init:
         find_weight_files(directory)
     spec = describe_model(config.model_copy(update={"base_model": str(directory)}), name=directory.name, log=log).spec

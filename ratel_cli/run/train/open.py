@@ -34,7 +34,10 @@ class OpenedRun:
     def language(self) -> LanguageBase:
         """Its language model. Raises BadInput if it trains something else."""
         if not isinstance(self.base, LanguageBase):
-            raise BadInput(f"{self.context.config.output_dir} has no language model: its datasets are of type: latents")
+            raise BadInput(
+                f"{self.context.config.output_dir} has no language model: its datasets are of type: latents",
+                "`ratel generate CONFIG --class N -o IMAGES` shows what it makes",
+            )
         return self.base
 
     def generation(self, step: int | None) -> Generation:
