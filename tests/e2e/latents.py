@@ -22,12 +22,12 @@ NUM_CLASSES, SHAPE = 5, (4, 8, 8)
 TOKENS = 16
 
 
-def save_denoiser(directory: Path, *, out_channels: int = 8, seed: int = 3) -> Path:
+def save_denoiser(directory: Path, *, out_channels: int = 8, head_dim: int = 16, seed: int = 3) -> Path:
     """As many outputs as it has inputs, and as many variances, which have no loss."""
     torch.manual_seed(seed)
     model: Any = DiTTransformer2DModel(
         num_attention_heads=2,
-        attention_head_dim=16,
+        attention_head_dim=head_dim,
         in_channels=SHAPE[0],
         out_channels=out_channels,
         num_layers=3,

@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ratel_cli.config.load import load_config
+from ratel_cli.run.ask import generate_images
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.latents import (
     NUM_CLASSES,
@@ -251,6 +252,36 @@ def test_images_of_a_base_model_are_what_diffusers_makes(denoiser: Path, tmp_pat
     other_seed = _images(denoiser, tmp_path / "other", "seed=7")["latents"]
     assert torch.equal(other_seed, _made_by_diffusers(denoiser, classes=[4, 0], num_steps=3, seed=7))
     assert not torch.equal(_images(denoiser, tmp_path / "bf16", "dtype=bfloat16")["latents"], found)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_images_in_batches_are_those_of_one_batch(
+    denoiser: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guidance: float
+) -> None:
+    """Where memory is only enough for one or two. What is drawn belongs to the image's place among all."""
+    classes = [each for number in (4, 0, 1, 1, 2) for each in ("--class", number)]
+    found = []
+    for size in (5, 1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(generate_images, "largest_batch", lambda most, fit, size=size: (size, fit(size)))
+            output = tmp_path / str(size)
+            ended = ratel("generate", denoiser, *classes, "--denoising-steps", 3, "--guidance", guidance, "-o", output)
+        assert ended.code == 0, ended.stderr
+        found.append(load_file(output / "latents.safetensors")["latents"])
+    assert all(torch.allclose(each, found[0], rtol=1e-4, atol=1e-5) for each in found[1:])
+
+
+def test_images_that_do_not_fit(denoiser: Path, tmp_path: Path) -> None:
+    """It is known before anything is made or written. So is a number of steps that no scheduler has."""
+    options = ("--class", 4, "--denoising-steps", 2, "-o", tmp_path / "images")
+    for more, words in (((), ""), (("--guidance", 2), ", or leave out --guidance")):
+        ended = ratel("generate", denoiser, *options, *more, "limits.host_memory=300MiB")
+        assert_rejected(ended, 3, "RAM: denoising 1 image needs", "short by")
+        assert f"hint: raise limits.host_memory{words}\n" in ended.stderr
+    assert not (tmp_path / "images").exists()
+    ended = ratel("generate", denoiser, *options, "--denoising-steps", 1001)
+    assert_rejected(ended, 2, "--denoising-steps 1001: the model's scheduler has 1000 timesteps")
+    assert ratel("generate", denoiser, *options, "limits.host_memory=20GiB").code == 0
 
 
 def test_a_diffusion_transformer_is_no_language_model(denoiser: Path, tmp_path: Path) -> None:

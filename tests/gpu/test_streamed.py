@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.e2e.latents import save_denoiser
 from tests.e2e.runs import assert_rejected, ratel, save_base, write_rows
 from tests.gpu.machine import NEEDS_GPU
 from tests.simulated_gpu import is_simulated
@@ -52,3 +55,21 @@ def test_the_texts_are_those_of_the_cpu(base: Path, tmp_path: Path) -> None:
         assert ended.code == 0, ended.stderr
         found.append([each["token_ids"] for each in json.loads(ended.stdout)["completions"]])
     assert found[1] == found[0]
+
+
+def test_the_images_are_those_of_the_cpu(tmp_path: Path) -> None:
+    denoiser, found = save_denoiser(tmp_path / "dit"), []
+    for name, device in (("cpu", "device=cpu"), ("gpu", ON_GPU)):
+        options = ("--class", 4, "--class", 0, "--denoising-steps", 3, "--guidance", 2, "-o", tmp_path / name)
+        ended = ratel("generate", denoiser, device, *options)
+        assert ended.code == 0, ended.stderr
+        found.append(load_file(tmp_path / name / "latents.safetensors")["latents"])
+    assert torch.allclose(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
+def test_too_little_gpu_memory_for_an_image(tmp_path: Path) -> None:
+    denoiser = save_denoiser(tmp_path / "dit", head_dim=64)
+    options = ("--class", 4, "--denoising-steps", 2, "-o", tmp_path / "images")
+    ended = ratel("generate", denoiser, ON_GPU, "limits.gpu_memory=1MiB", *options)
+    assert_rejected(ended, 3, "GPU memory: denoising 1 image needs", "short by")
+    assert not (tmp_path / "images").exists()

@@ -1,4 +1,4 @@
-"""The keys and values that `ratel generate` plans for are those that a model keeps, or a few more."""
+"""The keys and values that `ratel generate` plans for are those that a model keeps, or a few more; and its batches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.run.ask.generate import cache_bytes
+from ratel_cli.run.ask.streamed import BlockMemory, largest_batch
 from tests import tiers
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 
@@ -27,3 +29,23 @@ def test_the_cache_of_every_architecture(architecture: str) -> None:
     num_layers = model.spec.num_layers
     assert kept_bytes * (num_layers + 2) // num_layers <= planned_bytes
     assert planned_bytes <= 8 * kept_bytes
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 64])
+def test_the_largest_batch_that_fits_is_found(most: int) -> None:
+    for fitting in range(most + 2):
+        tried = []
+
+        def fit(size: int, fitting: int = fitting, tried: list[int] = tried) -> BlockMemory:
+            tried.append(size)
+            if size > fitting:
+                raise DoesNotFit(f"{size}", shortfall_bytes=1)
+            return BlockMemory(reads_ahead=False, left_bytes=size, host_left_bytes=0)
+
+        if not fitting:
+            with pytest.raises(DoesNotFit, match="1"):
+                largest_batch(most, fit)
+            continue
+        size, memory = largest_batch(most, fit)
+        assert size == memory.left_bytes == min(most, fitting)
+        assert tried[0] == most and len(tried) <= 8

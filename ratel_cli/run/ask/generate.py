@@ -22,7 +22,7 @@ from ratel_cli.data.prompts import Prompt, encode_prompts
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.engine.build import open_device
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.errors import BadInput, DoesNotFit, first_line
+from ratel_cli.errors import BadInput, first_line
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.report.completions import Completion, Completions
@@ -31,6 +31,7 @@ from ratel_cli.run.ask.streamed import (
     StreamedModel,
     completed,
     fit_blocks,
+    largest_batch,
     layer_bytes,
     open_reader,
     open_streamed,
@@ -215,16 +216,7 @@ def _fit(
             hint=", or lower --max-new-tokens",
         )
 
-    fitting, too_large = 0, len(ids) + 1
-    memory: BlockMemory | None = None
-    while too_large - fitting > 1:
-        size = len(ids) if too_large == len(ids) + 1 and not fitting else (fitting + too_large) // 2
-        try:
-            memory = fit(size)
-            fitting = size
-        except DoesNotFit:
-            too_large = size
-    return (fitting, memory) if memory is not None else (1, fit(1))
+    return largest_batch(len(ids), fit)
 
 
 def _prompt_bytes(streamed: StreamedModel[LanguageBase], width: int) -> int:

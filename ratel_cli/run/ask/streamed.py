@@ -6,6 +6,7 @@ the number of layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -171,12 +172,19 @@ def layer_bytes(model: AnyModel, *, batch_size: int, num_tokens: int) -> int:
 
 
 def fit_blocks(
-    context: RunContext, streamed: StreamedModel[AnyBase], *, working_bytes: int, least_bytes: int, what: str, hint: str
+    context: RunContext,
+    streamed: StreamedModel[AnyBase],
+    *,
+    working_bytes: int,
+    least_bytes: int,
+    what: str,
+    hint: str,
+    data_bytes: int = 0,
 ) -> BlockMemory:
     """How the blocks are read so that all fits into the limits. Raises DoesNotFit.
 
     `working_bytes`: what computing takes, and `least_bytes`: what must stay besides, both on the device that computes.
-    `what` and `hint` are for the error.
+    `data_bytes`: what stays in host memory, whatever computes. `what` and `hint` are for the error.
     """
     spec = streamed.spec
     one, two = (weights_bytes(spec, reads_ahead=ahead) for ahead in (False, True))
@@ -186,6 +194,7 @@ def fit_blocks(
         "weights": one + streamed.conversion_bytes,
         "working set": RUNTIME_BYTES + (working_bytes + _packed_bytes(spec) if on_host else 0),
         "held": least_bytes if on_host else 0,
+        "data": data_bytes,
     }
     left = context.host_limit_bytes - sum(needs.values())
     if left < 0:
@@ -200,6 +209,23 @@ def fit_blocks(
     if left_on_gpu < 0:
         raise _does_not_fit("GPU memory", needs, limit_bytes, what, f"raise limits.gpu_memory{hint}")
     return BlockMemory(reads_ahead=reads_ahead, left_bytes=left_on_gpu + least_bytes, host_left_bytes=left)
+
+
+def largest_batch(most: int, fit: Callable[[int], BlockMemory]) -> tuple[int, BlockMemory]:
+    """The largest batch that fits, at most `most`, and the memory that is left. Raises DoesNotFit if one of 1 does not.
+
+    `fit` returns the memory that a batch of this size leaves, or raises DoesNotFit.
+    """
+    fitting, too_large = 0, most + 1
+    memory: BlockMemory | None = None
+    while too_large - fitting > 1:
+        size = most if too_large == most + 1 and not fitting else (fitting + too_large) // 2
+        try:
+            memory = fit(size)
+            fitting = size
+        except DoesNotFit:
+            too_large = size
+    return (fitting, memory) if memory is not None else (1, fit(1))
 
 
 def resident_blocks(streamed: StreamedModel[AnyBase], memory: BlockMemory) -> frozenset[int]:
