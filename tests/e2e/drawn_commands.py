@@ -142,11 +142,20 @@ def _eval(draw: _Draw) -> list[str]:
 
 
 def _generate(draw: _Draw) -> list[str]:
+    if draw.maybe("images"):
+        return _images(draw)
     prompts = draw.one_of(["What?"], ["What?", "And?"], ["--prompts", draw.tree.mine / "prompts.txt"])
     texts = [*prompts, *draw.maybe("--temperature", 1), *draw.one_of(["--raw"], ["--raw"], []), *draw.json]
-    images = [*draw.maybe("--guidance", 2), "--denoising-steps", "1", "--class", "1", "-o", str(draw.place)]
-    what = draw.one_of([*texts, "--max-new-tokens", "2"], [*texts, "--max-new-tokens", "2"], images)
-    return [str(draw.model), *draw.one_of([], draw.changes()), *what, *draw.step]
+    model = draw.one_of(*[[draw.model]] * 9, [draw.tree.denoiser])
+    return [*model, *draw.one_of([], draw.changes()), *texts, "--max-new-tokens", "2", *draw.step]
+
+
+def _images(draw: _Draw) -> list[str]:
+    model = draw.one_of(*[[draw.tree.denoiser]] * 3, [draw.model])
+    classes = draw.one_of(["--class", 1], ["--class", 1], ["--class", 2], ["--class", 1, "--class", 2])
+    step = draw.one_of([], [], [], draw.step)  # which only a run has
+    options = [*draw.maybe("--guidance", 2), "--denoising-steps", "1", *classes, *step]
+    return [*model, *draw.one_of([], draw.changes()), *options, "-o", str(draw.place)]
 
 
 def _restore(draw: _Draw) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from tests.e2e.latents import save_denoiser
 from tests.e2e.runs import output_of, save_base, succeed, write_config, write_rows
 
 Content = bytes | str | None
@@ -16,7 +17,7 @@ NAMES = ("notes.txt", "deep/notes.txt", "model-00007-of-00009.safetensors", ".hi
 """The user's files in every directory."""
 MORE_NAMES = (
     "README.md", "config.json", "model.safetensors", "ratel.store", "prompts.txt", "hardware.json", "curve.svg",
-    "ratel.schema.json", "page.html",
+    "ratel.schema.json", "page.html", "class-2-0.png",
 )  # fmt: skip
 """The user's files where there are none of Ratel's with these names."""
 IN_RUN = ("", "trace.json", "rejects.jsonl", "origin.json", "metrics.jsonl")
@@ -32,6 +33,7 @@ class Tree:
         self.cache, self.temporary = self.work / "cache", self.work / "tmp"
         self.models, self.mine, self.drive = self.work / "models", self.work / "mine", self.work / "drive"
         self.base = save_base(self.models / "base", num_layers=1)
+        self.denoiser = save_denoiser(self.models / "dit")
         self.mine.mkdir()
         self.rows = write_rows(self.mine / "rows.jsonl")
         storage = {"engine": "threads", "paths": [str(self.drive)]}
@@ -45,7 +47,7 @@ class Tree:
         self.run, self.other_run = output_of(self.config), output_of(self.other)
         self.store = next(self.drive.glob("out-*.store"))  # of one of them; the other's is not touched either
         places = [
-            self.mine, self.mine / "run", self.mine / "run" / "tokens", self.models, self.drive,
+            self.mine, self.mine / "run", self.mine / "run" / "tokens", self.models, self.denoiser, self.drive,
             *self.drive.glob("*.store"), self.run,
             *(self.run / "run" / name for name in ("", "tokens", "tensorboard")),
             *(self.run / "run" / "tokens").glob("*"), self.cache / "ratel",

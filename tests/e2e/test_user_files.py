@@ -1,11 +1,11 @@
 """Files of the user's survive every command in every order, byte for byte.
 
-One tree has a run, another run with a store on the same drive, a base model, a folder of the user's in which commands
-are called, the user's cache, and the user's files in every directory that the run has made. Each sequence begins with
-this tree, most of them with one more file of the user's, which has the name of one of a run's files. It runs random
-commands, none of which insists (`--overwrite`, `--overwrite-store`). After each command every file that is not the
-run's own is what it was; after one that only reads, so is everything else. All commands and all their other options
-are drawn.
+One tree has a run, another run with a store on the same drive, a base model, a diffusion transformer, a folder of the
+user's in which commands are called, the user's cache, and the user's files in every directory that the run has made.
+Each sequence begins with this tree, most of them with one more file of the user's, which has the name of one of a run's
+files. It runs random commands, none of which insists (`--overwrite`, `--overwrite-store`). After each command every
+file that is not the run's own is what it was; after one that only reads, so is everything else. All commands and all
+their other options are drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from ratel_cli.cli.app import main
 from tests.e2e.drawn_commands import commands_of, draw_sequence
 from tests.e2e.planted import NOTHING, Content, Tree
-from tests.e2e.runs import ratel
+from tests.e2e.runs import assert_rejected, ratel
 from tests.tiers import sample
 
 NUM_GROUPS = 32
@@ -120,6 +120,17 @@ def test_installing_completion_only_appends(
     assert file.read_text().startswith("alias mine=ls\n")
     assert [name for name in before if after.get(name, b"") != before[name] and name != str(file)] == []
     assert len(after) > len(before)
+
+
+def test_images_come_beside_other_files(planted: Tree) -> None:
+    """Unless one of these has an image's name: then no image is made."""
+    before = planted.contents()
+    options = ("--denoising-steps", 1, "-o", planted.mine)
+    assert_rejected(ratel("generate", planted.denoiser, "--class", 2, *options), 2, "class-2-0.png: the file exists")
+    assert planted.contents() == before
+    assert ratel("generate", planted.denoiser, "--class", 1, *options).code == 0
+    new = {str(planted.mine / name) for name in ("class-1-0.png", "latents.safetensors")}
+    assert _differences(before, planted.contents(), besides=planted.cache) == sorted(new)
 
 
 def test_the_test_can_fail(planted: Tree) -> None:
