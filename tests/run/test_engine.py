@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 
+from ratel_cli.engine.ranks.ranks import ALONE
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.decoder import DecoderModel
@@ -45,6 +46,7 @@ def test_a_new_plan_gives_idle_buffers_back_where_the_cpu_computes(
             queue=None,
             config=SimpleNamespace(storage=SimpleNamespace(paths=()), limits=SimpleNamespace(gpu_memory=None)),
             stop=SimpleNamespace(check=None),
+            ranks=ALONE,
         )
         opened = engine.open_planned_engines(
             cast("RunContext", context),
