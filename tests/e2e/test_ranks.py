@@ -19,14 +19,17 @@ from tests.e2e.runs import (
     assert_rejected,
     assert_same_result,
     exported,
+    file_hash,
     finetune,
     load_data,
     metrics,
     output_of,
+    ratel,
     ratel_command,
     recipe_of,
     start_ranks,
     stderr_of,
+    store_of,
     wait,
     wait_for_step,
     write_config,
@@ -109,6 +112,31 @@ def test_ranks_that_are_killed_go_on(
     succeed(config, 2)
     assert ("resuming from step" in stderr_of(config)) is point.endswith("4")
     assert_same_result(config, undisturbed(2))
+
+
+@pytest.mark.full
+def test_other_commands_read_the_state_of_all_ranks(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
+    """In one process. Deleting the store deletes that of each rank."""
+    config = make_config(**CHANGES)
+    succeed(config, 3)
+    output = output_of(config)
+    for command in (
+        ("verify", output), ("export", output, "-o", tmp_path / "export"), ("eval", output, rows),
+        ("generate", output, "a", "--max-new-tokens", 2), ("status", output),
+    ):  # fmt: skip
+        ended = ratel(*command)
+        assert ended.code == 0, ended.stderr
+    assert file_hash(tmp_path / "export" / "model.safetensors") == file_hash(output / "model.safetensors")
+    assert_rejected(ratel("verify", output / "run" / "ranks" / "1"), 2, "is rank 1 of a run")
+    branch = make_config("branch", max_steps=NUM_STEPS + 1)
+    assert_rejected(finetune(branch, "--from", str(output)), 2, "that run has the state of 3 ranks")
+    damaged = store_of(config).parent / "rank-2.store" / "ratel.store"
+    with damaged.open("r+b") as file:
+        file.seek(damaged.stat().st_size // 2)
+        file.write(bytes(range(256)) * 512)
+    assert ratel("verify", output).code == 4
+    assert ratel("clean", output, "--store", "--yes").code == 0
+    assert not store_of(config).parent.exists()
 
 
 @pytest.mark.full

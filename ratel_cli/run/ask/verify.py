@@ -45,6 +45,7 @@ from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.train.open import OpenedRun, open_run
 from ratel_cli.sizes import Task
 from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Store
 from ratel_cli.training.stopping import StopRequest
 from ratel_cli.units import counted, format_bytes, format_count, format_rate, format_seconds
@@ -58,9 +59,9 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
     with open_context(config, log) as context:
         context.listen()
         run = open_run(context)
-        generations = _generations(run)
-        checks = _check_generations(context, run.store, generations)
-        whole = [generation for generation, check in zip(generations, checks, strict=True) if not check.is_wrong]
+        steps = _steps(run)
+        checks = _check_generations(context, [run.slices(step) for step in steps])
+        whole = [run.generation(step) for step, check in zip(steps, checks, strict=True) if not check.is_wrong]
         checks += _check_snapshot(run)
         if not holds_export(config.output_dir):
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
@@ -82,29 +83,31 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
         return [*_check_files(directory, stop, log), _load(directory, task=None, dtype=None, attention=None)[1]]
 
 
-def _generations(run: OpenedRun) -> list[Generation]:
-    """The saved generations of the store, the current one first."""
+def _steps(run: OpenedRun) -> list[int]:
+    """The saved steps, the current one first."""
     step = run.store.progress.step
-    return [run.store.current(), *(run.store.pinned(saved) for saved in run.store.pinned_steps[::-1] if saved != step)]
+    return [step, *(saved for saved in run.store.pinned_steps[::-1] if saved != step)]
 
 
 def _check_generations(
-    context: RunContext, store: Store, generations: Sequence[Generation], *, where: str | None = None
+    context: RunContext, generations: Sequence[Sequence[Generation]], *, where: str | None = None
 ) -> list[Check]:
-    """One row for each generation, the current one first. `where` names a store that is not the run's own."""
-    num_bytes = sum(block.num_bytes for block in store.blocks)
+    """One row for each generation, the current one first, with the slices of all ranks. `where` names a store that is
+    not the run's own."""
+    num_bytes = sum(block.num_bytes for part in generations[0] for block in part.blocks)
     checks: list[Check] = []
     start = perf_counter()
     with context.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as advance:
         for number, generation in enumerate(generations):
             check = Check(
-                what=f"step {generation.progress.step}, {where or ('saved' if number else 'current')}",
+                what=f"step {generation[0].progress.step}, {where or ('saved' if number else 'current')}",
                 num_bytes=num_bytes,
                 checked="every chunk",
                 verdict="whole",
             )
             try:
-                generation.check_all(context.pool, progress=advance)
+                for part in generation:
+                    part.check_all(context.pool, progress=advance)
             except IntegrityFailure as failure:
                 check = replace(check, verdict=failure.message, is_wrong=True)
             checks.append(check)
@@ -130,7 +133,7 @@ def _check_snapshot(run: OpenedRun) -> list[Check]:
         check_model(store, context.config, run.base.model.spec, wanted.path)
     except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
         return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
-    return _check_generations(context, store, [store.current()], where="snapshot")
+    return _check_generations(context, [[store.current()]], where="snapshot")
 
 
 def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:
@@ -209,13 +212,13 @@ def _load(
     return model, replace(check, verdict=f"loads: {type(model).__name__}, {format_count(num_parameters)} parameters")
 
 
-def _compare(run: OpenedRun, generations: Sequence[Generation], model: nn.Module | None) -> list[Check]:
+def _compare(run: OpenedRun, generations: Sequence[Readable], model: nn.Module | None) -> list[Check]:
     """The rows for the export's weights and logits, compared with the generation that it was made from."""
     if not generations:
         return []
     num_bytes = sum(block.num_parameters * block.dtype_bytes for block in run.base.model.spec.blocks)
     check = Check(what="weights", num_bytes=num_bytes, checked="every bit", verdict="")
-    same: Generation | None = None
+    same: Readable | None = None
     differing: list[str] = []
     try:
         with ExitStack() as resources:
@@ -251,7 +254,7 @@ def _reader_of(run: OpenedRun, model: nn.Module | None, resources: ExitStack) ->
     return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[dtypes[name]])
 
 
-def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues) -> str | None:
+def _first_difference(run: OpenedRun, generation: Readable, read: _ReadValues) -> str | None:
     """The name of the first tensor of the export that differs from the generation's weights; None if all are equal.
 
     The weights are rounded as an export rounds them.
@@ -268,7 +271,7 @@ def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues)
     return None
 
 
-def _compare_outputs(run: OpenedRun, generation: Generation, model: nn.Module) -> Check:
+def _compare_outputs(run: OpenedRun, generation: Readable, model: nn.Module) -> Check:
     context, device, base = run.context, torch.device("cpu"), run.base
     batch, theirs = base.tried(model)
     blocks = GenerationBlocks(generation)

@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Final, Literal
 
@@ -41,6 +42,7 @@ from ratel_cli.run.files.run_directory import (
     TRACE_NAME,
     log_name,
     place_of,
+    rank_directory,
     record_name,
     recorded_config,
     run_directory,
@@ -244,6 +246,7 @@ def _own_stores(config: RunConfig, kept: list[str], extent: Extent) -> Iterator[
     """The directories of the run's store and of its snapshot. What stays goes into `kept`."""
     paths = config.storage.paths
     if _is_recorded(config, paths) or (not any(map(read_record, paths)) and is_own_place(config)):
+        yield from _of_other_ranks(config)
         yield from paths
     elif any(map(_is_store, paths)):
         kept.append(f"the store in {', '.join(map(str, paths))} belongs to another run")
@@ -259,6 +262,16 @@ def _own_stores(config: RunConfig, kept: list[str], extent: Extent) -> Iterator[
             yield snapshot.path
     else:
         kept.append(f"the snapshot in {snapshot.path} belongs to another run")
+
+
+def _of_other_ranks(config: RunConfig) -> Iterator[Path]:
+    """The directories of the stores of the run's other ranks."""
+    for rank in count(1):
+        recorded = recorded_config(rank_directory(config.output_dir, rank))
+        if recorded is None:
+            return
+        if _is_recorded(recorded, recorded.storage.paths):
+            yield from recorded.storage.paths
 
 
 def _is_recorded(config: RunConfig, paths: Sequence[Path]) -> bool:

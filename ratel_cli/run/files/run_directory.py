@@ -63,6 +63,11 @@ def run_directory(output_dir: Path) -> Path:
     return output_dir / "run"
 
 
+def rank_directory(output_dir: Path, rank: int) -> Path:
+    """What is the output directory of a rank that is not the first, in that of the run."""
+    return run_directory(output_dir) / "ranks" / str(rank)
+
+
 def record_name(tracker: str) -> str:
     """The name of the file in `run/` that says what the tracker got."""
     return f"{tracker}.json"

@@ -83,6 +83,11 @@ def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
         )
     with errors_about(theirs.output_dir):
         store = context.open_store(theirs.storage.paths, read_only=True)
+    if store.rank_slice.size > 1:
+        raise BadInput(
+            f"--from {origin}: that run has the state of {store.rank_slice.size} ranks, and this one has one",
+            f"to begin with its weights, set base_model: DIR after {command('export', theirs.output_dir, '-o', 'DIR')}",
+        )
     _reject_other_model(context, inputs.model.spec, store, origin)
     if origin.step is None or origin.step == store.progress.step:
         generation = store.current()

@@ -13,12 +13,14 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
+from ratel_cli.run.files.run_directory import rank_directory, recorded_config
 from ratel_cli.run.inputs.base import Base, check_model
 from ratel_cli.run.inputs.base_kinds import read_base
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.train.card import card_of
 from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import JoinedGeneration, Readable
 from ratel_cli.store.store import Store
 
 
@@ -28,7 +30,13 @@ class OpenedRun:
 
     context: RunContext
     base: Base
-    store: Store
+    stores: tuple[Store, ...]
+    """Of each rank."""
+
+    @property
+    def store(self) -> Store:
+        """That of the first rank."""
+        return self.stores[0]
 
     @property
     def language(self) -> LanguageBase:
@@ -40,11 +48,19 @@ class OpenedRun:
             )
         return self.base
 
-    def generation(self, step: int | None) -> Generation:
-        """The saved generation of `step`; None: the current one. Raises BadInput if that step is not saved."""
+    def slices(self, step: int | None) -> list[Generation]:
+        """What each rank has of the saved generation of `step`; None: of the current one. Raises BadInput if that step
+        is not saved."""
         if step is None or step == self.store.progress.step:
-            return self.store.current()
-        return self.store.pinned(step)
+            return [store.current() for store in self.stores]
+        return [store.pinned(step) for store in self.stores]
+
+    def generation(self, step: int | None) -> Readable:
+        """All of that generation. Raises BadInput if that step is not saved."""
+        slices = self.slices(step)
+        if len(slices) == 1:
+            return slices[0]
+        return JoinedGeneration(slices=slices, blocks=self.base.model.spec.stored_blocks, pool=self.context.pool)
 
 
 def open_run(context: RunContext) -> OpenedRun:
@@ -58,9 +74,32 @@ def open_run(context: RunContext) -> OpenedRun:
     if not has_own_store(config):
         raise no_store(config)
     base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
-    store = context.open_store(paths, read_only=True)
-    check_model(store, config, base.model.spec, paths[0])
-    return OpenedRun(context=context, base=base, store=store)
+    stores = _open_stores(context)
+    check_model(stores[0], config, base.model.spec, paths[0])
+    return OpenedRun(context=context, base=base, stores=stores)
+
+
+def _open_stores(context: RunContext) -> tuple[Store, ...]:
+    """The stores of all ranks of the run."""
+    config = context.config
+    first = context.open_store(config.storage.paths, read_only=True)
+    rank, size = first.rank_slice.rank, first.rank_slice.size
+    if rank:
+        raise BadInput(f"{config.output_dir} is rank {rank} of a run", "name the directory of the run itself")
+    stores = [first]
+    for other in range(1, size):
+        directory = rank_directory(config.output_dir, other)
+        recorded = recorded_config(directory)
+        if recorded is None:
+            raise BadInput(f"{directory}: the record of rank {other} cannot be read, so its store is not known")
+        stores.append(context.open_store(recorded.storage.paths, read_only=True))
+    steps = [store.progress.step for store in stores]
+    if len(set(steps)) > 1:
+        raise BadInput(
+            f"the stores of the ranks are at different steps: {', '.join(map(str, steps))}",
+            f"resume the run with --ranks {size}, which brings them to the newest step that all have",
+        )
+    return tuple(stores)
 
 
 def _on_the_cpu(config: RunConfig) -> RunConfig:
@@ -70,7 +109,7 @@ def _on_the_cpu(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"attn_implementation": "sdpa"})
 
 
-def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwrite: bool) -> int:
+def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:
     """Export a generation to the directory `output`. Returns the generation's step.
 
     Raises BadInput if something would be replaced there that is not this export, unless `overwrite` is set.

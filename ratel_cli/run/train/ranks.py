@@ -19,7 +19,7 @@ from socket import gethostname
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
-from ratel_cli.run.files.run_directory import run_directory
+from ratel_cli.run.files.run_directory import rank_directory
 from ratel_cli.run.train.start import Start, StartOver
 from ratel_cli.store.open import stored_rank_slice, stored_step
 from ratel_cli.store.store import Store, StoreIdentity
@@ -28,8 +28,6 @@ from ratel_cli.units import counted
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """A rank that does not answer for so long is taken for dead."""
-RANKS_NAME = "ranks"
-"""In `run/` of rank 0: a directory for each other rank."""
 _WHAT_DIFFERS = {
     "model_hash": "another model",
     "config_hash": "other settings",
@@ -58,11 +56,11 @@ def config_of_rank(config: RunConfig, rank: int, *, has_origin: bool = False) ->
     for word, value in words.items():
         paths = [path.replace(word, value) for path in paths]
     # Where paths are the same for all ranks, each has a directory in them.
-    own = tuple(Path(path) / f"rank-{rank}" if rank else Path(path) for path in paths)
+    own = tuple(Path(path) / f"rank-{rank}.store" if rank else Path(path) for path in paths)
     config = config.model_copy(update={"storage": config.storage.model_copy(update={"paths": own})})
     if not rank:
         return config
-    directory = run_directory(config.output_dir) / RANKS_NAME / str(rank)
+    directory = rank_directory(config.output_dir, rank)
     return config.model_copy(update={"output_dir": directory, "report_to": (), "hub_model_id": None})
 
 
