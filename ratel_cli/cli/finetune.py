@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ratel_cli.cli.arguments import check_option
 from ratel_cli.console import RankLog, RunLog
-from ratel_cli.engine.ranks.launched import RanksEnded, launched_rank
+from ratel_cli.engine.ranks.launched import RanksEnded, launched_rank, see_own_gpu
 from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.run.files.origin import check_origin, find_origin
 from ratel_cli.run.files.output import finish_export
@@ -40,6 +40,7 @@ def run(
             "back to",
             "name the other run's step with --from RUN@STEP",
         )
+    see_own_gpu()
     rank = launched_rank()
     log = RankLog(rank) if rank else RunLog()
     config = read_config(path, log, overrides)

@@ -65,6 +65,7 @@ class PanelFacts:
     """What a step writes to the store."""
     max_bytes_written: int | None
     """The limit of what the run writes to the store; None if there is none."""
+    num_ranks: int = 1
 
 
 Row = tuple[float, StepMetrics]
@@ -200,6 +201,8 @@ class Panel:
         names["compute"] = "GPU compute" if self._facts.has_gpu else "CPU compute"
         if not self._facts.has_gpu:
             del names["up"], names["down"]
+        if self._facts.num_ranks == 1:
+            del names["network"]
         title_width = max(map(len, names.values()))
         lines = []
         for resource, name in names.items():

@@ -197,11 +197,12 @@ def _stage(stage: StageTime) -> str:
     return f"{format_seconds(stage.total)}: {', '.join(shown)}"
 
 
-def split_words(workload: Workload, *, is_planned: bool) -> str:
+def split_words(workload: Workload, *, is_planned: bool, num_ranks: int = 1) -> str:
     """The split of a step into micro-batches; `is_planned`: the plan, not the user, chose it."""
     micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
     size = f"{workload.micro_batch_size} x {workload.sequence_len}"
-    return f"{micro_batches} of {size} = {workload.tokens} tokens{', split by the plan' if is_planned else ''}"
+    words = f"{micro_batches} of {size} = {workload.tokens} tokens{', split by the plan' if is_planned else ''}"
+    return words if num_ranks == 1 else f"{words}, in each of {num_ranks} ranks"
 
 
 def step_time(prediction: Prediction) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.engine.ranks.launched import num_local_ranks
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
 from ratel_cli.io.buffers import BufferPool
@@ -86,7 +87,8 @@ def open_context(
     """
     with ExitStack() as opened:
         queue = opened.enter_context(_open_queue(config, log))
-        limit_bytes = config.limits.host_memory or default_limit_bytes()
+        # Ranks of one machine share what is free; a limit that the config sets is for each of them.
+        limit_bytes = config.limits.host_memory or default_limit_bytes() // num_local_ranks()
         pool = opened.enter_context(_open_pool(device, limit_bytes, notice=log.notice))
         yield RunContext(
             config=config,

@@ -1,4 +1,4 @@
-"""Where ranks' slices cut the parameters of a model of transformers, by the rule that docs/ranks.md promises.
+"""Where ranks' slices cut the parameters of a model of transformers, by the rule that docs/guide/ranks.md promises.
 
 The parameters of what runs before the layers, of each layer, and of what runs behind them are a block each, in their
 order. Each begins at a multiple of 128 elements, and the block ends at a multiple of 2048. Rank r of N has the units of

@@ -30,10 +30,18 @@ from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket, settle
 from ratel_cli.io.views import VALUE_DTYPES, view
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.slices import ranges_in, slice_of
 
 _IN_FLIGHT = 2
 """Blocks whose gradients are being exchanged while the next ones are computed."""
+
+
+def exchange_bytes(spec: ModelSpec, num_ranks: int) -> int:
+    """The most host memory that exchanges take of a model: gradients in fp32 that are on their way, and what comes of
+    one block from all ranks. One rank alone takes none."""
+    largest_bytes = 4 * max((block.num_elements for block in spec.blocks if block.is_trained), default=0)
+    return (_IN_FLIGHT + 2) * largest_bytes if num_ranks > 1 else 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,6 +6,8 @@ import os
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 
 class OfAllRanks(BadInput):
     """An error that all ranks raise, and the first one says."""
@@ -35,6 +37,23 @@ class RanksEnded(Exception):
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
         self.exit_code = exit_code
+
+
+def num_local_ranks() -> int:
+    """How many ranks torchrun has started on this machine; 1 if it has not started this process."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
+def see_own_gpu() -> None:
+    """Of several ranks on a machine, let each see one GPU: of those that are visible, the one with its number. Call it
+    before torch is imported."""
+    if num_local_ranks() == 1:
+        return
+    number, visible = int(os.environ["LOCAL_RANK"]), os.environ.get(_VISIBLE)
+    if visible is None:
+        os.environ[_VISIBLE] = str(number)
+    elif len(devices := visible.split(",")) > number:
+        os.environ[_VISIBLE] = devices[number]
 
 
 def launched_rank() -> int:

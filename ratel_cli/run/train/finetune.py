@@ -316,7 +316,7 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         paths=config.storage.paths,
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config),
-        split=split_words(plan.workload, is_planned=run.written.split is None),
+        split=split_words(plan.workload, is_planned=run.written.split is None, num_ranks=run.context.ranks.size),
         computed_tokens=data.computed_tokens_per_step,
         endurance_tb=config.storage.endurance_tb,
     )

@@ -17,6 +17,7 @@ from statistics import median
 
 from ratel_cli.console import RunLog
 from ratel_cli.engine.footprint import measured_traits
+from ratel_cli.engine.ranks.exchange import exchange_bytes
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.errors import DoesNotFit
@@ -133,7 +134,9 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
         workload=chunked_workload_of(config, spec),
         decisions=decisions,
         hardware=hardware,
-        process_bytes=kept_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),
+        process_bytes=kept_bytes()
+        + (COPY_BYTES if config.storage.snapshot is not None else 0)
+        + exchange_bytes(spec, context.ranks.size),
     )
 
 

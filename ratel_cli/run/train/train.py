@@ -136,6 +136,7 @@ class Training(Closing):
             ),
             state_bytes=self._store.slot_bytes,
             max_bytes_written=self._max_bytes_written,
+            num_ranks=self._context.ranks.size,
         )
         return Panel(
             facts,
