@@ -68,7 +68,8 @@ class FakeStore:
         self._events.append(f"commit {progress.step}")
         self.progress = progress
 
-    def commit_progress(self, progress: Progress) -> None:
+    def commit_progress(self, progress: Progress, *, may_fall_back: bool) -> None:
+        assert not may_fall_back, "one rank alone keeps the generation before"
         self._events.append(f"commit_progress {progress.step}")
         self.progress = progress
 
@@ -116,7 +117,9 @@ class FakeEngine:
         loss_scale: float,
         commit_previous: Callable[[], None],
         recording: StepRecording | None,
+        first_micro_batch: int,
     ) -> StepOutcome:
+        assert first_micro_batch == 0
         self.recorded.append(recording)
         samples = tuple(sample for batch in batches for sample in batch.sample_ids)
         self.asked.append((step, update, learning_rate, loss_scale, samples))
