@@ -29,7 +29,7 @@ from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.program import AnyBatch, BoundModel, Program
 from ratel_cli.engine.ranks.exchange import GradientExchange
-from ratel_cli.engine.ranks.gathered import WeightGathers
+from ratel_cli.engine.ranks.gathered import GATHERED_AHEAD, WeightGathers
 from ratel_cli.engine.ranks.norms import norms_of_all
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.step import StepEngine
@@ -134,8 +134,10 @@ class UpdatingParts(Closing):
         scratch files.
         """
         placement = settings.placement
-        if self._ranks.size > 1:  # what is in memory of other ranks' slices is old after each step
-            placement = replace(placement, resident_weights=frozenset())
+        if self._ranks.size > 1:
+            # What is in memory of other ranks' slices is old after each step. And how far blocks are gathered ahead
+            # decides how often: that must be the same in all ranks, whose plans may differ.
+            placement = replace(placement, resident_weights=frozenset(), prefetch_blocks=GATHERED_AHEAD)
         if self._gradients is None or self._gradients.num_bytes < settings.gradient_scratch_bytes:
             self._gradients = self._scratch(settings.gradient_scratch_bytes)  # the old one may have deferred gradients
         if self._updates is None:

@@ -246,8 +246,10 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._updates.abandon()
 
     def _finish_previous(self, commit: Callable[[], None], *, only_if_written: bool = False) -> None:
-        """Settle and commit the step before, if it is unsettled. `only_if_written`: do nothing while its
-        update is still being written."""
+        """Settle and commit the step before, if it is unsettled. `only_if_written`: do nothing while its update is
+        still being written, or where other ranks would be waited for: they may need weights that are gathered later."""
+        if only_if_written and self._ranks.size > 1:
+            return
         if self._updates.is_unsettled and (self._updates.is_written or not only_if_written):
             self._updates.settle()
             commit()

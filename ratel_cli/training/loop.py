@@ -218,7 +218,7 @@ class TrainingLoop:
             slot_bytes=self._store.slot_bytes,
             first_step=settings.first_step,
         )
-        if step + 1 > limit.last_step:
+        if any(is_over for (is_over,) in self._ranks.gathered([step + 1 > limit.last_step])):
             self._commit_pending()
             raise EnvironmentFailure(
                 f"step {step + 1} would write more than storage.max_tb_written allows "

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ratel_cli.engine.ranks.commits import commit_together, resume_together
+from ratel_cli.engine.ranks.commits import commit_progress_together, commit_together, resume_together
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
@@ -159,3 +159,32 @@ def test_stores_without_a_common_step_are_rejected(new_store: Path, tmp_path: Pa
     ahead, behind = together(2, lambda ranks: resume(ranks, tmp_path / "one", 1))
     assert isinstance(ahead, IntegrityFailure) and "are not what step 0 wrote" in ahead.message
     assert isinstance(behind, EnvironmentFailure)
+
+
+def test_a_step_that_was_skipped_is_taken_back_where_not_all_have_it(new_store: Path, tmp_path: Path) -> None:
+    """Rank 0 has committed the progress of step 2, which was not applied; rank 1 has not."""
+
+    def run(ranks: Ranks, *, is_killed: bool) -> int:
+        path = tmp_path / str(ranks.rank)
+        if is_killed:
+            shutil.copytree(new_store, path)
+        moments = Moments()
+        with (
+            open_queue("threads", notice=lambda text: None) as queue,
+            BufferPool(None) as pool,
+            Store.open([path], queue=queue, identity=IDENTITY, barrier=KillingBarrier(moments)) as store,
+        ):
+            resume_together(store, ranks, pool)
+            if not is_killed:
+                check_generation(store, 1)
+                commit_progress_together(store, ranks, progress_of(2))
+                return store.progress.step
+            store.begin_step()
+            write_generation(store, 1)
+            commit_together(store, ranks, progress_of(1))
+            moments.kill_at, moments.after = len(moments.seen), ranks.rank == 0
+            commit_progress_together(store, ranks, progress_of(2))
+            return store.progress.step
+
+    assert all(isinstance(each, Killed) for each in together(2, lambda ranks: run(ranks, is_killed=True)))
+    assert together(2, lambda ranks: run(ranks, is_killed=False)) == [2, 2]

@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
+from ratel_cli.planning.placement import Placement
 from tests.engine.architectures import ARCHITECTURES, tiny_config
-from tests.engine.exactness import PLACEMENTS
+from tests.engine.exactness import AHEAD, PLACEMENTS
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
 from tests.ranks.oracle import cuts_of
 from tests.ranks.processes import Processes
@@ -26,7 +27,14 @@ from tests.tiers import rotating
 Found = tuple[list[float], list[float], dict[str, torch.Tensor]]
 NUM_STEPS = 3
 DRAWN = random.Random(29).sample(ARCHITECTURES, k=10)
-PLANS = ("nothing ahead", "two ahead, small groups", "some gradients on disk", "two drives")
+PLANS = ("nothing ahead", "two ahead, small groups", "some gradients on disk", "two drives", "of its own")
+OWN_PLANS: tuple[dict[str, object], ...] = (
+    {"placement": Placement()},
+    {"placement": Placement(prefetch_blocks=3, pending_updates=2, deferred=frozenset({1, 2}))},
+    {"placement": AHEAD, "held_in_memory_bytes": 0, "hold": True},
+    {"placement": Placement(pending_updates=9, resident_states=frozenset(range(8)))},
+)
+"""Each rank follows another plan."""
 
 
 def trained(ranks: Ranks, config: PretrainedConfig, recipe: Recipe, num_micro_batches: int, plan: str) -> Found:
@@ -35,7 +43,7 @@ def trained(ranks: Ranks, config: PretrainedConfig, recipe: Recipe, num_micro_ba
         step[ranks.rank * num_micro_batches :][:num_micro_batches]
         for step in random_steps(NUM_STEPS, num_micro_batches * ranks.size, packed=False)
     ]
-    options: Any = PLACEMENTS.get(plan, {})
+    options: Any = OWN_PLANS[ranks.rank] if plan == "of its own" else PLACEMENTS.get(plan, {})
     weights = initial_weights(config)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -110,3 +118,9 @@ def test_ranks_are_as_one_with_the_same_batches(processes: Processes) -> None:
     for name, values in weights.items():
         whole = torch.cat([found[name].view(-1) for _, _, found in of_two if name in found])
         assert torch.allclose(whole, values.view(-1), rtol=1e-5, atol=1e-6), name
+
+
+def test_a_scaled_loss(processes: Processes) -> None:
+    """In fp16 norms are those of gradients that are scaled back."""
+    recipe = Recipe(dtype=torch.float16, loss_scale=1024.0, max_grad_norm=0.5)
+    check(processes, tiny_config("llama"), recipe, size=3, num_micro_batches=2)

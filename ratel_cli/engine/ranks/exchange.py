@@ -24,6 +24,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
 from ratel_cli.engine.optimizer.update import Updates
+from ratel_cli.engine.ranks.gathered import GATHERED_AHEAD
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.ranks.turns import Turns
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
@@ -38,10 +39,11 @@ _IN_FLIGHT = 2
 
 
 def exchange_bytes(spec: ModelSpec, num_ranks: int) -> int:
-    """The most host memory that exchanges take of a model: gradients in fp32 that are on their way, and what comes of
-    one block from all ranks. One rank alone takes none."""
+    """The most host memory that ranks take of a model besides the plan: gradients in fp32 that are on their way, what
+    comes of one block from all ranks, and weights that are gathered ahead. One rank alone takes none."""
     largest_bytes = 4 * max((block.num_elements for block in spec.blocks if block.is_trained), default=0)
-    return (_IN_FLIGHT + 2) * largest_bytes if num_ranks > 1 else 0
+    ahead_bytes = GATHERED_AHEAD * max(segment.compute_bytes for segment in spec.segments)
+    return (_IN_FLIGHT + 2) * largest_bytes + ahead_bytes if num_ranks > 1 else 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -68,10 +68,10 @@ def config_of_rank(config: RunConfig, rank: int, *, has_origin: bool = False) ->
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """A context that rank 0 leaves before any other enters it."""
     if ranks.rank:
-        ranks.gathered([])
+        ranks.gathered([0])
     yield
     if not ranks.rank:
-        ranks.gathered([])
+        ranks.gathered([0])
 
 
 def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
