@@ -28,12 +28,13 @@ class Processes(Closing):
     def __init__(self, size: int) -> None:
         self._directory = ExitStack()
         meeting = Path(self._directory.enter_context(tempfile.TemporaryDirectory())) / "meeting"
-        spawned = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["ratel_cli.engine.ranks.processes", "tests.engine.machine"])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = spawned.Pipe()
-            process = spawned.Process(target=_serve, args=(theirs, rank, size, meeting), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, meeting), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -1,0 +1,136 @@
+"""What the ranks of a run must agree on before anything is trained."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.engine.ranks.launched import OfAllRanks
+from ratel_cli.engine.ranks.ranks import Ranks
+from ratel_cli.errors import Interrupted
+from ratel_cli.io.queue import open_queue
+from ratel_cli.run.train.ranks import check_same, common_start, first_rank_first, stop_together
+from ratel_cli.run.train.start import GoBack, Resume, Start, StartOver
+from ratel_cli.store.layout import Geometry, RankSlice
+from ratel_cli.store.store import Store
+from ratel_cli.training.stopping import StopRequest
+from tests.ranks.threads import together
+from tests.store.stores import BLOCK_ELEMENTS, IDENTITY, SMALL_CHUNK, blocks_of, import_all, run_step
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("model_hash", "another model"),
+        ("config_hash", "other settings"),
+        ("data_hash", "other data"),
+        ("software", "other software"),
+    ],
+)
+def test_ranks_that_differ_are_named(field: str, words: str) -> None:
+    def check(ranks: Ranks) -> None:
+        changes: dict[str, str] = {} if ranks.rank != 1 else {field: "x"}
+        check_same(ranks, replace(IDENTITY, **changes))  # type: ignore[arg-type]
+
+    for found in together(3, check):
+        assert isinstance(found, OfAllRanks) and found.message == f"rank 1 has {words} than rank 0"
+    assert together(3, lambda ranks: check_same(ranks, IDENTITY)) == [None] * 3
+
+
+def _store(path: Path, rank: int, size: int, num_steps: int) -> None:
+    path.mkdir(parents=True)
+    geometry = Geometry(
+        blocks=blocks_of(BLOCK_ELEMENTS),
+        num_slots=2,
+        shares=(1,),
+        chunk_elements=SMALL_CHUNK,
+        rank_slice=RankSlice(rank, size),
+    )
+    with (
+        open_queue("threads", notice=lambda text: None) as queue,
+        Store.create([path], geometry, identity=IDENTITY, queue=queue) as store,
+    ):
+        import_all(store)
+        for _ in range(num_steps):
+            run_step(store)
+
+
+@pytest.mark.parametrize(
+    ("stores", "start", "wanted"),
+    [
+        ([None, None], Resume(), Resume()),
+        ([(2, 3), (2, 3)], Resume(), Resume()),
+        ([(2, 3), (2, 2)], GoBack(2), GoBack(2)),
+        ([(2, 0), None], Resume(), StartOver()),
+        ([None, (2, 0)], Resume(), StartOver()),
+        ([(3, 3), None], StartOver(replaces_others=True), StartOver(replaces_others=True)),
+        ([(2, 3), None], Resume(), "rank 1 has no store, and the others are at step 3"),
+        ([(3, 3), (3, 3)], Resume(), "the run was begun by 3 ranks, and goes on with 2"),
+        ([(1, 3), None], Resume(), "the run was begun by 1 rank, and goes on with 2"),
+    ],
+)
+def test_all_begin_at_one_place(
+    tmp_path: Path, stores: list[tuple[int, int] | None], start: Start, wanted: Start | str
+) -> None:
+    """`stores`: of each rank, for how many ranks its store was made, and its step."""
+    for rank, store in enumerate(stores):
+        if store is not None:
+            size, num_steps = store
+            _store(tmp_path / str(rank), min(rank, size - 1), size, num_steps)
+    for found in together(2, lambda ranks: common_start(ranks, [tmp_path / str(ranks.rank)], start)):
+        if isinstance(wanted, str):
+            assert isinstance(found, OfAllRanks) and found.message == wanted
+        else:
+            assert found == wanted
+
+
+def test_a_signal_is_one_of_all() -> None:
+    def stop(ranks: Ranks) -> None:
+        request = StopRequest()
+        stop_together(ranks, request)
+        if ranks.rank == 2:
+            request.note(signal.SIGINT)
+        stop_together(ranks, request)
+
+    for found in together(3, stop):
+        assert isinstance(found, Interrupted) and found.signal_exit_code == 130
+
+
+def test_a_signal_that_comes_late_counts_the_next_time() -> None:
+    """One rank alone must not end: it came after this one had told the others."""
+
+    class Late(StopRequest):
+        asked = 0
+
+        @property
+        def received(self) -> int | None:
+            self.asked += 1
+            found = super().received
+            if self.asked == 1:
+                self.note(signal.SIGINT)
+            return found
+
+    def stop(ranks: Ranks) -> int:
+        request = Late() if ranks.rank == 1 else StopRequest()
+        stop_together(ranks, request)
+        with pytest.raises(Interrupted):
+            stop_together(ranks, request)
+        return ranks.rank
+
+    assert together(2, stop) == [0, 1]
+
+
+def test_the_first_rank_goes_first() -> None:
+    has_other = threading.Event()
+
+    def enter(ranks: Ranks) -> bool:
+        with first_rank_first(ranks):
+            if ranks.rank:
+                has_other.set()
+            return has_other.wait(0.2)
+
+    assert together(4, enter) == [False, True, True, True]
