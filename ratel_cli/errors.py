@@ -43,6 +43,8 @@ class RatelError(Exception):
         self.others = others
         self.key: ConfigKey = ()
         """The key that the error is about, if that is known."""
+        self.of_all_ranks = False
+        """Whether all ranks of a run raise it, so that the first one reports it."""
 
 
 class BadInput(RatelError):

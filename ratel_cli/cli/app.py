@@ -29,7 +29,7 @@ from typer.exceptions import TyperException
 from ratel_cli.cli import config_commands, model_commands, training_commands, upkeep_commands
 from ratel_cli.closing import Closing
 from ratel_cli.commands import forget_run
-from ratel_cli.engine.ranks.launched import OfAllRanks, RankLost, RanksEnded, launched_rank
+from ratel_cli.engine.ranks.launched import RankLost, RanksEnded, launched_rank
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RatelError
 from ratel_cli.training.stopping import STOPPED
 
@@ -242,7 +242,7 @@ def _report_stop(message: str) -> None:
 
 
 def _report_error(error: RatelError) -> None:
-    if isinstance(error, RankLost | OfAllRanks) and not error.is_reported_here:
+    if error.of_all_ranks and (launched_rank() or isinstance(error, RankLost)):
         return
     for finding in (error, *error.others):
         _report(finding.message, finding.hint)

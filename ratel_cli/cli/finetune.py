@@ -5,7 +5,6 @@ Invariant: nothing heavy is imported before the config is known to be right, so 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,9 +29,10 @@ def run(
     origin: str | None,
     fresh_optimizer: bool,
     num_ranks: int | None = None,
+    arguments: Sequence[str] = (),
 ) -> None:
-    """Run the config in `path`, from the step of another run if `origin` names one, in this process or in ranks that
-    it starts. Raises RatelError."""
+    """Run the config in `path`, from the step of another run if `origin` names one, in this process or in so many ranks
+    that are started with these `arguments`. Raises RatelError."""
     check_option("--fresh-optimizer", fresh_optimizer, only_with="--from RUN", is_met=origin is not None)
     if origin is not None and isinstance(start, GoBack):
         raise BadInput(
@@ -42,7 +42,10 @@ def run(
         )
     see_own_gpu()
     rank = launched_rank()
-    log = RankLog(rank) if rank else RunLog()
+    has_ranks = num_ranks is not None and num_ranks > 1
+    if has_ranks and origin is not None:
+        raise BadInput("arguments '--from' and '--ranks': a run with several ranks starts from its base model")
+    log = RankLog(rank) if rank or has_ranks else RunLog()
     config = read_config(path, log, overrides)
     check_can_train(config, log.notice)
     errors = ErrorList()
@@ -53,20 +56,10 @@ def run(
         check_origin(config, found)
     if not dry_run and not rank:
         finish_export(config.output_dir, log, option="output_dir")
-    if num_ranks is not None and num_ranks > 1:
+    if num_ranks is not None and has_ranks:
         from ratel_cli.cli.launch import launch
 
-        raise RanksEnded(launch(num_ranks, without_ranks(sys.argv[1:])))
+        raise RanksEnded(launch(num_ranks, arguments))
     from ratel_cli.run.train.finetune import run_finetune
 
     run_finetune(config, log, start=start, dry_run=dry_run, overwrite=overwrite, origin=found)
-
-
-def without_ranks(arguments: Sequence[str]) -> list[str]:
-    """The arguments of the command without `--ranks N`."""
-    found, skip = [], False
-    for each in arguments:
-        if not skip and not each.startswith("--ranks"):
-            found.append(each)
-        skip = not skip and each == "--ranks"
-    return found

@@ -1,5 +1,7 @@
 """`ratel finetune CONFIG --ranks N`: starts the command in N processes on this machine, by torchrun's agent.
 
+The agent passes on SIGINT and SIGTERM, and waits until the ranks have ended.
+
 Invariant: the exit code is that of the rank that ended first for a reason of its own.
 """
 
@@ -7,25 +9,27 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
+from ratel_cli.engine.ranks.launched import RankLost, is_launched
 from ratel_cli.errors import BadInput
 
 _THREADS = "OMP_NUM_THREADS"
-_SHUTDOWN_SECONDS = 600
+_SHUTDOWN_SECONDS = 3600
 """A rank that is asked to stop ends after the step that it computes."""
+_SIGNALLED = 128
+"""Added to the number of a signal that ended a process."""
 
 
 def launch(num_ranks: int, arguments: Sequence[str]) -> int:
     """Run `ratel ARGUMENTS` in so many ranks. Returns the exit code. Raises BadInput."""
-    if num_ranks < 1:
-        raise BadInput(f"argument '--ranks {num_ranks}': must be at least 1")
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    if is_launched():
+        raise BadInput("--ranks is not for a process that torchrun has started", "leave it out")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the ranks say what went wrong
     num_cores = len(os.sched_getaffinity(0))
     os.environ.setdefault(_THREADS, str(max(1, num_cores // num_ranks)))
     config = LaunchConfig(
@@ -37,16 +41,23 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle="SIGTERM",
+        signals_to_handle="SIGTERM,SIGINT",
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
-    # A terminal sends Ctrl-C to the ranks, too. They end after their step, and the agent with them.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+
+    def comes_first(failure: ProcessFailure) -> tuple[bool, int]:
+        is_of_another = failure.exitcode == RankLost.exit_code or failure.exitcode < 0
+        return is_of_another and len(failures) > 1, failure.timestamp
+
+    logging.disable()  # the agent's: the ranks report what went wrong
     try:
         elastic_launch(config, sys.executable)("-m", "ratel_cli", *arguments)
-    except ChildFailedError as failure:
-        _, first = failure.get_first_failure()
-        return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode
+    except ChildFailedError as ended:
+        failures = ended.failures.values()
+        code = min(failures, key=comes_first).exitcode
+        return code if code >= 0 else _SIGNALLED - code
+    except SignalException as stopped:
+        return _SIGNALLED + int(stopped.sigval)
     finally:
-        signal.signal(signal.SIGINT, before)
+        logging.disable(logging.NOTSET)
     return 0

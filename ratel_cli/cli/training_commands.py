@@ -64,6 +64,9 @@ def finetune(
 ) -> None:
     check_option("--overwrite-store", overwrite_store, only_with="--resume no", is_met=resume == "no")
     start = start_of(resume, overwrite_store=overwrite_store)
+    flags = {"--dry-run": dry_run, "--overwrite": overwrite, "--overwrite-store": overwrite_store}
+    arguments = ["finetune", str(config), *(overrides or []), "--resume", resume]
+    arguments += [flag for flag, is_set in flags.items() if is_set]
     from ratel_cli.cli import finetune as command
 
     command.run(
@@ -75,6 +78,7 @@ def finetune(
         origin=origin,
         fresh_optimizer=fresh_optimizer,
         num_ranks=ranks,
+        arguments=arguments,
     )
 
 

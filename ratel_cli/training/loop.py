@@ -220,12 +220,14 @@ class TrainingLoop:
         )
         if any(is_over for (is_over,) in self._ranks.gathered([step + 1 > limit.last_step])):
             self._commit_pending()
-            raise EnvironmentFailure(
+            failure = EnvironmentFailure(
                 f"step {step + 1} would write more than storage.max_tb_written allows "
                 f"({format_traffic(limit.written_bytes(step))} are written, a step writes "
                 f"{format_traffic(limit.slot_bytes)})",
                 "increase storage.max_tb_written to continue; every step so far is saved",
             )
+            failure.of_all_ranks = True
+            raise failure
 
     def _step(self) -> StepMetrics:
         """Phases 2 to 4."""
@@ -290,7 +292,7 @@ class TrainingLoop:
         """
         scale_loss = self._settings.scale_loss
         if not outcome.applied and not may_skip(before, scale_loss=scale_loss):
-            raise diagnose_nonfinite_step(
+            failure = diagnose_nonfinite_step(
                 before.step + 1,
                 outcome,
                 self._compute(before, batches, recording=None),
@@ -298,6 +300,8 @@ class TrainingLoop:
                 scale_loss=scale_loss,
                 deterministic=self._settings.deterministic,
             )
+            failure.of_all_ranks = True
+            raise failure
         num_tokens = sum(batch.num_tokens for batch in batches)
         return progress_after(before, applied=outcome.applied, num_tokens=num_tokens, scale_loss=scale_loss)
 

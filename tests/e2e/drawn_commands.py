@@ -82,7 +82,8 @@ def _finetune(draw: _Draw) -> list[str]:
     start = ["--from", f"{origin}{number}", "max_steps=3", f"output_dir={draw.place}", *draw.maybe("--fresh-optimizer")]
     changes = draw.one_of(draw.changes(), draw.changes(), start)
     resume = draw.one_of([], [], ["--resume", "no"], ["--resume", 1], ["--dry-run"])
-    return [str(tree.config), *changes, *draw.paths(), *resume, *_records(draw)]
+    ranks = draw.maybe("--ranks", 1)
+    return [str(tree.config), *changes, *draw.paths(), *resume, *ranks, *_records(draw)]
 
 
 def _records(draw: _Draw) -> list[str]:

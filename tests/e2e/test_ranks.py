@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_ranks_that_are_killed_go_on(
     processes = start_ranks(config, 2, kill_at=dict.fromkeys(killed, point))
     codes = [wait(process) for process in processes]
     for rank, code in enumerate(codes):
-        assert code == (-9 if rank in killed else 3), stderr_of(config, rank)
+        assert code == (-9 if rank in killed else 75), stderr_of(config, rank)
         if rank not in killed:
             assert f"rank {1 - rank} has ended" in stderr_of(config, rank)
     succeed(config, 2)
@@ -176,24 +177,54 @@ def test_the_command_starts_them(make_config: MakeConfig, undisturbed: MakeRanks
     other = subprocess.run([*command[:-1], "3"], check=False, capture_output=True, text=True, timeout=300)
     assert other.returncode == 2, other.stderr
     errors = [line for line in other.stderr.splitlines() if line.startswith("error")]
-    assert errors == ["error: the run was begun by 2 ranks, and goes on with 3"]
+    assert errors == ["error: the run was started with 2 ranks; this command has 3"]
     assert "--ranks 2" in other.stderr
-    assert_rejected(finetune(config), 2, "the run was begun by 2 ranks, and goes on with 1")
+    assert_rejected(finetune(config), 2, "the run was started with 2 ranks; this command has 1")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_passes_signals_on(make_config: MakeConfig, number: signal.Signals, code: int) -> None:
+    """Once to each rank. They end after the same step, and the command after them."""
+    config = make_config(**{**CHANGES, "max_steps": 5000})
+    command = [str(ratel_command()), "finetune", str(config), "--ranks", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        log = output_of(config) / "run" / "metrics.jsonl"
+        while not log.exists() or len(log.read_text().splitlines()) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == code, stderr
+    assert stderr.count("Stopped at step") == 1 and "error" not in stderr and "W1" not in stderr
+    other = output_of(config) / "run" / "ranks" / "1" / "run" / "metrics.jsonl"
+    assert len(log.read_text().splitlines()) == len(other.read_text().splitlines())
+
+
+@pytest.mark.full
+def test_paths_of_each_rank(make_config: MakeConfig, undisturbed: MakeRanks, tmp_path: Path) -> None:
+    """They are found again by the config and by the run's directory, in one process and in several."""
+    storage = {"engine": "threads", "paths": [str(tmp_path / "disk{rank}")]}
+    config = make_config(**{**CHANGES, "max_steps": 4}, storage=storage)
+    succeed(config, 2)
+    assert all(next((tmp_path / f"disk{rank}").rglob("ratel.store")).is_file() for rank in range(2))
+    for run in (config, output_of(config)):
+        assert ratel("verify", run).code == 0
+    succeed(config, 2, f"max_steps={NUM_STEPS}")
+    assert_same_result(config, undisturbed(2))
 
 
 def test_what_ranks_do_not_do_is_rejected(make_config: MakeConfig, tmp_path: Path) -> None:
-    for changes, part in (
-        (
-            {"tokens_per_step": 256, "micro_batch_size": "auto", "gradient_accumulation_steps": "auto"},
-            "tokens_per_step",
-        ),
-        (
-            {"storage": {"engine": "threads", "snapshot": {"path": str(tmp_path / "copy"), "every": 1}}},
-            "storage.snapshot",
-        ),
-    ):
-        config = make_config(part, **{**CHANGES, **changes})
+    rejected: dict[str, dict[str, object]] = {
+        "tokens_per_step": {
+            "tokens_per_step": 256, "micro_batch_size": "auto", "gradient_accumulation_steps": "auto",
+        },
+        "storage.snapshot": {"storage": {"snapshot": {"path": str(tmp_path / "copy"), "every": 1}}},
+        "storage.durability: none": {"storage": {"durability": "none"}},
+    }  # fmt: skip
+    for number, (part, changes) in enumerate(rejected.items()):
+        config = make_config(str(number), **{**CHANGES, **changes})
         processes = start_ranks(config, 2)
         assert [wait(process) for process in processes] == [2, 2], stderr_of(config)
-        assert f"{part} is" in stderr_of(config) and stderr_of(config, 1) == ""
+        assert f"{part} is not supported" in stderr_of(config) and stderr_of(config, 1) == ""
     assert_rejected(finetune(config, "--ranks", "0"), 2, "ranks")

@@ -153,14 +153,20 @@ def test_content_that_is_no_spec_is_rejected(changes: dict[str, object], message
         ModelSpec.from_json(through_json(SPEC.to_json()) | changes)
 
 
+PARAMETER: dict[str, object] = {"name": "w", "shape": [3], "start": 0, "decay": True, "first": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"index": 2}, "block 1 has another layout"),
         ({"rule": "middle"}, "block 1 is not described"),
         ({"num_elements": 2048 * 3}, "block 1 has another layout"),
-        ({"parameters": [{"name": "w", "shape": [3], "start": 128, "decay": True}]}, "block 1 has another layout"),
-        ({"parameters": [{"name": "w", "shape": [-3], "start": 0, "decay": True}]}, "shape is negative"),
+        (
+            {"parameters": [{"name": "w", "shape": [3], "start": 128, "decay": True, "first": 0}]},
+            "block 1 has another layout",
+        ),
+        ({"parameters": [{"name": "w", "shape": [-3], "start": 0, "decay": True, "first": 0}]}, "shape is negative"),
         ({"parameters": [{"name": "w", "shape": [3], "start": 0}]}, "decay is missing"),
     ],
 )

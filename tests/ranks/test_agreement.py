@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import Interrupted
@@ -34,11 +35,32 @@ from tests.store.stores import BLOCK_ELEMENTS, IDENTITY, SMALL_CHUNK, blocks_of,
 def test_ranks_that_differ_are_named(field: str, words: str) -> None:
     def check(ranks: Ranks) -> None:
         changes: dict[str, str] = {} if ranks.rank != 1 else {field: "x"}
-        check_same(ranks, replace(IDENTITY, **changes))  # type: ignore[arg-type]
+        check_same(ranks, replace(IDENTITY, **changes), _config(), Resume())  # type: ignore[arg-type]
 
     for found in together(3, check):
         assert isinstance(found, OfAllRanks) and found.message == f"rank 1 has {words} than rank 0"
-    assert together(3, lambda ranks: check_same(ranks, IDENTITY)) == [None] * 3
+
+
+def _config(**changes: object) -> RunConfig:
+    return RunConfig.model_validate({"base_model": "m", "datasets": [{"path": "d"}], **changes}, context={"path": "c"})
+
+
+@pytest.mark.parametrize("change", [{"save_steps": 3}, {"max_steps": 9}, {"storage": {"max_tb_written": 1.0}}])
+def test_what_ranks_do_together_is_the_same(change: dict[str, object]) -> None:
+    """Not only what decides the bits: else one would wait for a commit, and the other evaluate."""
+    found = together(2, lambda ranks: check_same(ranks, IDENTITY, _config(**(change if ranks.rank else {})), Resume()))
+    assert [each.message for each in found] == ["rank 1 has other settings than rank 0"] * 2
+    starts = together(2, lambda ranks: check_same(ranks, IDENTITY, _config(), Resume() if ranks.rank else GoBack(1)))
+    assert all(isinstance(each, OfAllRanks) for each in starts)
+
+
+def test_ranks_have_places_and_limits_of_their_own() -> None:
+    own: list[dict[str, object]] = [
+        {"output_dir": "a", "storage": {"paths": ["x"]}, "limits": {"host_memory": "4GiB"}},
+        {"output_dir": "b", "storage": {"paths": ["y"]}, "report_to": ["tensorboard"]},
+    ]
+    found = together(2, lambda ranks: check_same(ranks, IDENTITY, _config(**own[ranks.rank]), Resume()))
+    assert found == [None, None]
 
 
 def _store(path: Path, rank: int, size: int, num_steps: int) -> None:
@@ -69,8 +91,8 @@ def _store(path: Path, rank: int, size: int, num_steps: int) -> None:
         ([None, (2, 0)], Resume(), StartOver()),
         ([(3, 3), None], StartOver(replaces_others=True), StartOver(replaces_others=True)),
         ([(2, 3), None], Resume(), "rank 1 has no store, and the others are at step 3"),
-        ([(3, 3), (3, 3)], Resume(), "the run was begun by 3 ranks, and goes on with 2"),
-        ([(1, 3), None], Resume(), "the run was begun by 1 rank, and goes on with 2"),
+        ([(3, 3), (3, 3)], Resume(), "the run was started with 3 ranks; this command has 2"),
+        ([(1, 3), None], Resume(), "the run was started with 1 rank; this command has 2"),
     ],
 )
 def test_all_begin_at_one_place(

@@ -45,4 +45,4 @@ def test_one_alone_sees_all(launched: pytest.MonkeyPatch) -> None:
 def test_one_of_those_that_are_left_says_it(launched: pytest.MonkeyPatch, own: int, lost: int, says: bool) -> None:
     launched.setenv("RANK", str(own))
     error = RankLost(lost, "has ended")
-    assert error.is_reported_here is says and error.message == f"rank {lost} has ended"
+    assert error.of_all_ranks is not says and error.message == f"rank {lost} has ended"

@@ -56,12 +56,12 @@ def together(size: int, task: Callable[[Ranks], Any]) -> list[Any]:
     """What `task` returns in each rank, or raises: the exception itself. Where one ends with an exception, the others
     get no more answers."""
     ended = threading.Event()
-    meetings = [_Meeting(size, ended) for _ in range(3)]
+    meetings = [_Meeting(size, ended) for _ in range(4)]
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        control, weights, gradients = (ThreadChannel(meeting, rank) for meeting in meetings)
-        ranks = Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients)
+        control, weights, gradients, patient = (ThreadChannel(meeting, rank) for meeting in meetings)
+        ranks = Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients, patient=patient)
         try:
             found[rank] = task(ALONE if size == 1 else ranks)
         except BaseException as error:  # noqa: BLE001 (the test looks at it)

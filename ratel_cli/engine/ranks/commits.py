@@ -47,7 +47,10 @@ def resume_together(
     common = set.intersection(*({int(step) for step in steps} for steps in known)) - {_NONE}
     if not common:
         steps = ", ".join(f"{newest:.0f}" for newest, _ in known)
-        raise IntegrityFailure(f"the stores of the ranks have no step in common; they are at steps {steps}", START_OVER)
+        raise _of_all(
+            f"the stores of the ranks have no step in common; they are at steps {steps}",
+            "go back to a saved step with --resume STEP, or start over with --resume no",
+        )
     newest = max(common)
     if newest != store.progress.step:
         notice(f"step {store.progress.step} was not committed by all ranks; all resume from step {newest}")
@@ -59,4 +62,10 @@ def _meet(ranks: Ranks, step: int) -> None:
     """Return when all ranks have come here, with the same step."""
     steps = [int(found) for (found,) in ranks.gathered([step])]
     if len(set(steps)) > 1:
-        raise IntegrityFailure(f"the ranks are at different steps: {', '.join(map(str, steps))}", START_OVER)
+        raise _of_all(f"the ranks are at different steps: {', '.join(map(str, steps))}", START_OVER)
+
+
+def _of_all(message: str, hint: str) -> IntegrityFailure:
+    failure = IntegrityFailure(message, hint)
+    failure.of_all_ranks = True
+    return failure

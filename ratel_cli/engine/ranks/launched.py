@@ -10,25 +10,24 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class OfAllRanks(BadInput):
-    """An error that all ranks raise, and the first one says."""
+    """Bad input that all ranks find."""
 
-    is_reported_here = property(lambda self: launched_rank() == 0)
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.of_all_ranks = True
 
 
 class RankLost(EnvironmentFailure):
-    """Another rank has ended, or does not answer."""
+    """Another rank has ended, or does not answer. The exit code tells it from what ends a rank by itself."""
+
+    exit_code = 75
 
     def __init__(self, rank: int, what: str) -> None:
         super().__init__(
-            f"rank {rank} {what}",
-            "what it has printed says why; the same command resumes from the last step that all ranks have",
+            f"rank {rank} {what}", "see its output; the same command resumes from the newest step that all ranks have"
         )
         self.rank = rank
-
-    @property
-    def is_reported_here(self) -> bool:
-        """Whether this rank says so: one of those that are left does."""
-        return launched_rank() == (1 if self.rank == 0 else 0)
+        self.of_all_ranks = launched_rank() != (1 if rank == 0 else 0)  # one of those that are left reports it
 
 
 class RanksEnded(Exception):
@@ -39,9 +38,19 @@ class RanksEnded(Exception):
         self.exit_code = exit_code
 
 
+def is_launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def num_local_ranks() -> int:
     """How many ranks torchrun has started on this machine; 1 if it has not started this process."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched() else 1
+
+
+def local_rank() -> int:
+    """The number of this rank on its machine; 0 if torchrun has not started this process."""
+    return int(os.environ["LOCAL_RANK"]) if is_launched() else 0
 
 
 def see_own_gpu() -> None:
@@ -49,7 +58,7 @@ def see_own_gpu() -> None:
     before torch is imported."""
     if num_local_ranks() == 1:
         return
-    number, visible = int(os.environ["LOCAL_RANK"]), os.environ.get(_VISIBLE)
+    number, visible = local_rank(), os.environ.get(_VISIBLE)
     if visible is None:
         os.environ[_VISIBLE] = str(number)
     elif len(devices := visible.split(",")) > number:
@@ -58,4 +67,4 @@ def see_own_gpu() -> None:
 
 def launched_rank() -> int:
     """The rank that torchrun has given this process; 0 if torchrun has not started it."""
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    return int(os.environ["RANK"]) if is_launched() else 0

@@ -6,15 +6,20 @@ Bytes go from host memory to host memory, by gloo: what ranks send lies there, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from time import sleep
 
 import torch
 import torch.distributed as dist
 
-from ratel_cli.engine.ranks.launched import RankLost
+from ratel_cli.engine.ranks.launched import RankLost, is_launched
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
-from ratel_cli.errors import EnvironmentFailure, first_line
+from ratel_cli.errors import EnvironmentFailure, Interrupted, first_line
+
+_LINGER_SECONDS = 2.0
+"""A rank that ends because another has ended keeps its connections for so long, so that all see which one it was."""
+_PATIENCE = timedelta(days=7)
 
 
 class ProcessChannel:
@@ -57,16 +62,25 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
 
     A rank that does not answer for `timeout_seconds` is an error. Raises EnvironmentFailure if ranks do not meet.
     """
-    if not dist.is_torchelastic_launched():
+    if not is_launched():
         yield ALONE
         return
     timeout = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group("gloo", timeout=timeout)
+        ranks = ranks_of(dist.get_rank(), dist.get_world_size(), timeout)
     except (RuntimeError, ValueError) as error:
-        raise EnvironmentFailure(f"the ranks of the run do not meet: {first_line(error)}") from error
+        raise EnvironmentFailure(f"cannot connect the ranks: {first_line(error)}") from error
     try:
-        yield ranks_of(dist.get_rank(), dist.get_world_size(), timeout)
+        yield ranks
+    except Interrupted as stopped:
+        if stopped.of_all_ranks:  # the launcher ends the others as soon as one has ended
+            with suppress(RankLost):
+                ranks.wait_for_all()
+        raise
+    except RankLost:
+        sleep(_LINGER_SECONDS)
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -75,10 +89,12 @@ def ranks_of(rank: int, size: int, timeout: timedelta) -> Ranks:
     """The ranks of the default group's first `size` processes, of which all must call this."""
     if size == 1:
         return ALONE
-    control, weights, gradients = (
-        ProcessChannel(dist.new_group(list(range(size)), timeout=timeout, backend="gloo"), rank, size) for _ in range(3)
-    )
-    return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients)
+
+    def channel(timeout: timedelta) -> ProcessChannel:
+        return ProcessChannel(dist.new_group(list(range(size)), timeout=timeout, backend="gloo"), rank, size)
+
+    control, weights, gradients, patient = map(channel, (timeout, timeout, timeout, _PATIENCE))
+    return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients, patient=patient)
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -1,7 +1,7 @@
 """The ranks of a run, and what carries bytes between them.
 
 All that ranks do together is one operation, `Channel.swap`: each sends every other one some bytes, and gets some of
-each. Ranks meet on three channels, so that what one waits for on one of them holds up no other: `control` for the
+each. Ranks meet on several channels, so that what one waits for on one of them holds up no other: `control` for the
 thread that computes, `weights` and `gradients` for the threads that gather and exchange (ranks/turns.py).
 
 Invariant: on each channel every rank does the same swaps in the same order.
@@ -46,11 +46,18 @@ class Ranks:
     control: Channel
     weights: Channel
     gradients: Channel
+    patient: Channel
+    """For the thread that computes, where others may take hours."""
 
     @property
     def slice(self) -> RankSlice:
         """What this rank has of every block."""
         return RankSlice(self.rank, self.size)
+
+    def wait_for_all(self) -> None:
+        """Return when all ranks have come here, however long that takes. Raises as `Channel.swap`."""
+        here = [memoryview(bytearray(1)) for _ in range(self.size)]
+        self.patient.swap([memoryview(bytearray(1))] * self.size, here)
 
     def gathered(self, values: Sequence[float], *, lengths: Sequence[int] | None = None) -> list[list[float]]:
         """What each rank has given, in the order of ranks. `lengths`: how many values each gives; None: all as many.
@@ -68,4 +75,4 @@ class Ranks:
         return [list(struct.unpack(f"<{len(each) // 8}d", each)) for each in received]
 
 
-ALONE = Ranks(rank=0, size=1, control=_Nobody(), weights=_Nobody(), gradients=_Nobody())
+ALONE = Ranks(rank=0, size=1, control=_Nobody(), weights=_Nobody(), gradients=_Nobody(), patient=_Nobody())

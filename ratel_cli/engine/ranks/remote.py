@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from ratel_cli.engine.ranks.launched import RankLost
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
@@ -44,8 +45,11 @@ def read_by_first(ranks: Ranks, spec: ModelSpec, generation: Generation, pool: B
     for rank in range(1, ranks.size):
         blocks = spec.sliced(RankSlice(rank, ranks.size)).stored_blocks
         slices.append(_RemoteSlices(ranks, rank, blocks, generation.progress, generation.chunk_elements))
-    yield JoinedGeneration(slices=slices, blocks=spec.stored_blocks, pool=pool)
-    _tell(ranks, _END)
+    try:
+        yield JoinedGeneration(slices=slices, blocks=spec.stored_blocks, pool=pool)
+    finally:
+        with suppress(RankLost):
+            _tell(ranks, _END)
 
 
 @dataclass(frozen=True, slots=True)

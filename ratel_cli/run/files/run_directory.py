@@ -26,12 +26,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from socket import gethostname
 
 from ratel_cli.commands import name_run
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig, StorageConfig
 from ratel_cli.config.source import is_config_name, similar_path
 from ratel_cli.console import RunLog
+from ratel_cli.engine.ranks.launched import launched_rank, local_rank
 from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.json_fields import JsonFields, hash_of
@@ -130,8 +132,18 @@ def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunCo
     """
     name_run(path, overrides)
     file = config_file(path)
-    config = _load(file, log, overrides)
+    config = _of_this_rank(_load(file, log, overrides))
     return with_own_store(config) if file == path else as_of_run(config, path, overrides)
+
+
+def _of_this_rank(config: RunConfig) -> RunConfig:
+    """The config with what this process has for `{rank}`, `{local_rank}` and `{host}` in `storage.paths`. A command
+    that torchrun has not started reads what rank 0 has."""
+    values = {"rank": str(launched_rank()), "local_rank": str(local_rank()), "host": gethostname()}
+    paths = list(map(str, config.storage.paths))
+    for name, value in values.items():
+        paths = [path.replace(f"{{{name}}}", value) for path in paths]
+    return config.model_copy(update={"storage": config.storage.model_copy(update={"paths": tuple(map(Path, paths))})})
 
 
 def as_of_run(config: RunConfig, path: Path, overrides: Sequence[str]) -> RunConfig:

@@ -33,6 +33,7 @@ from ratel_cli.model.card import library_of
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
+from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.report.plan import split_words
 from ratel_cli.report.run import opening
 from ratel_cli.run.context import RunContext, open_context
@@ -43,13 +44,20 @@ from ratel_cli.run.files.run_files import files_of_training, forget_missing, wri
 from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.inputs.length import check_length
 from ratel_cli.run.inputs.process import prepare_process
-from ratel_cli.run.inputs.settings import wear_limit
+from ratel_cli.run.inputs.settings import num_slots, wear_limit
 from ratel_cli.run.train.branch import Branch, open_branch
 from ratel_cli.run.train.card import card_of
 from ratel_cli.run.train.hub import upload_export
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.profile_machine import measure_for_run, report_other_load
-from ratel_cli.run.train.ranks import RANK_TIMEOUT_SECONDS, check_same, common_start, config_of_rank, first_rank_first
+from ratel_cli.run.train.ranks import (
+    RANK_TIMEOUT_SECONDS,
+    check_same,
+    common_start,
+    config_of_rank,
+    first_rank_first,
+    with_chunks_of_first,
+)
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.train.split import plan_split, report_better_split, shaped_by_plan
@@ -166,7 +174,7 @@ def _find(
     resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
     context = resources.enter_context(open_context(config, log, device=inputs.device, ranks=ranks))
     identity = identity_of(config, inputs)
-    check_same(ranks, identity)
+    check_same(ranks, identity, config, start)
     store = find_store(context, identity, start)
     branch = _branch(context, inputs, store, origin)
     first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
@@ -177,6 +185,7 @@ def _find(
     meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
     if config.split is None or config.is_chunk_planned:
         context, inputs = shaped_by_plan(context, inputs, hardware)
+        context = replace(context, config=with_chunks_of_first(ranks, context.config))
         identity = identity_of(context.config, inputs)
     return _Run(
         context=context,
@@ -294,10 +303,17 @@ def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
     return spaces_of(
         run.context.config,
         run.inputs.model.spec,
-        nvme_bytes=plan.nvme_bytes,
+        nvme_bytes=_nvme_bytes(run, plan),
         export_bytes=export_bytes(run.inputs.layout, run.inputs.base.sidecars(run.context.config)),
         weights=run.hardware.nvme.weights,
     )
+
+
+def _nvme_bytes(run: _Run, plan: Plan) -> int:
+    """What this rank needs on its drives: of the store its slices, and what the plan has for scratch files."""
+    spec, slots = run.inputs.model.spec, num_slots(run.context.config)
+    own = store_bytes(spec.sliced(run.context.ranks.slice), num_slots=slots)
+    return plan.nvme_bytes - store_bytes(spec, num_slots=slots) + own
 
 
 def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
@@ -329,7 +345,7 @@ def _check_wear_limit(run: _Run) -> None:
     record = None if run.store is None else read_origin(config)
     limit = wear_limit(
         config,
-        run.inputs.model.spec.stored_blocks,
+        run.inputs.model.spec.sliced(run.context.ranks.slice).stored_blocks,
         weights=run.hardware.nvme.weights,
         first_step=run.branch.progress.step if run.branch else record.first_step if record else 0,
     )
@@ -353,7 +369,7 @@ def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
     config, errors = run.context.config, ErrorList()
     errors.attempt(("storage", "max_tb_written"), lambda: _check_wear_limit(run))
     if run.store is None:
-        errors.attempt(("storage", "paths"), lambda: check_store_space(config, plan.nvme_bytes, run.hardware))
+        errors.attempt(("storage", "paths"), lambda: check_store_space(config, _nvme_bytes(run, plan), run.hardware))
     for space in spaces:
         errors.attempt(space.key, space.check)
     errors.raise_all()

@@ -9,17 +9,18 @@ Invariant: ranks that differ in model, data, settings or version are rejected by
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from socket import gethostname
+from typing import Any
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
-from ratel_cli.run.files.run_directory import rank_directory
+from ratel_cli.errors import Interrupted
+from ratel_cli.run.files.run_directory import rank_directory, recorded_config
 from ratel_cli.run.train.start import Start, StartOver
 from ratel_cli.store.open import stored_rank_slice, stored_step
 from ratel_cli.store.store import Store, StoreIdentity
@@ -34,44 +35,59 @@ _WHAT_DIFFERS = {
     "data_hash": "other data",
     "seed": "another seed",
     "software": "other software",
+    "config": "other settings",
 }
+_OF_EACH_RANK: Any = {"output_dir": True, "report_to": True, "hub_model_id": True, "limits": True, "storage": {"paths"}}
+"""Of a config, what ranks may have of their own."""
 _HASH_BITS = 52
 """Of a hash that goes from rank to rank as a number."""
 
 
 def config_of_rank(config: RunConfig, rank: int, *, has_origin: bool = False) -> RunConfig:
-    """What a rank works with. `has_origin`: the run starts from another one. Raises OfAllRanks for what several ranks
-    do not do."""
+    """What a rank works with. `has_origin`: the run starts from another one. Raises OfAllRanks for what is not
+    supported with several ranks."""
     if has_origin:
-        raise OfAllRanks("--from is for one rank alone", "leave out --ranks")
+        raise OfAllRanks("--from is not supported with several ranks", "leave out --ranks")
     if config.split is None:
         raise OfAllRanks(
-            "tokens_per_step is planned for one rank alone",
-            "with several ranks, set micro_batch_size and gradient_accumulation_steps, which are those of each rank",
+            "tokens_per_step is not supported with several ranks",
+            "set micro_batch_size and gradient_accumulation_steps, which are those of each rank",
         )
     if config.storage.snapshot is not None:
-        raise OfAllRanks("storage.snapshot is for one rank alone", "remove it")
-    words = {"{rank}": str(rank), "{local_rank}": os.environ.get("LOCAL_RANK", "0"), "{host}": gethostname()}
-    paths = [str(path) for path in config.storage.paths]
-    for word, value in words.items():
-        paths = [path.replace(word, value) for path in paths]
-    # Where paths are the same for all ranks, each has a directory in them.
-    own = tuple(Path(path) / f"rank-{rank}.store" if rank else Path(path) for path in paths)
-    config = config.model_copy(update={"storage": config.storage.model_copy(update={"paths": own})})
+        raise OfAllRanks("storage.snapshot is not supported with several ranks", "remove it")
+    if config.storage.durability == "none":
+        raise OfAllRanks(
+            "storage.durability: none is not supported with several ranks: one that ends would cost the stores of all",
+            "set storage.durability: step",
+        )
     if not rank:
         return config
     directory = rank_directory(config.output_dir, rank)
-    return config.model_copy(update={"output_dir": directory, "report_to": (), "hub_model_id": None})
+    # Where paths are the same for all ranks, each has a directory in them.
+    paths = tuple(path / f"rank-{rank}.store" for path in config.storage.paths)
+    recorded = recorded_config(directory)
+    if recorded is not None and not Store.exists(paths) and Store.exists(recorded.storage.paths):
+        paths = recorded.storage.paths
+    storage = config.storage.model_copy(update={"paths": paths})
+    changes = {"output_dir": directory, "storage": storage, "report_to": (), "hub_model_id": None}
+    return config.model_copy(update=changes)
 
 
 @contextmanager
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
-    """A context that rank 0 leaves before any other enters it."""
+    """A context that rank 0 leaves before any other enters it, however long it takes."""
     if ranks.rank:
-        ranks.gathered([0])
+        ranks.wait_for_all()
     yield
     if not ranks.rank:
-        ranks.gathered([0])
+        ranks.wait_for_all()
+
+
+def with_chunks_of_first(ranks: Ranks, config: RunConfig) -> RunConfig:
+    """The config with the chunks of the head that rank 0 has planned: they decide the bits."""
+    if ranks.size == 1 or not isinstance(config.head_chunk, int):
+        return config
+    return config.chunked_by(int(ranks.gathered([config.head_chunk])[0][0]))
 
 
 def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
@@ -94,24 +110,27 @@ def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
             return StartOver()
         raise OfAllRanks(
             f"rank {lost[0]} has no store, and the others are at step {max(int(step) for _, step in known)}",
-            "bring it back; or start over with --resume no",
+            "mount its drives; or start over with --resume no",
         )
     made = max(sizes)
     raise OfAllRanks(
-        f"the run was begun by {counted(made, 'rank')}, and goes on with {ranks.size}",
+        f"the run was started with {counted(made, 'rank')}; this command has {ranks.size}",
         f"resume it with --ranks {made}; or start over with --resume no",
     )
 
 
-def check_same(ranks: Ranks, identity: StoreIdentity) -> None:
-    """Raise OfAllRanks if ranks differ in what decides the bits."""
-    names = list(_WHAT_DIFFERS)
-    known = ranks.gathered([_number(str(getattr(identity, name))) for name in names])
+def check_same(ranks: Ranks, identity: StoreIdentity, config: RunConfig, start: Start) -> None:
+    """Raise OfAllRanks if ranks differ in what decides the bits, or in what they do together."""
+    common = config.model_dump(mode="json", exclude=_OF_EACH_RANK)
+    own = [str(getattr(identity, name)) for name in list(_WHAT_DIFFERS)[:-1]]
+    known = ranks.gathered([_number(text) for text in (*own, json.dumps([common, repr(start)], sort_keys=True))])
     for rank, found in enumerate(known):
-        differs = [_WHAT_DIFFERS[name] for name, own, first in zip(names, found, known[0], strict=True) if own != first]
+        differs = [
+            words for words, own, first in zip(_WHAT_DIFFERS.values(), found, known[0], strict=True) if own != first
+        ]
         if differs:
             raise OfAllRanks(
-                f"rank {rank} has {' and '.join(differs)} than rank 0",
+                f"rank {rank} has {' and '.join(dict.fromkeys(differs))} than rank 0",
                 "start all ranks with the same command, the same config and data, and the same versions",
             )
 
@@ -121,7 +140,11 @@ def stop_together(ranks: Ranks, stop: StopRequest) -> None:
     received = [int(number) for (number,) in ranks.gathered([stop.received or 0])]
     if any(received):  # a signal that comes from now on counts the next time, in all of them
         stop.note(next(filter(None, received)))
-        stop.check()
+        try:
+            stop.check()
+        except Interrupted as stopped:
+            stopped.of_all_ranks = True
+            raise
 
 
 def _number(text: str) -> float:

@@ -234,6 +234,7 @@ def resume_store(context: RunContext, store: Store, start: Start) -> None:
     with context.bar("verifying the store", store.generation_bytes) as advance:
         if isinstance(start, GoBack):
             store.pinned(start.step).check_all(context.pool, progress=advance)
+            context.ranks.wait_for_all()  # none goes back where another one cannot
             store.rewind(start.step)
         else:
             store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
