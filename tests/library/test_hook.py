@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import ratel_cli as ratel
@@ -284,16 +287,21 @@ def test_groups_and_schedulers_are_those_of_torch(tmp_path: Path) -> None:
         assert_same(saved(state, tmp_path), plain, wanted_nothing())
 
 
+def bert_rows() -> list[dict[str, torch.Tensor]]:
+    """16 rows, as a loader takes them."""
+    return [
+        {**{name: each[row] for name, each in batch.inputs.items()}, "labels": batch.target[row]}
+        for [batch] in net_steps("bert", 8, 1)
+        for row in range(2)
+    ]
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e6])
 def test_the_trainer_of_transformers_trains_it(tmp_path: Path, max_grad_norm: float) -> None:
     """With gradient accumulation, a scheduler, and norms in its log."""
     plain = built("bert")
     model = copy.deepcopy(plain)
-    rows = [
-        {**{name: each[row] for name, each in batch.inputs.items()}, "labels": batch.target[row]}
-        for [batch] in net_steps("bert", 8, 1)
-        for row in range(2)
-    ]
+    rows = bert_rows()
 
     def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
         arguments = TrainingArguments(
@@ -311,6 +319,73 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path, max_grad_norm: fl
         assert train(model, ratel.AdamW(model, lr=LEARNING_RATE, accumulation_steps=2)) == log
         assert state.num_steps == len(log) == 4
         assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+@pytest.fixture
+def _accelerate_begins_anew() -> Iterator[None]:
+    """What accelerate knows of its process: the device, and how many rounds a step has."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_accelerate_begins_anew")
+@pytest.mark.parametrize(("num_rounds", "max_grad_norm"), [(1, None), (2, 0.5)])
+def test_a_loop_of_accelerate_trains_it(tmp_path: Path, num_rounds: int, max_grad_norm: float | None) -> None:
+    """Without a launcher: it prepares module, loader, optimizer and scheduler, and counts the rounds of a step."""
+    plain = built("bert")
+    model, loader = copy.deepcopy(plain), DataLoader(bert_rows(), batch_size=2)  # type: ignore[arg-type]
+    losses, norms, found = [], [], []
+
+    def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
+
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
+    scheduler = scheduled(optimizer)
+    torch.manual_seed(2)
+    for number, batch in enumerate(loader, start=1):
+        loss = plain(**batch).loss
+        losses.append(loss.detach())
+        (loss / num_rounds).backward()
+        if number % num_rounds == 0:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm or torch.inf)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(2)
+    with hooked("bert", model, tmp_path) as state:
+        mine = ratel.AdamW(model, lr=LEARNING_RATE, max_grad_norm=max_grad_norm, accumulation_steps=num_rounds)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_rounds)
+        prepared = accelerator.prepare(model, loader, mine, scheduled(mine))
+        for batch in prepared[1]:
+            with accelerator.accumulate(prepared[0]):
+                loss = prepared[0](**batch).loss
+                accelerator.backward(loss)
+                for each in prepared[2:]:
+                    each.step()
+                prepared[2].zero_grad()
+            found.append(loss.detach())
+            if accelerator.sync_gradients:
+                assert state.grad_norm == norms[state.num_steps - 1]
+        assert state.num_steps == len(norms) == 8 // num_rounds
+        assert torch.equal(torch.stack(found), torch.stack(losses))
+        assert_same(saved(state, tmp_path), plain, wanted_nothing())
+
+
+@pytest.mark.usefixtures("_accelerate_begins_anew")
+def test_what_accelerate_would_clip_is_an_error(tmp_path: Path) -> None:
+    """If the norm is larger: a smaller one is only read, as `Trainer` reads it for its log."""
+    model = built("bert")
+    [[batch]] = net_steps("bert", 1, 1)
+    accelerator = Accelerator(cpu=True)
+    with hooked("bert", model, tmp_path) as state:
+        ratel.AdamW(model, lr=LEARNING_RATE)
+        accelerator.backward(NETS["bert"].loss(model, batch))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1e6)
+        assert norm is not None and float(norm) == state.grad_norm
+        with pytest.raises(ratel.RatelError, match=r"with its update, not in \.grad"):
+            accelerator.clip_grad_norm_(model.parameters(), 1e-3)
 
 
 def test_only_what_is_outside_may_be_trained(tmp_path: Path) -> None:
