@@ -25,7 +25,7 @@ def test_it_trains_as_plain_pytorch_does(
     with measured_briefly():
         check(
             tmp_path,
-            name,
+            KINDS[name],
             dtype,
             num_micro_batches=num_micro_batches,
             max_grad_norm=max_grad_norm,

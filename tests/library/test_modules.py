@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, Trainer
 import ratel_cli as ratel
 from tests.e2e.runs import measured_briefly
 from tests.library.nets import NETS, NUM_PIXELS
+from tests.planning.test_diffusion import TABLE_VI
 from tests.reference import Recipe, Trained, seed_of_draws, train_module
-from tests.tiers import pairwise
+from tests.tiers import pairwise, thinned
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[object, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -64,6 +65,12 @@ def _classified(output: object, batch: Mapping[str, torch.Tensor]) -> torch.Tens
 
 def _denoised(output: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return (output.sample.float() - batch["target"]).square().mean(dim=(1, 2, 3)).sum()  # type: ignore[attr-defined]
+
+
+def _denoised_with_variances(output: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of twice as many channels: the noise, and how uncertain it is."""
+    noise, variances = output.sample.float().chunk(2, dim=1)  # type: ignore[attr-defined]
+    return ((noise - batch["target"]).square() * torch.exp(-variances) + variances).mean(dim=(1, 2, 3)).sum()
 
 
 def _unmasked(output: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -180,25 +187,25 @@ def plain(kind: Kind, steps: Sequence[Sequence[Tensors]], recipe: Recipe) -> Tra
 
 def check(
     directory: Path,
-    name: str,
+    kind: Kind,
     dtype: torch.dtype,
     *,
+    num_steps: int = len(RATES),
     num_micro_batches: int,
     max_grad_norm: float | None,
     oracle_device: str = "cpu",
     **options: object,
 ) -> None:
     """Train a module by `forward_backward` and in plain PyTorch: losses, norms, weights must be equal in every bit."""
-    kind = KINDS[name]
-    steps = steps_of(kind, dtype, 5, num_micro_batches)
+    steps, rates = steps_of(kind, dtype, num_steps, num_micro_batches), RATES[:num_steps]
     recipe = Recipe(
-        dtype=dtype, weight_decay=0.1, max_grad_norm=max_grad_norm, learning_rates=RATES, device=oracle_device
+        dtype=dtype, weight_decay=0.1, max_grad_norm=max_grad_norm, learning_rates=rates, device=oracle_device
     )
     wanted, module = plain(kind, steps, recipe), built(kind, dtype)
     before = {each: value.detach().clone() for each, value in module.named_parameters()}
     losses, norms = [], []
     with opened(module, kind, steps, directory, weight_decay=0.1, max_grad_norm=max_grad_norm, **options) as model:
-        for batch, rate in zip(steps, RATES, strict=True):
+        for batch, rate in zip(steps, rates, strict=True):
             losses.append(model.forward_backward(batch if num_micro_batches > 1 else batch[0], loss=kind.loss))
             model.step(learning_rate=rate)
             norms.append(model.grad_norm)
@@ -230,7 +237,24 @@ def opened(
 def test_a_module_trains_as_plain_pytorch_does(
     tmp_path: Path, name: str, dtype: torch.dtype, num_micro_batches: int, max_grad_norm: float | None
 ) -> None:
-    check(tmp_path, name, dtype, num_micro_batches=num_micro_batches, max_grad_norm=max_grad_norm)
+    check(tmp_path, KINDS[name], dtype, num_micro_batches=num_micro_batches, max_grad_norm=max_grad_norm)
+
+
+@pytest.mark.parametrize("name", thinned(TABLE_VI, every=6))
+def test_the_diffusion_models_of_the_paper_train(tmp_path: Path, name: str) -> None:
+    """Table VI with a quarter of its layers, an eighth of its heads, and these a quarter as wide."""
+    num_layers, num_heads, hidden_size = TABLE_VI[name]
+
+    def build() -> nn.Module:
+        model: nn.Module = DiTTransformer2DModel(
+            num_layers=num_layers // 4, num_attention_heads=num_heads // 8,
+            attention_head_dim=hidden_size // num_heads // 4, in_channels=4, out_channels=8, sample_size=NUM_PIXELS,
+            patch_size=2, num_embeds_ada_norm=10, norm_num_groups=1,
+        )  # fmt: skip
+        return model
+
+    kind = replace(KINDS["dit"], build=build, loss=_denoised_with_variances)
+    check(tmp_path, kind, torch.bfloat16, num_steps=2, num_micro_batches=2, max_grad_norm=0.5)
 
 
 def test_it_goes_on_where_it_was_left(tmp_path: Path) -> None:
