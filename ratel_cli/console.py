@@ -10,6 +10,7 @@ most `DRAWS_PER_SECOND` times a second, however often the work behind them goes 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from threading import Event, RLock, Thread, current_thread, main_thread
 from time import perf_counter, sleep
 from types import FrameType
-from typing import Self, TextIO
+from typing import Self, TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, RenderHook
@@ -238,12 +239,20 @@ class RunLog:
             self._console.print(text)
 
 
+class _Nowhere(io.TextIOBase):
+    """A stream of which nothing is left."""
+
+    def write(self, text: str) -> int:
+        """See TextIOBase."""
+        return len(text)
+
+
 class RankLog(RunLog):
     """The log of a rank that is not the first: warnings and errors, with its number; the rest says what the first
     one does."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for the whole process)
+        super().__init__(cast("TextIO", _Nowhere()))
         self._rank = rank
         self._shown = RunLog()
 

@@ -5,6 +5,7 @@
       EnvironmentFailure          3   the machine cannot do it: space, permission, limits, lock
         NotEnoughSpace            3   a drive has too little free space for a file
         DoesNotFit                3   a memory tier is too small; reports by how many bytes and which key to change
+        RankLost                 75   another rank of the run has ended, or does not answer
       IntegrityFailure            4   an I/O error, a failed checksum, a torn manifest
       Diverged                    5   the loss or a gradient is NaN or infinite
       Interrupted           130/143   a signal asked to stop; every committed step is saved
@@ -72,6 +73,12 @@ class DoesNotFit(EnvironmentFailure):
         super().__init__(message, hint)
         self.shortfall_bytes = shortfall_bytes
         self.is_gpu_memory = is_gpu_memory
+
+
+class RankLost(EnvironmentFailure):
+    """Another rank of the run has ended, or does not answer."""
+
+    exit_code = 75
 
 
 class IntegrityFailure(RatelError):

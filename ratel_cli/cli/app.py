@@ -29,8 +29,8 @@ from typer.exceptions import TyperException
 from ratel_cli.cli import config_commands, model_commands, training_commands, upkeep_commands
 from ratel_cli.closing import Closing
 from ratel_cli.commands import forget_run
-from ratel_cli.engine.ranks.launched import RankLost, RanksEnded, launched_rank
-from ratel_cli.errors import EnvironmentFailure, Interrupted, RatelError
+from ratel_cli.engine.ranks.launched import RanksEnded, launched_rank
+from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, RatelError
 from ratel_cli.training.stopping import STOPPED
 
 EXIT_BUG = 1

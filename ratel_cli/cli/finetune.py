@@ -28,11 +28,10 @@ def run(
     overwrite: bool,
     origin: str | None,
     fresh_optimizer: bool,
-    num_ranks: int | None = None,
-    arguments: Sequence[str] = (),
+    ranks: tuple[int, Sequence[str]] | None = None,
 ) -> None:
-    """Run the config in `path`, from the step of another run if `origin` names one, in this process or in so many ranks
-    that are started with these `arguments`. Raises RatelError."""
+    """Run the config in `path`, from the step of another run if `origin` names one. `ranks`: in how many that are
+    started, and with which arguments; None: in this process. Raises RatelError."""
     check_option("--fresh-optimizer", fresh_optimizer, only_with="--from RUN", is_met=origin is not None)
     if origin is not None and isinstance(start, GoBack):
         raise BadInput(
@@ -42,10 +41,10 @@ def run(
         )
     see_own_gpu()
     rank = launched_rank()
-    has_ranks = num_ranks is not None and num_ranks > 1
-    if has_ranks and origin is not None:
+    starts_ranks = ranks is not None and ranks[0] > 1
+    if starts_ranks and origin is not None:
         raise BadInput("arguments '--from' and '--ranks': a run with several ranks starts from its base model")
-    log = RankLog(rank) if rank or has_ranks else RunLog()
+    log = RankLog(rank) if rank or starts_ranks else RunLog()
     config = read_config(path, log, overrides)
     check_can_train(config, log.notice)
     errors = ErrorList()
@@ -56,10 +55,10 @@ def run(
         check_origin(config, found)
     if not dry_run and not rank:
         finish_export(config.output_dir, log, option="output_dir")
-    if num_ranks is not None and has_ranks:
+    if ranks is not None and starts_ranks:
         from ratel_cli.cli.launch import launch
 
-        raise RanksEnded(launch(num_ranks, arguments))
+        raise RanksEnded(launch(*ranks))
     from ratel_cli.run.train.finetune import run_finetune
 
     run_finetune(config, log, start=start, dry_run=dry_run, overwrite=overwrite, origin=found)

@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ratel_cli.engine.ranks.launched import RankLost, is_launched
-from ratel_cli.errors import BadInput
+from ratel_cli.engine.ranks.launched import is_launched
+from ratel_cli.errors import BadInput, RankLost
 
 _THREADS = "OMP_NUM_THREADS"
 _SHUTDOWN_SECONDS = 3600

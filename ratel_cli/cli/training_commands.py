@@ -77,8 +77,7 @@ def finetune(
         overwrite=overwrite,
         origin=origin,
         fresh_optimizer=fresh_optimizer,
-        num_ranks=ranks,
-        arguments=arguments,
+        ranks=None if ranks is None else (ranks, arguments),
     )
 
 

@@ -14,6 +14,8 @@ import pytest
 
 import ratel_cli.cli
 from ratel_cli.cli.app import main
+from ratel_cli.cli.launch import launch
+from ratel_cli.engine.ranks.launched import OfAllRanks, RanksEnded
 from ratel_cli.errors import (
     BadInput,
     Diverged,
@@ -21,6 +23,7 @@ from ratel_cli.errors import (
     EnvironmentFailure,
     IntegrityFailure,
     Interrupted,
+    RankLost,
     RatelError,
 )
 from ratel_cli.run.train.start import GoBack, Resume, Start, StartOver
@@ -66,6 +69,41 @@ def test_arguments_arrive_as_they_were_written(install: Install) -> None:
         (Path("a.yaml"), ["k="], StartOver(), {"overwrite"}),
         (Path("a.yaml"), [], StartOver(replaces_others=True), set()),
     ]
+
+
+def test_ranks_get_the_same_arguments(install: Install) -> None:
+    """But for their number."""
+    started: list[object] = []
+    install(lambda *_, ranks, **__: started.append(ranks))
+    assert main(["finetune", "a.yaml"]) == 0
+    assert main(["finetune", "--ranks", "3", "a.yaml", "x=1", "--resume", "12", "--dry-run"]) == 0
+    assert main(["finetune", "a.yaml", "--ranks=2", "--resume=no", "--overwrite", "--overwrite-store"]) == 0
+    assert started == [
+        None,
+        (3, ["finetune", "a.yaml", "x=1", "--resume", "12", "--dry-run"]),
+        (2, ["finetune", "a.yaml", "--resume", "no", "--overwrite", "--overwrite-store"]),
+    ]
+
+
+def test_ranks_do_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    with pytest.raises(BadInput, match="torchrun has started"):
+        launch(2, [])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RankLost("rank 1 has ended", "h"), 75), (RanksEnded(4), 4), (OfAllRanks("m"), 2)]
+)
+def test_what_other_ranks_report_is_not_reported_again(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    install(raising(error))
+    reported = {0: not isinstance(error, RanksEnded), 1: isinstance(error, RankLost)}
+    for rank, is_reported in reported.items():
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+        monkeypatch.setenv("RANK", str(rank))
+        assert main(["finetune", "a.yaml"]) == code
+        assert ("error: " in capsys.readouterr().err) is is_reported, rank
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from ratel_cli.engine.ranks.launched import RankLost, launched_rank, num_local_ranks, see_own_gpu
+from ratel_cli.engine.ranks.launched import launched_rank, num_local_ranks, see_own_gpu
+from ratel_cli.engine.ranks.processes import failure_of
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "run", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -44,5 +45,5 @@ def test_one_alone_sees_all(launched: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("own", "lost", "says"), [(0, 2, True), (1, 2, False), (1, 0, True), (2, 0, False)])
 def test_one_of_those_that_are_left_says_it(launched: pytest.MonkeyPatch, own: int, lost: int, says: bool) -> None:
     launched.setenv("RANK", str(own))
-    error = RankLost(lost, "has ended")
+    error = failure_of(lost, RuntimeError("Connection closed by peer"))
     assert error.of_all_ranks is not says and error.message == f"rank {lost} has ended"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -15,19 +15,6 @@ class OfAllRanks(BadInput):
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
         self.of_all_ranks = True
-
-
-class RankLost(EnvironmentFailure):
-    """Another rank has ended, or does not answer. The exit code tells it from what ends a rank by itself."""
-
-    exit_code = 75
-
-    def __init__(self, rank: int, what: str) -> None:
-        super().__init__(
-            f"rank {rank} {what}", "see its output; the same command resumes from the newest step that all ranks have"
-        )
-        self.rank = rank
-        self.of_all_ranks = launched_rank() != (1 if rank == 0 else 0)  # one of those that are left reports it
 
 
 class RanksEnded(Exception):

@@ -13,9 +13,9 @@ from time import sleep
 import torch
 import torch.distributed as dist
 
-from ratel_cli.engine.ranks.launched import RankLost, is_launched
+from ratel_cli.engine.ranks.launched import is_launched, launched_rank
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
-from ratel_cli.errors import EnvironmentFailure, Interrupted, first_line
+from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, first_line
 
 _LINGER_SECONDS = 2.0
 """A rank that ends because another has ended keeps its connections for so long, so that all see which one it was."""
@@ -40,12 +40,12 @@ class ProcessChannel:
                     try:
                         begun.append((rank, begin(memories[rank], rank)))
                     except RuntimeError as error:
-                        failure = _failure(rank, error)
+                        failure = failure_of(rank, error)
         for rank, work in begun:
             try:
                 work.wait()
             except RuntimeError as error:  # the others end, too: nothing may be written to memory that is given back
-                failure = failure or _failure(rank, error)
+                failure = failure or failure_of(rank, error)
         if failure is not None:
             raise failure
 
@@ -106,8 +106,15 @@ def _tensor(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _failure(rank: int, error: RuntimeError) -> RankLost:
+def failure_of(rank: int, error: RuntimeError) -> RankLost:
+    """What is raised if a rank does not answer. Of those that are left, one reports it."""
     text = str(error)
     if "closed by peer" in text or "reset by peer" in text:
-        return RankLost(rank, "has ended")
-    return RankLost(rank, "does not answer" if "imed out" in text else f"does not answer: {first_line(error)}")
+        what = "has ended"
+    else:
+        what = "does not answer" if "imed out" in text else f"does not answer: {first_line(error)}"
+    lost = RankLost(
+        f"rank {rank} {what}", "see its output; the same command resumes from the newest step that all ranks have"
+    )
+    lost.of_all_ranks = launched_rank() != (1 if rank == 0 else 0)
+    return lost

@@ -22,17 +22,17 @@ class Channel(Protocol):
 
     def swap(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
         """Send `send[r]` to each rank r, and fill `receive[r]` with what it sends. What is this rank's own is left
-        alone; empty memory is not sent, and the other side knows it. Returns when all of it has come and gone.
+        alone; empty memory is not sent, and its receiver expects none. Returns when all of it is sent and received.
 
         Raises EnvironmentFailure, which names a rank that does not answer.
         """
 
 
-class _Nobody:
+class _Alone:
     """The channel of one rank alone."""
 
     def swap(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
-        """There is nobody to swap with."""
+        """There is no other rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,4 +75,4 @@ class Ranks:
         return [list(struct.unpack(f"<{len(each) // 8}d", each)) for each in received]
 
 
-ALONE = Ranks(rank=0, size=1, control=_Nobody(), weights=_Nobody(), gradients=_Nobody(), patient=_Nobody())
+ALONE = Ranks(rank=0, size=1, control=_Alone(), weights=_Alone(), gradients=_Alone(), patient=_Alone())

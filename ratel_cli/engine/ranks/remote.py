@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ratel_cli.engine.ranks.launched import RankLost
 from ratel_cli.engine.ranks.ranks import Ranks
+from ratel_cli.errors import RankLost
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.model.spec import ModelSpec
