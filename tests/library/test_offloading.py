@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 import ratel_cli as ratel
 from ratel_cli.engine.saved_tensors import CacheCounts
@@ -20,6 +22,7 @@ from ratel_cli.engine.tensor_cache import TensorCache
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.model.hooked import find_module_blocks
 from ratel_cli.sizes import PAGE_BYTES
 from tests.library.nets import NETS, NetBatch
 from tests.library.test_hook import LEARNING_RATE, assert_same, built, hooked, net_steps, saved, wanted_nothing
@@ -125,6 +128,30 @@ def test_it_works_around_checkpoints(tmp_path: Path, use_reentrant: bool) -> Non
     assert_same_gradients(model, plain)
     # What the product saves, and the inputs of blocks: that of the last one if it is saved before that block begins.
     assert counts.written == hidden.nbytes * (4 if use_reentrant else 5)
+
+
+@pytest.mark.parametrize("order", [one_after_another, one_forward_one_backward])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "dit", "residual"])
+def test_models_that_checkpoint_their_blocks(tmp_path: Path, name: str, order: Order) -> None:
+    """Gradients have the bits of the same model in memory, whose blocks are checkpointed or not."""
+    plain = built(name)
+    checkpointed, model = copy.deepcopy(plain), copy.deepcopy(plain)
+    for each in (checkpointed, model):
+        for part in each.modules():
+            if isinstance(part, PreTrainedModel):
+                part.config.use_cache = False  # what a block appends to a cache, it would append twice
+        for block in find_module_blocks(each, NETS[name].blocks).values():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    [batches] = net_steps(name, 1, 3)
+    for each in (plain, checkpointed):
+        torch.manual_seed(2)
+        order(each, name, batches)
+    torch.manual_seed(2)
+    with offloading(model, name, tmp_path, amount="all") as counts:
+        order(model, name, batches)
+    assert_same_gradients(model, checkpointed)
+    assert_same_gradients(model, plain)
+    assert counts.written > 0
 
 
 def test_nothing_is_offloaded_by_a_backward(tmp_path: Path) -> None:
