@@ -207,7 +207,7 @@ class StorageConfig(Section):
     paths: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
     """Directories for stores, one on each SSD. The state is striped over them. Each run makes a directory of its own in
     each of them, named after `output_dir`. Default: one directory next to `output_dir`, with the same name and
-    `.store`."""
+    `.store`. With several ranks, `{rank}`, `{local_rank}` and `{host}` stand for what each has."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
     """How files are read and written. `auto`: with io_uring, or with threads where the system does not allow it."""
     durability: Literal["step", "none"] = "step"
