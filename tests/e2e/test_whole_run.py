@@ -126,7 +126,7 @@ def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
     events = json.loads((output_of(config) / "run" / "trace.json").read_text())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     drawn = {tracks[event["tid"]] for event in events if event["ph"] == "X"}
-    assert list(tracks.values()) == ["step", "compute", "up", "down", "nvme read", "nvme write", "optimizer"]
+    assert list(tracks.values()) == ["step", "compute", "up", "down", "nvme read", "nvme write", "optimizer", "network"]
     assert drawn == {"step", "compute", "nvme read", "nvme write", "optimizer"}
     assert {event["name"] for event in events if event["ph"] == "X" and tracks[event["tid"]] == "step"} == {
         "step 1", "step 2", "step 3",
