@@ -44,8 +44,8 @@ class RatelError(Exception):
         self.others = others
         self.key: ConfigKey = ()
         """The key that the error is about, if that is known."""
-        self.of_all_ranks = False
-        """Whether all ranks of a run raise it, so that the first one reports it."""
+        self.reported_by: int | None = None
+        """The rank that reports it, where all ranks of a run, or all that are left, raise it. None: each one does."""
 
 
 class BadInput(RatelError):

@@ -30,7 +30,7 @@ from ratel_cli.cli import config_commands, model_commands, training_commands, up
 from ratel_cli.closing import Closing
 from ratel_cli.commands import forget_run
 from ratel_cli.engine.ranks.launched import RanksEnded, launched_rank
-from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, RatelError
+from ratel_cli.errors import EnvironmentFailure, Interrupted, RatelError
 from ratel_cli.training.stopping import STOPPED
 
 EXIT_BUG = 1
@@ -242,7 +242,7 @@ def _report_stop(message: str) -> None:
 
 
 def _report_error(error: RatelError) -> None:
-    if error.of_all_ranks and (launched_rank() or isinstance(error, RankLost)):
+    if error.reported_by not in (None, launched_rank()):
         return
     for finding in (error, *error.others):
         _report(finding.message, finding.hint)

@@ -23,7 +23,7 @@ _SIGNALLED = 128
 
 
 def launch(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `ratel ARGUMENTS` in so many ranks. Returns the exit code. Raises BadInput."""
+    """Run `ratel ARGUMENTS` in `num_ranks` processes. Returns the exit code. Raises BadInput."""
     if is_launched():
         raise BadInput("--ranks is not for a process that torchrun has started", "leave it out")
     from torch.distributed.elastic.multiprocessing.api import SignalException

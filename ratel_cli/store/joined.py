@@ -30,7 +30,7 @@ class Readable(Protocol):
 
     @property
     def chunk_elements(self) -> int:
-        """Reads begin at a multiple of so many elements, and end at one or at the end of a block."""
+        """Reads begin at a multiple of this, and end at one or at the end of a block."""
 
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Read elements [start, stop) of a field into `memory`. The ticket raises IntegrityFailure if it is damaged."""

@@ -195,7 +195,7 @@ class TrainingLoop:
 
     @property
     def has_computed(self) -> bool:
-        """False if the last step had no micro-batch for this rank: an epoch's last one may have too few."""
+        """False if the last step had no micro-batch for this rank, as the last one of an epoch may."""
         return self._has_computed
 
     @property
@@ -226,7 +226,7 @@ class TrainingLoop:
                 f"{format_traffic(limit.slot_bytes)})",
                 "increase storage.max_tb_written to continue; every step so far is saved",
             )
-            failure.of_all_ranks = True
+            failure.reported_by = 0
             raise failure
 
     def _step(self) -> StepMetrics:
@@ -300,7 +300,7 @@ class TrainingLoop:
                 scale_loss=scale_loss,
                 deterministic=self._settings.deterministic,
             )
-            failure.of_all_ranks = True
+            failure.reported_by = 0
             raise failure
         num_tokens = sum(batch.num_tokens for batch in batches)
         return progress_after(before, applied=outcome.applied, num_tokens=num_tokens, scale_loss=scale_loss)

@@ -46,4 +46,4 @@ def test_one_alone_sees_all(launched: pytest.MonkeyPatch) -> None:
 def test_one_of_those_that_are_left_says_it(launched: pytest.MonkeyPatch, own: int, lost: int, says: bool) -> None:
     launched.setenv("RANK", str(own))
     error = failure_of(lost, RuntimeError("Connection closed by peer"))
-    assert error.of_all_ranks is not says and error.message == f"rank {lost} has ended"
+    assert (error.reported_by == own) is says and error.message == f"rank {lost} has ended"

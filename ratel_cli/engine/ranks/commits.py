@@ -3,7 +3,7 @@
     1. commit   each rank makes its slices durable, and its current generation
     2. meet     all have; from here on the generation before may be overwritten
 
-A rank that ends before the meeting leaves the others with both generations, so all can go on from the older one. That
+A rank that ends before the meeting leaves the others with both generations, so all resume from the older one. That
 is why no rank asks the others before it commits: what it has too much costs nothing.
 
 Invariant: after any crash of any ranks at any moment, each rank has the newest step that all had committed, current or
@@ -38,7 +38,7 @@ def commit_progress_together(store: Store, ranks: Ranks, progress: Progress) -> 
 def resume_together(
     store: Store, ranks: Ranks, pool: BufferPool, *, notice: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Let all ranks go on from the newest step that each of them has. Their stores must be whole.
+    """Let all ranks resume from the newest step that each of them has. Their stores must be whole.
 
     Raises IntegrityFailure if there is none, and as `Store.fall_back`.
     """
@@ -67,5 +67,5 @@ def _meet(ranks: Ranks, step: int) -> None:
 
 def _of_all(message: str, hint: str) -> IntegrityFailure:
     failure = IntegrityFailure(message, hint)
-    failure.of_all_ranks = True
+    failure.reported_by = 0
     return failure

@@ -14,7 +14,7 @@ class OfAllRanks(BadInput):
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
-        self.of_all_ranks = True
+        self.reported_by = 0
 
 
 class RanksEnded(Exception):

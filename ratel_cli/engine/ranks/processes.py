@@ -13,7 +13,7 @@ from time import sleep
 import torch
 import torch.distributed as dist
 
-from ratel_cli.engine.ranks.launched import is_launched, launched_rank
+from ratel_cli.engine.ranks.launched import is_launched
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, first_line
 
@@ -74,7 +74,7 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
     try:
         yield ranks
     except Interrupted as stopped:
-        if stopped.of_all_ranks:  # the launcher ends the others as soon as one has ended
+        if stopped.reported_by is not None:  # the launcher ends the others as soon as one has ended
             with suppress(RankLost):
                 ranks.wait_for_all()
         raise
@@ -116,5 +116,5 @@ def failure_of(rank: int, error: RuntimeError) -> RankLost:
     lost = RankLost(
         f"rank {rank} {what}", "see its output; the same command resumes from the newest step that all ranks have"
     )
-    lost.of_all_ranks = launched_rank() != (1 if rank == 0 else 0)
+    lost.reported_by = 1 if rank == 0 else 0
     return lost

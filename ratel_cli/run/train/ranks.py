@@ -143,7 +143,7 @@ def stop_together(ranks: Ranks, stop: StopRequest) -> None:
         try:
             stop.check()
         except Interrupted as stopped:
-            stopped.of_all_ranks = True
+            stopped.reported_by = 0
             raise
 
 
