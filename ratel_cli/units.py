@@ -30,6 +30,14 @@ def parse_bytes(text: str | int) -> int:
     return int(Fraction(match[1]) * _FACTORS[match[2].lower()])
 
 
+def parse_rate(text: str) -> float:
+    """Bytes per second of a rate such as `3.5GB/s`. Raises ValueError for other texts."""
+    size, slash, second = text.partition("/")
+    if slash + second.strip() != "/s":
+        raise ValueError(f"{text!r} is not a rate; write it like 3.5GB/s")
+    return float(parse_bytes(size))
+
+
 def format_bytes(num_bytes: float) -> str:
     """Bytes in binary units with three significant digits: `1.50 GiB`."""
     if abs(num_bytes) < KIB:

@@ -24,6 +24,7 @@ from ratel_cli.planning.split import SplitRate
 from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
 from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
 from ratel_cli.run.ask.plan_inputs import (
+    Cluster,
     find_hardware,
     forecaster_of,
     setting_of,
@@ -31,10 +32,11 @@ from ratel_cli.run.ask.plan_inputs import (
     wear_warning,
     with_planned_split,
 )
-from ratel_cli.run.ask.plan_questions import Questions, answers
+from ratel_cli.run.ask.plan_questions import Questions, answers, reject_questions
 from ratel_cli.run.files.new_file import reject_existing
-from ratel_cli.run.files.run_directory import read_config
+from ratel_cli.run.files.run_directory import has_own_drives, read_config
 from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit
+from ratel_cli.run.train.ranks import config_of_rank
 from ratel_cli.units import format_bytes
 
 
@@ -44,6 +46,7 @@ def run(
     hardware_path: Path | None,
     picture: Path | None,
     questions: Questions,
+    cluster: Cluster,
     *,
     as_json: bool,
     overwrite: bool,
@@ -55,19 +58,23 @@ def run(
     if picture is not None:
         check_picture(picture)
         reject_existing(picture, overwrite=overwrite)
-    hardware = find_hardware(config, hardware_path, log)
+    if cluster.num_ranks > 1:
+        reject_questions(questions)
+        config = config_of_rank(config, 0)
+    hardware = cluster.of_machines(find_hardware(config, hardware_path, log))
     step_keys = config.step_keys
     if hardware_path is None:
         warn_of_host_limit(config, log)
         config = as_recorded(config)
     config = with_planned_split(config, hardware, name=config_path.stem, log=log)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
-    setting = setting_of(config, hardware, step_keys=step_keys)
+    layout = cluster.layout(has_own_drives=hardware_path is None and has_own_drives(config_path, overrides))
+    setting = setting_of(config, hardware, step_keys=step_keys, layout=layout)
     forecast = forecaster.forecast(setting)
     if hardware_path is None:
-        spaces = space_tiers(config, forecaster, nvme_bytes=forecast.prediction.nvme_bytes)
+        spaces = space_tiers(config, forecaster, setting, nvme_bytes=forecast.prediction.nvme_bytes)
         forecast = replace(forecast, tiers=(*forecast.tiers, *spaces))
-    warning = wear_warning(config, forecaster)
+    warning = wear_warning(config, forecaster, setting)
     if warning is not None:
         log.warn(warning)
     advices = _advices(forecaster, forecast)

@@ -185,10 +185,29 @@ def plan(
     rok: Annotated[
         bool, typer.Option("--rok", help="Print memory and speed when activations are recomputed, offloaded or kept.")
     ] = False,
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", min=1, help="Plan for N ranks that share the state.")
+    ] = 1,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, help="With --ranks: the number of machines like this one.")
+    ] = 1,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="With --nodes: what a machine sends at the same time as it receives as much, such as 25GB/s. "
+            "Default: as the hardware file says.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --plot: replace FILE if it exists.")] = False,
 ) -> None:
+    check_option("--nodes", nodes > 1, only_with="--ranks N", is_met=ranks > 1)
+    check_option("--network", network is not None, only_with="--nodes N", is_met=nodes > 1)
     from ratel_cli.cli import plan as command
+    from ratel_cli.run.ask.plan_inputs import Cluster
     from ratel_cli.run.ask.plan_questions import Questions
 
     questions = Questions(compare=compare, direct=direct, largest=largest, prices=prices, rok=rok)
-    command.run(config, overrides or [], hardware, plot, questions, as_json=as_json, overwrite=overwrite)
+    cluster = Cluster(num_ranks=ranks, num_machines=nodes, network=network)
+    command.run(config, overrides or [], hardware, plot, questions, cluster, as_json=as_json, overwrite=overwrite)

@@ -20,7 +20,7 @@ from ratel_cli.config.messages import contradictions_in, finding_of
 from ratel_cli.config.sections import Contradiction, Section, contradictions, rejection
 from ratel_cli.config.source import locate, read_file
 from ratel_cli.config.yaml_marks import Finding, Marked, plain, raise_all, read_text
-from ratel_cli.units import parse_bytes
+from ratel_cli.units import parse_bytes, parse_rate
 
 
 def _to_bytes(value: object) -> object:
@@ -37,11 +37,8 @@ def _to_bytes(value: object) -> object:
 def _to_rate(value: object) -> object:
     if not isinstance(value, str):
         return value
-    size, slash, second = value.partition("/")
     try:
-        if slash + second.strip() != "/s":
-            raise ValueError(value)
-        return float(parse_bytes(size))
+        return parse_rate(value)
     except (ValueError, OverflowError) as exc:
         raise rejection("must be a rate like 3.5GB/s or 3.5e9") from exc
 
@@ -74,6 +71,8 @@ class LinkSection(Section):
     """The rate of downloads alone."""
     both_bytes_per_second: Rate | None = None
     """The sum of both rates while both are busy. Default: the sum of the single rates, as on a full-duplex link."""
+    num_sharing: Count = 1
+    """The number of GPUs that share these rates, below one root complex or switch, if all of them are busy."""
 
 
 class DriveSection(Section):
@@ -148,6 +147,13 @@ class HostSection(Section):
         return self
 
 
+class NetworkSection(Section):
+    """Between this machine and others like it, for `ratel plan --ranks`."""
+
+    bytes_per_second: Rate
+    """The rate of each direction while both are busy."""
+
+
 class PricesSection(Section):
     """What the machine's parts cost, in dollars, for `ratel plan --prices`."""
 
@@ -172,6 +178,8 @@ class HardwareFile(Section):
     """The drives."""
     host: HostSection
     """Main memory and the CPU."""
+    network: NetworkSection | None = None
+    """The network. Default: unknown."""
     prices: PricesSection | None = None
     """What the machine's parts cost. Default: unknown."""
 
@@ -183,6 +191,7 @@ _SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("nvme",): NvmeSection,
     ("nvme", "alone"): DriveSection,
     ("host",): HostSection,
+    ("network",): NetworkSection,
     ("prices",): PricesSection,
 }
 

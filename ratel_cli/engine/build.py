@@ -29,7 +29,7 @@ from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.program import AnyBatch, BoundModel, Program
 from ratel_cli.engine.ranks.exchange import GradientExchange
-from ratel_cli.engine.ranks.gathered import GATHERED_AHEAD, WeightGathers
+from ratel_cli.engine.ranks.gathered import WeightGathers
 from ratel_cli.engine.ranks.norms import norms_of_all
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.step import StepEngine
@@ -39,7 +39,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.planning.placement import Placement
-from ratel_cli.schedule.slices import sliced_segments
+from ratel_cli.schedule.slices import GATHERED_AHEAD, sliced_segments
 from ratel_cli.store.store import Store
 
 

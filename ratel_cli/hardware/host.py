@@ -42,6 +42,11 @@ def gpu_names(proc: Path = _PROC) -> tuple[str, ...]:
     return tuple(names)
 
 
+def boot_id(proc: Path = _PROC) -> str:
+    """A name that this machine shares with no other, until it is started again."""
+    return (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+
+
 def num_cores() -> int:
     """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))

@@ -33,6 +33,16 @@ class Link:
     from_gpu_bytes_per_second: float
     both_bytes_per_second: float
     """The sum of both rates while both directions are busy."""
+    num_sharing: int = 1
+    """GPUs that share these rates, below one root complex."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Between machines; of a rank's share of a machine, between it and all other ranks."""
+
+    bytes_per_second: float
+    """Of each direction while both are busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +112,8 @@ class HardwareProfile:
     """The link between host memory and the GPU; None if the CPU computes."""
     nvme: Nvme
     host: Host
+    network: Network | None = None
+    """None: unknown; plans then ignore it."""
     prices: Prices | None = None
     """From a hardware file. None: unknown; nothing measures them."""
 

@@ -59,9 +59,12 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Create the directory and its parents if they are missing. Raises EnvironmentFailure."""
+    """Create the directory and its parents if they are missing; they are durable then. Raises EnvironmentFailure."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            sync_path(each.parent)
     except OSError as exc:
         raise EnvironmentFailure(
             f"{directory}: cannot be created: {exc.strerror}", "set storage.paths to directories you may write to"

@@ -166,7 +166,9 @@ class ModelSpec:
         return len(self.layers)
 
     def sliced(self, rank_slice: RankSlice) -> ModelSpec:
-        """What one rank stores and updates of the model."""
+        """What one rank stores and updates of the model. One rank alone has the model."""
+        if rank_slice.size == 1:
+            return self
         return replace(self, blocks=slices_of(self.blocks, rank_slice))
 
     def with_gradients(self, dtype: DtypeName) -> Self:

@@ -74,7 +74,8 @@ class StepMemory:
     """The host memory that the steps of one model take, for any placement. `gpu` is None where the CPU computes.
 
     `holds_gradients`: no block is updated before the last gradient is there. `has_sums`: where a GPU computes, the sums
-    of a layer's gradients over several micro-batches are in host memory, or may be.
+    of a layer's gradients over several micro-batches are in host memory, or may be. `own`: what this rank of
+    `num_ranks` stores and updates of the model; None: all of it.
     """
 
     def __init__(
@@ -87,13 +88,18 @@ class StepMemory:
         overlap: Overlap = "optimized",
         gpu: GpuMemory | None = None,
         has_sums: bool = True,
+        own: ModelSpec | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self._spec = spec
+        self._own = own or spec
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
-        self._process_bytes = process_bytes + notes_bytes(spec.segments, workload, num_layers=spec.num_layers)
+        self._process_bytes = process_bytes + notes_bytes(self._own.segments, workload, num_layers=spec.num_layers)
         self._gpu = gpu
-        self._segments = SegmentMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums)
+        self._segments = SegmentMemory(
+            spec, workload, on_gpu=gpu is not None, has_sums=has_sums, own=own, num_ranks=num_ranks
+        )
         self._known_moments: dict[object, _Moments] = {}
         self._hidden_bytes = 0
         if gpu is None:
@@ -107,7 +113,7 @@ class StepMemory:
         """
         spec = self._spec
         known = self._known(placement)
-        resident_bytes = _resident_bytes(spec, placement)
+        resident_bytes = _resident_bytes(self._own, placement)
         gpu_bytes = self._gpu_bytes(placement, offloaded)
         always = self._process_bytes + self._hidden_bytes + resident_bytes + offloaded.memory_bytes
         held_bytes = known.held_bytes

@@ -37,6 +37,7 @@ from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.problem import Evaluation, Problem, SpilledPrefix
 from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced, objective_of
+from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.sizes import GROUP_ELEMENTS
 
 _DEPTHS = ((2, 2), (1, 1), (0, 0))
@@ -157,7 +158,7 @@ def group_shape(problem: Problem) -> GroupShape:
     shape = shape_for(problem.hardware.nvme.num_devices)
     most_bytes = problem.decisions.host_limit_bytes * _GROUPS_SHARE
     while shape != GroupShape():
-        if shape.buffer_bytes(problem.spec.blocks) <= most_bytes:
+        if shape.buffer_bytes(problem.own.blocks) <= most_bytes:
             return shape
         is_least = shape.elements == GROUP_ELEMENTS
         shape = GroupShape() if is_least else replace(shape, elements=shape.elements // 2)
@@ -195,7 +196,7 @@ def _choose_depth(problem: Problem, objective: Objective) -> Evaluation:
             placement = Placement(
                 prefetch_blocks=prefetch_blocks,
                 pending_updates=0 if problem.decisions.overlap == "separate" else pending_updates,
-                adamw_threads=adamw_threads(problem.spec, problem.hardware),
+                adamw_threads=adamw_threads(problem.own, problem.hardware),
                 groups=groups,
             )
             try:
@@ -212,12 +213,16 @@ def _choose_depth(problem: Problem, objective: Objective) -> Evaluation:
     )
 
 
-def _depths(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """Depths to try, the best of equals first: with a GPU and memory for it, more updates may be pending."""
-    pending_bytes = _MOST_PENDING * max(each.compute_bytes + each.gradient_bytes for each in problem.spec.segments)
+def _depths(problem: Problem) -> list[tuple[int, int]]:
+    """Depths to try, the best of equals first: with a GPU and memory for it, more updates may be pending. How far
+    several ranks gather ahead is fixed."""
+    pending_bytes = _MOST_PENDING * max(each.compute_bytes + each.gradient_bytes for each in problem.computed.segments)
     if problem.hardware.link is None or pending_bytes > problem.decisions.host_limit_bytes * _GROUPS_SHARE:
-        return _DEPTHS
-    return ((2, _MOST_PENDING), *_DEPTHS)
+        depths = list(_DEPTHS)
+    else:
+        depths = [(2, _MOST_PENDING), *_DEPTHS]
+    is_fixed = problem.rank_slice.size > 1
+    return [(GATHERED_AHEAD if is_fixed else ahead, pending_updates) for ahead, pending_updates in depths]
 
 
 def _defer(problem: Problem, chosen: Evaluation, objective: Objective) -> Evaluation:
@@ -245,13 +250,15 @@ def _best_level(problem: Problem, start: Evaluation, objective: Objective) -> Ev
     if start.spilled_segments:
         return _best_with_spilled_gradients(problem, start, objective)
     num_segments = len(problem.spec.segments)
+    # Of several ranks none keeps weights: those of other ranks' slices are old after each step.
+    num_weights = num_segments if problem.rank_slice.size == 1 else 0
 
     @cache
     def at(level: int) -> Evaluation | None:
         placement = replace(
             start.placement,
-            resident_weights=frozenset(range(min(level, num_segments))),
-            resident_states=frozenset(range(max(0, level - num_segments))),
+            resident_weights=frozenset(range(min(level, num_weights))),
+            resident_states=frozenset(range(max(0, level - num_weights))),
         )
         return _best_swap(problem, placement, objective)
 
@@ -264,7 +271,7 @@ def _best_level(problem: Problem, start: Evaluation, objective: Objective) -> Ev
         writes_more = objective.counts_bytes and found.traffic.written_bytes > best.traffic.written_bytes
         return not writes_more and cost(level).is_within(_AS_GOOD, _cost(problem, objective, best))
 
-    highest = _last(lambda level: at(level) is not None, 0, 2 * num_segments)
+    highest = _last(lambda level: at(level) is not None, 0, num_weights + num_segments)
     lowest = _least(cost, 0, highest)
     best = at(lowest)
     chosen = at(_last(is_as_good, lowest, highest))

@@ -77,5 +77,5 @@ def speculation_costs(problem: Problem, chosen: Evaluation) -> SpeculationCosts 
         vain_seconds=max(0.0, unclipped.backward.total - chosen.time.backward.total)
         + max(0.0, redone.forward.total - chosen.time.forward.total),
         time_per_wear=_TIME_PER_WEAR[decisions.wear],
-        vain_wear=problem.spec.record_bytes / max(1, chosen.traffic.written_bytes),
+        vain_wear=problem.own.record_bytes / max(1, chosen.traffic.written_bytes),
     )

@@ -14,9 +14,10 @@ decides:
                 (planning/link.py)
     nvme        the bytes of planning/traffic.py, spilled activations among them
     optimizer   AdamW on the CPU (the paper leaves it out; Fuyou has it as T_o)
+    network     what several ranks send each other (planning/network.py)
     memory      what all of these move through main memory, about 66 bytes per parameter and step
 
-Five things make this more than a maximum of sums:
+Six things make this more than a maximum of sums:
 
 1. Where the CPU computes, the optimizer's threads and copies take their share of its time.
 2. What does not run ahead does not overlap: without prefetch the weights, and without pending updates the optimizer,
@@ -26,6 +27,8 @@ Five things make this more than a maximum of sums:
    spilled units overlap with the computing of their own layers only (`_Stages.with_spilled_units`).
 5. Both directions of the link share what it moves when both are busy, and offloaded activations book at most 85 % of it
    (planning/link.py): a unit is needed at a certain time, and a link that is always busy brings it too late.
+6. Of several ranks, nothing computes while they gather the first segment's weights, which are updated last, or before
+   anything else; nor while they exchange its gradients.
 
 How a stage fills and drains is left out otherwise.
 """
@@ -52,6 +55,7 @@ from ratel_cli.planning.link import (
     uploaded_bytes,
 )
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.network import NO_TRAFFIC, NOTHING, Exchanged, NetworkTraffic
 from ratel_cli.planning.placement import (
     SPILL_WINDOW_UNITS,
     Overlap,
@@ -66,6 +70,11 @@ from ratel_cli.schedule.uses import Stage
 
 _ADDING_SPEED, _MOST_ADDING = 2.0, 8
 """Adding a gradient moves 10 bytes of main memory, where AdamW moves 26. Torch uses this many threads at most."""
+
+
+_COPIED, _ADDED = 2, 3
+"""Bytes that main memory moves for a byte that is sent or received: it is copied once; and for one of a gradient that
+is received: it is added to a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,14 +150,20 @@ def overlapped_step(
     num_head_chunks: int = 1,
     lookup_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
+    own: ModelSpec | None = None,
+    network: NetworkTraffic = NO_TRAFFIC,
 ) -> StepTime:
     """The time of a step in the middle of a run. `traffic` and `offloaded` belong to the same placement.
+
+    `own`: what this rank updates of the model; None: all of it. `network`: what it sends and receives.
 
     `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`. `lookup_rows_bytes`: rows
     of the head's gradient of a matrix that it borrows, of all micro-batches, that wait for the embedding's.
     `num_head_chunks`: chunks of tokens that the head computes with, of all micro-batches.
     """
-    updated = _updated(spec, placement, holds_gradients=holds_gradients, overlap=overlap)
+    own = own or spec
+    is_deferred = placement.update_stage(0, holds_gradients=holds_gradients, overlap=overlap) == "forward"
+    updated = _updated(own, placement, holds_gradients=holds_gradients, overlap=overlap)
     # The head's fp32 gradient of a matrix that it borrows goes to host memory and comes back, with the rows.
     is_away = placement.gpu_holds_head and not placement.gpu_holds_lookup
     lookup_sum_bytes = spec.lent.sum_bytes + lookup_rows_bytes if is_away else 0
@@ -173,6 +188,11 @@ def overlapped_step(
             exposed_down_bytes=offloaded.exposed.down_bytes,
             updated=updated["forward"],
             runs_ahead=reads_ahead,
+            network=network.forward,
+            alone=network.first,
+            alone_seconds=_first_update_seconds(own, placement, hardware)
+            if is_deferred and network.first.sent_bytes
+            else 0.0,
         ),
         offloaded.written_units,
         num_parts=offloaded.num_units,
@@ -182,7 +202,7 @@ def overlapped_step(
     edges = _NO_EDGES
     if updated["backward"].elements:
         edges = _update_edges(
-            spec,
+            own,
             placement,
             hardware,
             head_seconds=compute.head,
@@ -216,6 +236,9 @@ def overlapped_step(
             updated=updated["backward"],
             runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"].elements == 0),
             edges=edges,
+            network=network.backward,
+            alone=network.last,
+            exchanged=network.gradients,
         ),
         offloaded.read_units,
         num_parts=_parts_of_backward(spec, offloaded),
@@ -319,6 +342,14 @@ class _StageWork:
     added_bytes: int = 0
     """Bytes that sums of gradients read and write in main memory."""
     edges: _UpdateEdges = _NO_EDGES
+    network: Exchanged = NOTHING
+    """What other ranks are sent, and send."""
+    alone: Exchanged = NOTHING
+    """The part of it next to which nothing computes."""
+    alone_seconds: float = 0.0
+    """What comes before that, and nothing computes either."""
+    exchanged: Exchanged = NOTHING
+    """The part of it that is gradients, which are added up."""
 
 
 class _Stages:
@@ -382,19 +413,24 @@ class _Stages:
                 up_bytes=work.up_bytes + UNBOOKED * work.up_units_bytes,
                 down_bytes=work.down_bytes + UNBOOKED * work.down_units_bytes,
             )
+        network = self._network_seconds(work.network)
+        alone = self._network_seconds(work.alone) + work.alone_seconds
+        network_bytes = _COPIED * sum(work.network) + _ADDED * work.exchanged.received_bytes
         read_bytes, written_bytes = work.read_bytes + spilled_read_bytes, work.written_bytes + spilled_written_bytes
-        moved_bytes = read_bytes + written_bytes + linked_bytes + work.updated.moved_bytes
+        moved_bytes = read_bytes + written_bytes + linked_bytes + network_bytes + work.updated.moved_bytes
         memory = moved_bytes / memory_rate
         read, write = self._nvme(read_bytes, written_bytes)
         adding = work.num_added / (_ADDING_SPEED * host.adam_parameters_per_second * min(_MOST_ADDING, host.num_cores))
-        others = max(linked, memory, adding)
+        # Before the first gather comes an update, and behind the last exchange another one.
+        swapped = network and work.alone_seconds + network + edges.rest_seconds
+        others = max(linked, memory, adding, swapped)
         if work.runs_ahead:
             drained = (read + write) * edges.drained_bytes / max(1, read_bytes + written_bytes)
             updating = self._updating(read + write - min(drained, edges.drained_seconds), optimizer)
-            total = max(compute + exposed + edges.rest_seconds, edges.begin_seconds + updating, others)
+            total = max(compute + exposed + alone + edges.rest_seconds, edges.begin_seconds + updating, others)
         else:
             stored = sum(self._nvme(work.read_bytes, work.written_bytes))
-            in_turn = compute + exposed + max(self._updating(stored, optimizer), others)
+            in_turn = compute + exposed + alone + max(self._updating(stored, optimizer), others)
             total = max(in_turn, edges.begin_seconds + self._updating(read + write, optimizer), others)
         return StageTime(
             compute=compute,
@@ -403,6 +439,7 @@ class _Stages:
             nvme_read=read,
             nvme_write=write,
             optimizer=optimizer,
+            network=network,
             memory=memory,
             total=total,
         )
@@ -412,6 +449,10 @@ class _Stages:
         if self._is_serial:
             return read_bytes / nvme.read_bytes_per_second, written_bytes / nvme.write_bytes_per_second
         return nvme_seconds(nvme, read_bytes, written_bytes)
+
+    def _network_seconds(self, moved: Exchanged) -> float:
+        network = self._hardware.network
+        return max(moved) / network.bytes_per_second if network is not None else 0.0
 
     def _updating(self, nvme: float, optimizer: float) -> float:
         return nvme + optimizer if self._is_serial else max(nvme, optimizer)
@@ -446,6 +487,14 @@ def _update_edges(
         drained_bytes=min(pending, first.record.num_bytes(ahead)) if stays else 0,
         drained_seconds=idle_seconds,
     )
+
+
+def _first_update_seconds(own: ModelSpec, placement: Placement, hardware: HardwareProfile) -> float:
+    """What the update of the first segment takes before its weights are new."""
+    first = own.segments[0]
+    read_bytes = first.updated_bytes + (0 if 0 in placement.resident_states else first.state_bytes)
+    updated = placement.adamw_threads * hardware.host.adam_parameters_per_second
+    return max(read_bytes / hardware.nvme.read_bytes_per_second, first.trained_elements / updated)
 
 
 def _idle_nvme_seconds(forward: StageTime, offloaded: OffloadedActivations) -> float:

@@ -30,11 +30,15 @@ from ratel_cli.planning.placement import Placement, Workload, gradient_bytes, lo
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.lifetimes import Lifetime, overlap, partial_sum_lifetimes, weight_lifetimes
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.slices import EXCHANGED_BEHIND
 from ratel_cli.schedule.uses import Stage, step_uses
 from ratel_cli.units import MIB
 
-Purpose = Literal["weights", "gradients", "held", "states", "sums", "partial sums", "rows", "activations", "runtime"]
+Purpose = Literal[
+    "weights", "gradients", "held", "states", "sums", "partial sums", "rows", "exchange", "activations", "runtime"
+]
 """What a step takes memory for. `held`: gradients that wait for their update and have not been asked for again.
+`exchange`: gradients that several ranks exchange.
 `states`: buffers of groups. `sums`: of the head's gradients. `partial sums`: of shared blocks. `rows`: of a matrix that
 tokens are looked up in. `runtime`: torch's own."""
 RUNTIME_BYTES = 128 * MIB
@@ -46,9 +50,21 @@ frees. With 135M parameters in bf16 and a plan that fills a limit of 1.1 GiB it 
 class SegmentMemory:
     """Memory of the segments that does not depend on the placement, computed once for all placements."""
 
-    def __init__(self, spec: ModelSpec, workload: Workload, *, on_gpu: bool, has_sums: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        workload: Workload,
+        *,
+        on_gpu: bool,
+        has_sums: bool,
+        own: ModelSpec | None = None,
+        num_ranks: int = 1,
+    ) -> None:
+        """`own`: what this rank of `num_ranks` stores and updates of the model; None: all of it."""
         tokens = workload.micro_batch_tokens
         self.spec = spec
+        self.own = own or spec
+        self.num_ranks = num_ranks
         self.workload = workload
         self.on_gpu = on_gpu
         self.uses = step_uses(spec.segments)
@@ -157,14 +173,17 @@ class PlacedStep:
         """By block."""
         for each in read:
             self._reads[each.of.index].append(each)
-        self._groups_bytes = placement.groups.buffer_bytes(spec.blocks)
+        self._groups_bytes = placement.groups.buffer_bytes(memory.own.blocks)
         self._gradients = gradient_bytes(spec, placement.gpu_embedding_rows)
+        self._is_exchanged = memory.num_ranks > 1
+        self._updated = [each.gradient_bytes for each in memory.own.segments] if self._is_exchanged else self._gradients
+        """Of each segment, the gradients that this rank updates with."""
         self.held_bytes = [
-            0 if stage == "backward" else num_bytes for num_bytes, stage in zip(self._gradients, updates, strict=True)
+            0 if stage == "backward" else num_bytes for num_bytes, stage in zip(self._updated, updates, strict=True)
         ]
         """Of each segment, what is held of its gradients until the update."""
         embedding = spec.lookup_block
-        if embedding is not None and self._gradients[0] != spec.embedding.gradient_bytes:
+        if embedding is not None and self._updated[0] != memory.own.embedding.gradient_bytes:
             num_spread = min(placement.groups.elements, embedding.num_elements)  # the rows of one group's gradient
             self._groups_bytes += num_spread * embedding.gradient_dtype_bytes
 
@@ -183,7 +202,7 @@ class PlacedStep:
         taken += [Taken("activations", self._memory.activations[each], each, each) for each in range(self._head)]
         is_deferred, last_written = "forward" in updates, -1
         pending = placement.pending_updates if "backward" in updates else 0
-        for index, num_bytes in enumerate(self._gradients):
+        for index, num_bytes in enumerate(self._updated):
             issued = index - placement.prefetch_blocks
             if is_deferred:
                 taken.append(Taken("held", self.held_bytes[index], 0, issued - 1))
@@ -215,15 +234,19 @@ class PlacedStep:
         # On a CPU, the sum of a matrix that the head borrows becomes that of the embedding, which is counted as making.
         taken.append(Taken("sums", memory.lookup_sum, head, last if memory.on_gpu else last - 1))
         taken += self._head_sums()
-        for index, num_bytes in enumerate(self._gradients):
+        behind = EXCHANGED_BEHIND if self._is_exchanged else 0
+        if self._is_exchanged:
+            taken += self._exchanged()
+        for index, num_bytes in enumerate(self._updated):
             arrives = last - index
-            pending = arrives + self._placement.pending_updates
+            pending = arrives + behind + self._placement.pending_updates
             updated = end
             if self._is_separate:  # groups bring the weights with them; a gradient comes back whole
                 pending, updated = min(pending, last), self._turn + index - 1
                 taken.append(Taken("gradients", num_bytes, updated + 1, updated + 1))
             taken.append(Taken("activations", 2 * memory.activations[index], arrives, arrives))
-            taken.append(Taken("gradients", memory.making_bytes(self._segments[index], num_bytes), arrives, arrives))
+            made_bytes = memory.making_bytes(self._segments[index], self._gradients[index])
+            taken.append(Taken("gradients", made_bytes, arrives, arrives))
             taken.append(Taken("gradients", num_bytes, arrives + 1, pending))
             taken.append(Taken("weights", self._updated_bytes(index), arrives + 1, pending))
             taken.append(Taken("held", self.held_bytes[index], pending + 1, updated))
@@ -232,6 +255,21 @@ class PlacedStep:
         # Where all gradients are held, it may still be speculated that nothing will be clipped.
         taken.append(Taken("states", self._groups_bytes, self._turn if self._is_separate else head, end))
         return StepPart(range(head, end + 1), taken)
+
+    def _exchanged(self) -> Iterator[Taken]:
+        """Whole gradients in fp32, from when they are made until they are exchanged; and what comes of one block from
+        all ranks, with all rows of a matrix of which only some came from a GPU."""
+        spec, own, last = self._memory.spec, self._memory.own, self._turn - 1
+        most_received = 0
+        for segment in spec.segments:
+            arrives = last - segment.index
+            yield Taken("exchange", segment.sum_bytes, arrives + 1, arrives + EXCHANGED_BEHIND)
+            for block in segment.trained:
+                received = 4 * self._memory.num_ranks * own.blocks[block.index].num_elements
+                most_received = max(most_received, received)
+        yield Taken("exchange", most_received, self._head, last + 1)
+        if self._gradients[0] != spec.embedding.gradient_bytes:
+            yield Taken("exchange", spec.embedding.sum_bytes, last, last + EXCHANGED_BEHIND)
 
     def _head_sums(self) -> Iterator[Taken]:
         """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the

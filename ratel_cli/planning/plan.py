@@ -97,6 +97,7 @@ class Plan(Prediction):
                 "nvme_read_bytes": traffic.read_bytes,
                 "nvme_written_bytes": traffic.written_bytes,
                 "nvme_first_read_bytes": traffic.first_read_bytes,
+                **self.network_json(),
             },
             "memory": {
                 **self.memory_json(shortfall_bytes=0),
@@ -118,7 +119,8 @@ def make_plan(problem: Problem) -> Plan:
     choice = weigh(problem)
     problem, chosen = choice.problem, choice.best
     check_device_memory(chosen.memory, decisions.device_limit_bytes)
-    spilled_bytes = sum(gradient_bytes(spec, chosen.placement.gpu_embedding_rows)[: chosen.spilled_segments])
+    spilled_bytes = sum(gradient_bytes(problem.own, chosen.placement.gpu_embedding_rows)[: chosen.spilled_segments])
+    own_bytes = store_bytes(problem.own, num_slots=decisions.num_slots)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     speculation = speculation_costs(problem, chosen)
     on_gpu_bytes = activation_bytes(profile, chosen.offloaded, chosen.placement.gpu_units)
@@ -150,7 +152,9 @@ def make_plan(problem: Problem) -> Plan:
         gpu_bytes=chosen.memory.device,
         gpu_activation_bytes=0 if problem.hardware.link is None else on_gpu_bytes,
         host_bytes=chosen.memory.total,
-        nvme_bytes=store_bytes(spec, num_slots=decisions.num_slots) + spilled_bytes + chosen.offloaded.written_bytes,
+        nvme_bytes=own_bytes + spilled_bytes + chosen.offloaded.written_bytes,
+        network=problem.network,
+        num_ranks=problem.rank_slice.size,
         curve=tuple(curve(problem, chosen)),
         unclipped_seconds=None if speculation is None else speculation.unclipped_seconds,
         speculation=speculation,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ratel_cli.planning.activations import OffloadedActivations
 from ratel_cli.planning.model_profile import Source
+from ratel_cli.planning.network import NO_TRAFFIC, NetworkTraffic
 from ratel_cli.planning.papers.prefix import Case
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.step_time import StepTime
@@ -72,6 +73,10 @@ class Prediction:
     unclipped_seconds: float | None = None
     """The seconds of a step that could have been clipped, but was not; `time` is that of a clipped one. None if no step
     is clipped, or if both take about the same time."""
+    num_ranks: int = 1
+    """Ranks that train together. Workload, FLOPs, bytes and memory are those of one of them; rates are those of all."""
+    network: NetworkTraffic = NO_TRAFFIC
+    """What it sends to the others, and receives."""
     wear: WearTrade | None = None
     """What `storage.wear` chose among; None if a step of any plan writes only the state, or if the cost model does not
     choose."""
@@ -79,27 +84,31 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of a step per second."""
-        return self.workload.tokens / self.time.total
+        return self.num_ranks * self.workload.tokens / self.time.total
 
     @property
     def unclipped_tokens_per_second(self) -> float | None:
         """Tokens per second of a step that is not clipped; None where `unclipped_seconds` is."""
-        return None if self.unclipped_seconds is None else self.workload.tokens / self.unclipped_seconds
+        if self.unclipped_seconds is None:
+            return None
+        return self.num_ranks * self.workload.tokens / self.unclipped_seconds
 
     @property
     def unclipped_tflops_model(self) -> float | None:
         """`tflops_model` of a step that is not clipped; None where `unclipped_seconds` is."""
-        return None if self.unclipped_seconds is None else 3 * self.flops_forward / self.unclipped_seconds / 1e12
+        if self.unclipped_seconds is None:
+            return None
+        return self.num_ranks * 3 * self.flops_forward / self.unclipped_seconds / 1e12
 
     @property
     def tflops_model(self) -> float:
         """10^12 FLOPs of the model per second, recomputation not counted."""
-        return 3 * self.flops_forward / self.time.total / 1e12
+        return self.num_ranks * 3 * self.flops_forward / self.time.total / 1e12
 
     @property
     def tflops_hardware(self) -> float:
         """10^12 FLOPs per second, recomputation included."""
-        return (3 * self.flops_forward + self.flops_recomputed) / self.time.total / 1e12
+        return self.num_ranks * (3 * self.flops_forward + self.flops_recomputed) / self.time.total / 1e12
 
     def model_json(self) -> dict[str, object]:
         """`model` in plan.json and in `ratel plan --json`, as the next ones are `activations` and so on."""
@@ -132,6 +141,11 @@ class Prediction:
             "fits": not shortfall_bytes,
             "shortfall_bytes": shortfall_bytes,
         }
+
+    def network_json(self) -> dict[str, object]:
+        """The last keys of `traffic`."""
+        moved = self.network.total
+        return {"network_sent_bytes": moved.sent_bytes, "network_received_bytes": moved.received_bytes}
 
     def wear_json(self) -> dict[str, object]:
         """What a step writes, and what it could write."""

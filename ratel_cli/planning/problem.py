@@ -31,6 +31,7 @@ from ratel_cli.planning.direct.timeline import AccessMode
 from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
 from ratel_cli.planning.link import exposed_units
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.network import NetworkTraffic, computed_by_rank, network_traffic
 from ratel_cli.planning.placement import (
     LEAST_UNITS,
     ActivationPolicy,
@@ -44,6 +45,7 @@ from ratel_cli.planning.step_time import StepTime
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.traffic import Traffic, state_written_bytes, step_traffic
 from ratel_cli.planning.wear import WearPolicy
+from ratel_cli.store.layout import WHOLE, RankSlice
 
 _LEAST_ROW_BYTES = 512
 """Of a row that is read in place: an H200 reads rows of 4 KiB at 50 GB/s where it copies at 55; short ones were not
@@ -111,6 +113,23 @@ class Problem:
     gpu_holds_head: bool = True
     """Whether a GPU has the sums of the head's gradients. All of a search is about one of both: host memory depends on
     it."""
+    rank_slice: RankSlice = WHOLE
+    """What this rank stores and updates of the model. `hardware` and `process_bytes` are its share of the machine."""
+
+    @cached_property
+    def computed(self) -> ModelSpec:
+        """The model as this rank computes with it."""
+        return computed_by_rank(self.spec, self.rank_slice)
+
+    @cached_property
+    def own(self) -> ModelSpec:
+        """What this rank stores and updates of it."""
+        return self.spec.sliced(self.rank_slice)
+
+    @cached_property
+    def network(self) -> NetworkTraffic:
+        """What this rank sends and receives in a step."""
+        return network_traffic(self.spec, self.rank_slice)
 
     @cached_property
     def order(self) -> SwapOrder:
@@ -120,7 +139,7 @@ class Problem:
     @cached_property
     def state_written_bytes(self) -> int:
         """What every step writes to NVMe; all else that it writes is excess."""
-        return state_written_bytes(self.spec)
+        return state_written_bytes(self.own)
 
     @cached_property
     def tried_without_residents(self) -> dict[tuple[int, int, frozenset[int], int], Evaluation | None]:
@@ -131,7 +150,7 @@ class Problem:
     @cached_property
     def compute(self) -> ComputeSeconds:
         """Computing of a step that swaps nothing but layers' inputs."""
-        adding_bytes = head_sum_bytes(self.spec, self.workload)
+        adding_bytes = head_sum_bytes(self.computed, self.workload)
         return compute_seconds(self.profile, self.workload, self.hardware, head_sum_bytes=adding_bytes)
 
     @cached_property
@@ -177,7 +196,7 @@ class Problem:
     def _is_short_of_gpu_memory(self, num_outputs: int) -> bool:
         """Whether a prefix does not fit into the GPU, or only without two whole units and a block's weights ahead."""
         resident = self._gpu_resident(num_outputs) if self.fits_device(num_outputs) else None
-        window_bytes = max(segment.compute_bytes for segment in self.spec.segments)
+        window_bytes = max(segment.compute_bytes for segment in self.computed.segments)
         return resident is None or resident.units is not None or resident.window_bytes < window_bytes
 
     @property
@@ -243,7 +262,7 @@ class Problem:
     def traffic(self, placement: Placement, offloaded: OffloadedActivations, *, spilled_segments: int = 0) -> Traffic:
         """NVMe bytes of a step."""
         return step_traffic(
-            self.spec,
+            self.own,
             placement,
             offloaded,
             holds_gradients=self.decisions.holds_gradients,
@@ -324,7 +343,7 @@ class Problem:
 
     def _on_a_large_gpu(self, placement: Placement) -> Placement:
         """The placement where nothing limits the GPU's memory: nothing waits for it, and nothing stays there."""
-        window_bytes = max(segment.compute_bytes for segment in self.spec.segments)
+        window_bytes = max(segment.compute_bytes for segment in self.computed.segments)
         return replace(
             placement,
             gpu_embedding_rows=self._gpu_embedding_rows,
@@ -381,7 +400,7 @@ class Problem:
     ) -> StepTime:
         saved = swap.seconds if self.compute.is_measured else swap.flops / self.hardware.gpu.flops_per_second
         return overlapped_step(
-            self.spec,
+            self.computed,
             placement,
             traffic,
             self.hardware,
@@ -390,43 +409,47 @@ class Problem:
             not_recomputed_seconds=self.workload.num_micro_batches * saved,
             num_micro_batches=self.workload.num_micro_batches,
             lookup_rows_bytes=self.lookup_rows_bytes,
-            num_head_chunks=num_head_chunks(self.spec, self.workload),
+            num_head_chunks=num_head_chunks(self.computed, self.workload),
             holds_gradients=self.decisions.holds_gradients,
             overlap=self.decisions.overlap,
+            own=self.own,
+            network=self.network,
         )
 
     @cached_property
     def lookup_rows_bytes(self) -> int:
         """Rows of a tied head's gradient, of all micro-batches, that wait for the embedding's."""
-        return self.workload.num_micro_batches * lookup_rows_bytes(self.spec, self.workload)
+        return self.workload.num_micro_batches * lookup_rows_bytes(self.computed, self.workload)
 
     @cached_property
     def _gpu_embedding_rows(self) -> int | None:
-        return most_rows(self.spec, self.workload)
+        return most_rows(self.computed, self.workload)
 
     @cached_property
     def _read_in_place(self) -> Mapping[str, AccessMode]:
         """The matrix whose rows are looked up: reading them in place takes the link as long as uploading them, and the
         host need not collect them before. Nothing else gains at training sizes (docs/planning.md)."""
-        block = self.spec.lookup_block
+        block = self.computed.lookup_block
         if block is None or self._gpu_embedding_rows is None:
             return {}
-        row_bytes = block.dtype_bytes * self.spec.embedding_width
+        row_bytes = block.dtype_bytes * self.computed.embedding_width
         return {block.parameters[0].name: "DHA"} if row_bytes >= _LEAST_ROW_BYTES else {}
 
     @cached_property
     def _gpu(self) -> GpuMemory | None:
         """What the GPU's memory is computed with; None where the CPU computes."""
-        return None if self.hardware.link is None else GpuMemory(self.spec, self.workload, self.profile)
+        return None if self.hardware.link is None else GpuMemory(self.computed, self.workload, self.profile)
 
     @cached_property
     def _step_memory(self) -> StepMemory:
         return StepMemory(
-            self.spec,
+            self.computed,
             self.workload,
             holds_gradients=self.decisions.holds_gradients,
             process_bytes=self.process_bytes,
             overlap=self.decisions.overlap,
             gpu=self._gpu,
             has_sums=not self._gpu_always_holds_sums,
+            own=self.own,
+            num_ranks=self.rank_slice.size,
         )

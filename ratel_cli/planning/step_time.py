@@ -29,6 +29,8 @@ class StageTime:
     nvme_write: float
     """While both directions run, half of the time counts for each: together they are the time that NVMe is busy."""
     optimizer: float = 0.0
+    network: float = 0.0
+    """What several ranks send each other; both directions at once."""
     memory: float = 0.0
     """What moves through main memory; 0 where the cost model leaves it out."""
     total: float
@@ -46,6 +48,7 @@ class StageTime:
             "down": self.down,
             "nvme": self.nvme,
             "optimizer": self.optimizer,
+            "network": self.network,
             "memory": self.memory,
         }
 
@@ -93,6 +96,7 @@ class StepTime:
             "down": sum(stage.down for stage in stages),
             "nvme read" if read >= write else "nvme write": read + write,
             "optimizer": sum(stage.optimizer for stage in stages),
+            "network": sum(stage.network for stage in stages),
             "memory": sum(stage.memory for stage in stages),
         }
         return max(busy, key=lambda name: busy[name])

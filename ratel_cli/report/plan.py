@@ -54,13 +54,14 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
     `has_data`: the config names data, from which the number of steps follows.
     """
     prediction, hardware = forecast.prediction, forecast.setting.hardware
-    gpu, nvme = hardware.gpu, hardware.nvme
+    gpu, nvme, number = hardware.gpu, hardware.nvme, prediction.num_ranks
     drives = counted(nvme.num_devices, "drive")
     rates = f"{format_rate(nvme.read_bytes_per_second)} read, {format_rate(nvme.write_bytes_per_second)} written"
     parameters = f"{format_count(prediction.num_parameters)} parameters in {counted(prediction.num_blocks, 'block')}"
     return [
         ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
-        ("step", split_words(prediction.workload, is_planned=not forecast.setting.has_own_split)),
+        ("step", split_words(prediction.workload, is_planned=not forecast.setting.has_own_split, num_ranks=number)),
+        *_ranks(forecast),
         ("machine", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; {drives}, {rates}"),
         ("estimate", _estimate(prediction)),
         *((tier.name, _tier(tier)) for tier in forecast.tiers),
@@ -71,6 +72,20 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
         ("run", _run(forecast, has_data=has_data)),
         *wear_rows(prediction),
         ("offloaded", _offloaded(prediction)),
+    ]
+
+
+def _ranks(forecast: Forecast) -> list[tuple[str, str]]:
+    """Rows about several ranks; none about one."""
+    prediction, setting = forecast.prediction, forecast.setting
+    if prediction.num_ranks == 1:
+        return []
+    machines = counted(-(-prediction.num_ranks // setting.layout.on_machine), "machine")
+    network, moved = setting.share.network, prediction.network.total
+    sent = f"each rank sends {format_traffic(moved.sent_bytes)} per step and receives as much"
+    return [
+        ("ranks", f"{prediction.num_ranks} on {machines}; RAM, NVMe and times are those of each, rates those of all"),
+        ("network", sent if network is None else f"{sent}, at {format_rate(network.bytes_per_second)}"),
     ]
 
 
@@ -190,6 +205,7 @@ def _stage(stage: StageTime) -> str:
         "down": stage.down,
         "nvme": stage.nvme,
         "optimizer": stage.optimizer,
+        "network": stage.network,
         "memory": stage.memory,
     }
     ordered = sorted(busy.items(), key=lambda item: -item[1])

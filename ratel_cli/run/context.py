@@ -21,6 +21,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.engine.ranks.launched import num_local_ranks
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
+from ratel_cli.hardware.shares import ONE_RANK, RankLayout
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.io.queue import IoQueue, depth_for, open_queue
@@ -46,6 +47,8 @@ class RunContext:
     host_limit_bytes: int
     """Host memory that the run may take: `limits.host_memory`, or what was free when the run began."""
     ranks: Ranks
+    layout: RankLayout = ONE_RANK
+    """Where they are; until they have asked each other, as if this one were alone."""
     """Those that train together."""
     resources: ExitStack
     """Closes what is opened later, last opened first."""

@@ -9,11 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.layout import RankSlice
+
+GATHERED_AHEAD: Final = 2
+"""Segments whose weights several ranks bring to host memory while one computes: one is read, or updated, while another
+is gathered."""
+EXCHANGED_BEHIND: Final = 2
+"""Blocks whose gradients several ranks exchange while the next ones are computed."""
 
 
 def range_in(block: BlockSpec, rank_slice: RankSlice) -> tuple[int, int]:
@@ -27,8 +34,8 @@ def ranges_in(block: BlockSpec, num_ranks: int) -> list[tuple[int, int]]:
 
 
 def slice_of(block: BlockSpec, rank_slice: RankSlice) -> BlockSpec:
-    """A rank's part of a block, as a block: of each parameter the elements that lie in it, flat. One rank alone has the
-    block."""
+    """A rank's part of a block, as a block: of each parameter the elements that lie in it, flat, without its rows. One
+    rank alone has the block."""
     if rank_slice.size == 1:
         return block
     start, stop = range_in(block, rank_slice)
@@ -45,7 +52,7 @@ def slice_of(block: BlockSpec, rank_slice: RankSlice) -> BlockSpec:
                     first=first - parameter.start,
                 )
             )
-    return replace(block, parameters=tuple(pieces), num_elements=stop - start)
+    return replace(block, parameters=tuple(pieces), num_elements=stop - start, is_looked_up=False)
 
 
 def slices_of(blocks: Sequence[BlockSpec], rank_slice: RankSlice) -> tuple[BlockSpec, ...]:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import in_flight
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.shadow import Shadow
 
 _PART_ELEMENTS: Final = 1 << 20
@@ -33,7 +33,7 @@ class _Part(NamedTuple):
     memory: memoryview
 
 
-def copy_generation(source: Generation, target: Shadow, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
+def copy_generation(source: Readable, target: Shadow, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
     """Write all of `source` into `target`; frozen blocks only into a new store, since they never change.
 
     `progress` is called with the bytes of each part.
@@ -49,7 +49,7 @@ def copy_generation(source: Generation, target: Shadow, pool: BufferPool, *, pro
                 progress(len(part.memory))
 
 
-def _parts(source: Generation, memory: memoryview, *, with_frozen: bool) -> Iterator[_Part]:
+def _parts(source: Readable, memory: memoryview, *, with_frozen: bool) -> Iterator[_Part]:
     """The parts in the order in which they lie in the store, alternating between the two halves of `memory`."""
     half_bytes = len(memory) // 2
     number = 0

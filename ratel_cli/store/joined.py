@@ -1,4 +1,5 @@
-"""A generation whose blocks lie in slices, in several stores, read as if it lay in one.
+"""A generation whose blocks lie in slices, in several stores, read as if it lay in one; and slices of one, read as if
+each were a store's.
 
 Invariant: what is read is what the slices have, in the order of ranks; a step is the same in all of them.
 """
@@ -76,3 +77,29 @@ class JoinedGeneration:
         with self.pool.lease(found.num_bytes(last - first), "a rank's slice", crosses_link=False) as lease:
             of.read(block, field, first, last, lease.memory).wait()
             memory[:] = lease.memory[found.offset(start - first) :][: len(memory)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedGeneration:
+    """A slice of each block of a generation."""
+
+    whole: Readable
+    starts: Sequence[int]
+    """Of each block, where its slice begins."""
+    blocks: tuple[StoredBlock, ...]
+    """What there is of each block."""
+
+    @property
+    def progress(self) -> Progress:
+        """See Readable."""
+        return self.whole.progress
+
+    @property
+    def chunk_elements(self) -> int:
+        """See Readable. Slices begin at multiples of it."""
+        return self.whole.chunk_elements
+
+    def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        """See Readable."""
+        begin = self.starts[block]
+        return self.whole.read(block, field, begin + start, begin + stop, memory)

@@ -117,8 +117,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """Which part of every block lies in one rank's store. One rank alone has all of it, and no run has more of them:
-    manifests note the slice, and nothing else uses it yet."""
+    """Which part of every block lies in one rank's store. One rank alone has all of it."""
 
     rank: int = 0
     size: int = 1
@@ -136,6 +135,10 @@ class RankSlice:
         num_units = -(-num_elements // unit)
         start, stop = (num_units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
         return min(start, num_elements), min(stop, num_elements)
+
+
+WHOLE = RankSlice()
+"""What one rank alone has."""
 
 
 class RecordMap:

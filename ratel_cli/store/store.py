@@ -91,6 +91,8 @@ class Store(Closing):
         """Drawn when the store was made. A copy of its files has it, too."""
         self.blocks = geometry.blocks
         """What the store has of each block."""
+        self.shares = geometry.shares
+        """Of each directory, of all bytes."""
         self.rank_slice = geometry.rank_slice
         """Which part of each block of the model that is."""
         self.num_slots = geometry.num_slots

@@ -273,7 +273,7 @@ def start_ranks(
             config,
             *arguments,
             kill_at=(kill_at or {}).get(rank),
-            environment={**group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            environment={**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)},
         )
         for rank in range(first, size)
     ]

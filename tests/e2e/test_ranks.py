@@ -15,6 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.run.files.run_directory import recorded_config
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.layout import RankSlice
+from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -177,9 +183,8 @@ def test_the_command_starts_them(make_config: MakeConfig, undisturbed: MakeRanks
     other = subprocess.run([*command[:-1], "3"], check=False, capture_output=True, text=True, timeout=300)
     assert other.returncode == 2, other.stderr
     errors = [line for line in other.stderr.splitlines() if line.startswith("error")]
-    assert errors == ["error: the run was started with 2 ranks; this command has 3"]
+    assert errors == ["error: a step of this run has 4 micro-batches, and not 3 x 2"]
     assert "--ranks 2" in other.stderr
-    assert_rejected(finetune(config), 2, "the run was started with 2 ranks; this command has 1")
 
 
 @pytest.mark.full
@@ -228,3 +233,135 @@ def test_what_ranks_do_not_do_is_rejected(make_config: MakeConfig, tmp_path: Pat
         assert [wait(process) for process in processes] == [2, 2], stderr_of(config)
         assert f"{part} is not supported" in stderr_of(config) and stderr_of(config, 1) == ""
     assert_rejected(finetune(config, "--ranks", "0"), 2, "ranks")
+
+
+RESHARDED = {1: 4, 2: 2, 4: 1}
+"""Of the same step: by the number of ranks, micro-batches of each."""
+RESHARDING_POINTS = (
+    "create.filled:1", "commit.synced:1", "manifest.published:1", "reshard.copied:1", "reshard.copied:2",
+    "reshard.decided:1", "reshard.moved:1", "reshard.moved:2", "reshard.deleted:1",
+)  # fmt: skip
+
+
+def of_ranks(size: int, num_steps: int) -> tuple[str, ...]:
+    return f"gradient_accumulation_steps={RESHARDED[size]}", f"max_steps={num_steps}"
+
+
+def state_of(config: Path, size: int) -> list[bytes]:
+    """All fields of all blocks of the newest step, those of the ranks one behind the other; and its number."""
+    output, found, steps = output_of(config), list[bytes](), set[int]()
+    for rank in range(size):
+        directory = output / "run" / "ranks" / str(rank) if rank else output
+        recorded = recorded_config(directory)
+        assert recorded is not None
+        with (
+            open_queue("threads", notice=lambda text: None) as queue,
+            Store.open(recorded.storage.paths, queue=queue, identity=None, read_only=True) as store,
+        ):
+            assert store.rank_slice == RankSlice(rank, size)
+            steps.add(store.progress.step)
+            fields = [
+                read_all(store.current(), block, field.name)
+                for block in range(len(store.blocks))
+                for field in store.blocks[block].record.fields
+            ]
+        found = fields if not found else [one + other for one, other in zip(found, fields, strict=True)]
+    [step] = steps
+    return [*found, str(step).encode()]
+
+
+def read_all(generation: Generation, block: int, field: str) -> bytes:
+    number = generation.blocks[block].num_elements
+    num_bytes = generation.blocks[block].record.field(field).num_bytes(number)
+    with BufferPool(None) as pool, pool.lease(max(1, num_bytes), "a field") as lease:
+        generation.read(block, field, 0, number, lease.memory[:num_bytes]).wait()
+        return bytes(lease.memory[:num_bytes])
+
+
+@pytest.fixture(scope="module")
+def resharded(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+    """The config of a run that one rank began, and four, two and one went on with. Tests must not change it."""
+    directory = tmp_path_factory.mktemp("resharded")
+    config = write_config(directory, base=base, rows=rows, **{**CHANGES, "save_steps": 2, "save_total_limit": 9})
+    for number, size in enumerate((1, 4, 2, 1), start=1):
+        succeed(config, size, *of_ranks(size, 2 * number))
+    return config
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_the_state_of_any_number_of_ranks(make_config: MakeConfig, before: int, after: int) -> None:
+    """Every bit of it, and of saved steps. Nothing else is left of the change."""
+    config = make_config(**{**CHANGES, "save_steps": 1, "save_total_limit": 2})
+    succeed(config, before, *of_ranks(before, 2))
+    wanted = state_of(config, before)
+    succeed(config, after, *of_ranks(after, 2))
+    assert state_of(config, after) == wanted
+    left = sorted(path.name for path in store_of(config).parent.rglob("*") if path.is_dir())
+    assert left == [f"rank-{rank}.store" for rank in range(1, after)]
+    assert not (output_of(config) / "run" / "resharding.json").exists()
+    assert ratel("verify", output_of(config)).code == 0
+    processes = start_ranks(config, after, *of_ranks(after, 2), "--resume", "1")
+    assert [wait(process) for process in processes] == [0] * after, stderr_of(config)
+    assert "resuming from step 1" in stderr_of(config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", sample(RESHARDING_POINTS, every=1))
+def test_a_change_that_is_killed_is_made_at_the_next_start(
+    make_config: MakeConfig, resharded: Path, point: str
+) -> None:
+    """The weights are those of a run that was not killed, whichever of its changes was."""
+    config = make_config(**{**CHANGES, "save_steps": 2, "save_total_limit": 9})
+    num_killed = 0
+    for number, size in enumerate((1, 4, 2, 1), start=1):
+        arguments = of_ranks(size, 2 * number)
+        if number > 1:
+            processes = start_ranks(config, size, *arguments, kill_at={0: point})
+            codes = [wait(process) for process in processes]
+            if codes[0] == -9:
+                num_killed += 1
+                assert codes[1:] == [75] * (size - 1)
+                assert ratel("verify", output_of(config)).code in (2, 4)
+        succeed(config, size, *arguments)
+    assert num_killed >= (1 if point == "reshard.deleted:1" else 2)
+    assert_same_result(config, resharded)
+
+
+@pytest.mark.full
+def test_another_number_of_ranks_has_the_same_steps(make_config: MakeConfig) -> None:
+    """Else it is rejected, and nothing is changed: so is another directory that is in the way, and a store that is
+    missing."""
+    config = make_config(**{**CHANGES, "max_steps": 2})
+    succeed(config, 2)
+    wanted = state_of(config, 2)
+    assert_rejected(finetune(config), 2, "a step of this run has 4 micro-batches, and not 1 x 2")
+    processes = start_ranks(config, 3)
+    assert [wait(process) for process in processes] == [2, 75, 75]
+    assert "resume it with --ranks 2" in stderr_of(config)
+    one = of_ranks(1, 2)
+    assert_rejected(finetune(config, *one, "--dry-run"), 2, "its stores must change")
+    assert_rejected(finetune(config, *one, "--resume", "1"), 2, "both may not change at once")
+    other = store_of(config).parent / "resharded.store"
+    other.mkdir()
+    assert_rejected(finetune(config, *one), 2, "is in the way")
+    other.rmdir()
+    lost = store_of(config).parent / "rank-1.store"
+    lost.rename(lost.with_name("away"))
+    assert_rejected(finetune(config, *one), 2, "the store of rank 1 is not here")
+    lost.with_name("away").rename(lost)
+    assert state_of(config, 2) == wanted
+    ended = finetune(config, *one)
+    assert ended.code == 0, ended.stderr
+    assert state_of(config, 1) == wanted
+
+
+@pytest.mark.full
+def test_a_store_can_be_deleted_while_it_changes(make_config: MakeConfig) -> None:
+    """With what was begun beside it."""
+    config = make_config(**{**CHANGES, "max_steps": 2})
+    succeed(config, 2)
+    [process] = start_ranks(config, 1, *of_ranks(1, 2), kill_at={0: "reshard.copied:1"})
+    assert wait(process) == -9
+    assert ratel("clean", output_of(config), "--store", "--yes").code == 0
+    assert not store_of(config).parent.exists()

@@ -17,6 +17,7 @@ PURPOSES: tuple[tuple[str, Purpose], ...] = (
     (r"gradient of .* so far", "partial sums"),
     (r"gradient of the tied head|rows of .* gradient|sums of gradients of .*", "sums"),
     (r"gradient of .*|norms of .*", "gradients"),
+    (r"gradients of .*", "exchange"),
     (r"optimizer states of .*", "states"),
     (r"rows of .*", "rows"),
 )

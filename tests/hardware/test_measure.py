@@ -87,7 +87,7 @@ def test_the_profile_has_the_keys_of_a_hardware_file(queue: IoQueue, tmp_path: P
     found = json.loads(json.dumps(profile.to_json(), allow_nan=False))
     assert found["format_version"] == 1
     rates = {"read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second"}
-    assert set(found) == {"format_version", "gpu", "link", "nvme", "host", "prices"}
+    assert set(found) == {"format_version", "gpu", "link", "nvme", "host", "network", "prices"}
     assert found["prices"] is None, "nothing measures prices"
     assert set(found["gpu"]) == {"name", "memory_bytes", "flops_per_second", "memory_bytes_per_second"}
     assert found["link"] is None

@@ -235,7 +235,7 @@ def test_json_has_the_promised_keys() -> None:
     stages = ("forward", "backward", "update")
     summary = {"forward_seconds", "backward_seconds", "step_seconds", "unclipped_seconds", "bottleneck", "case"}
     assert set(found["time"]) == {*stages, *summary}
-    resources = {"compute", "up", "down", "nvme", "optimizer", "memory"}
+    resources = {"compute", "up", "down", "nvme", "optimizer", "network", "memory"}
     assert all(set(found["time"][stage]) == resources for stage in stages)
     assert found["time"]["case"] == made.case
     assert found["time"]["step_seconds"] == made.time.total
@@ -244,6 +244,8 @@ def test_json_has_the_promised_keys() -> None:
         "nvme_read_bytes": made.traffic.read_bytes,
         "nvme_written_bytes": made.traffic.written_bytes,
         "nvme_first_read_bytes": 0,
+        "network_sent_bytes": 0,
+        "network_received_bytes": 0,
     }
     memory = found["memory"]
     assert (memory["host_bytes"], memory["nvme_bytes"]) == (made.memory.total, made.nvme_bytes)

@@ -91,8 +91,9 @@ def _store(path: Path, rank: int, size: int, num_steps: int) -> None:
         ([None, (2, 0)], Resume(), StartOver()),
         ([(3, 3), None], StartOver(replaces_others=True), StartOver(replaces_others=True)),
         ([(2, 3), None], Resume(), "rank 1 has no store, and the others are at step 3"),
-        ([(3, 3), (3, 3)], Resume(), "the run was started with 3 ranks; this command has 2"),
-        ([(1, 3), None], Resume(), "the run was started with 1 rank; this command has 2"),
+        ([(3, 3), (3, 3)], Resume(), Resume()),
+        ([(1, 3), None], Resume(), Resume()),
+        ([(3, 3), (3, 3)], GoBack(2), "the run has 3 ranks, and this command 2: both may not change at once"),
     ],
 )
 def test_all_begin_at_one_place(

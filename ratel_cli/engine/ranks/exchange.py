@@ -24,26 +24,13 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
 from ratel_cli.engine.optimizer.update import Updates
-from ratel_cli.engine.ranks.gathered import GATHERED_AHEAD
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.ranks.turns import Turns
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket, settle
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.schedule.slices import ranges_in, slice_of
-
-_IN_FLIGHT = 2
-"""Blocks whose gradients are being exchanged while the next ones are computed."""
-
-
-def exchange_bytes(spec: ModelSpec, num_ranks: int) -> int:
-    """The most host memory that ranks take of a model besides the plan: gradients in fp32 that are on their way, what
-    comes of one block from all ranks, and weights that are gathered ahead. One rank alone takes none."""
-    largest_bytes = 4 * max((block.num_elements for block in spec.blocks if block.is_trained), default=0)
-    ahead_bytes = GATHERED_AHEAD * max(segment.compute_bytes for segment in spec.segments)
-    return (_IN_FLIGHT + 2) * largest_bytes + ahead_bytes if num_ranks > 1 else 0
+from ratel_cli.schedule.slices import EXCHANGED_BEHIND, ranges_in, slice_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +77,7 @@ class GradientExchange(Closing):
         ticket = self._turns.submit(lambda: found.append(self._exchanged(gradient, scale)))
         shared = None if weights is None else weights.share()
         self._coming.append(_Exchanged(gradient=gradient, weights=shared, ticket=ticket, found=found))
-        self._pass_on(at_most=_IN_FLIGHT)
+        self._pass_on(at_most=EXCHANGED_BEHIND)
 
     def finish(self) -> None:
         """Hand over all that was exchanged. Raises as `hand_over`."""

@@ -21,9 +21,6 @@ from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.slices import ranges_in
 from ratel_cli.schedule.uses import Stage
 
-GATHERED_AHEAD = 1
-"""Segments whose weights are gathered while one computes."""
-
 
 class WeightGathers(Closing):
     """The gathers of one rank. Use as a context manager."""

@@ -7,8 +7,10 @@ Invariant: there is a forecast even of a run that does not fit. It is made for a
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
+from ratel_cli.hardware.shares import ONE_RANK, RankLayout, share_of
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.papers.endurance import StepWrites
 from ratel_cli.planning.papers.in_memory import InMemoryModel
@@ -22,7 +24,7 @@ from ratel_cli.sizes import SPLIT_KEYS
 TierName = Literal["GPU", "RAM", "NVMe", "snapshot", "export"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """Everything that a forecast is for, except the model: what advice may change."""
 
@@ -37,9 +39,16 @@ class Setting:
     """False: gradients are not clipped, whatever the config says."""
     chunk_bytes: int | None = None
     """Logits that the head computes at once, in fp32; None leaves it to the plan."""
+    layout: RankLayout = ONE_RANK
+    """The ranks that train. The workload is that of one of them."""
     step_keys: tuple[str, ...] = SPLIT_KEYS
     """The keys of the config that decide how many tokens a step has: those of the split into micro-batches, or that of
     the number of tokens, if the plan chose the split."""
+
+    @cached_property
+    def share(self) -> HardwareProfile:
+        """What one rank has of the machine."""
+        return share_of(self.hardware, self.layout)
 
     @property
     def has_own_split(self) -> bool:
@@ -100,20 +109,20 @@ class Forecast:
 
     @property
     def run_tb_written(self) -> float | None:
-        """10^12 bytes written to NVMe in the run; None if the number of steps is not known."""
+        """10^12 bytes that one rank writes to NVMe in the run; None if the number of steps is not known."""
         steps = self.setting.num_steps
         return None if steps is None else steps * self.prediction.traffic.written_bytes / 1e12
 
     @property
     def endurance_share(self) -> float | None:
         """The share of the drives' rated endurance that the run writes; None if either is not known."""
-        rated, written = self.setting.hardware.nvme.endurance_tb_written, self.run_tb_written
+        rated, written = self.setting.share.nvme.endurance_tb_written, self.run_tb_written
         return None if rated is None or written is None else written / rated
 
     @property
     def drive_seconds(self) -> float | None:
         """How long such steps can go on until the drives' rated endurance is used up; None if that is not known."""
-        rated = self.setting.hardware.nvme.endurance_tb_written
+        rated = self.setting.share.nvme.endurance_tb_written
         writes = StepWrites(num_bytes=self.prediction.traffic.written_bytes, seconds=self.prediction.time.total)
         return None if rated is None else writes.drive_seconds(rated * 1e12, rated_amplification=1.0)
 
@@ -125,6 +134,7 @@ class Forecast:
             "model": prediction.model_json(),
             "workload": {**asdict(prediction.workload), "is_split_planned": not self.setting.has_own_split},
             "hardware": self.setting.hardware.to_json(),
+            "ranks": asdict(self.setting.layout),
             "activations": prediction.activations_json(),
             "time": {
                 "forward": time.forward.to_json(),
@@ -137,7 +147,11 @@ class Forecast:
                 "bottleneck": prediction.bottleneck,
                 "case": prediction.case,
             },
-            "traffic": {"nvme_read_bytes": traffic.read_bytes, "nvme_written_bytes": traffic.written_bytes},
+            "traffic": {
+                "nvme_read_bytes": traffic.read_bytes,
+                "nvme_written_bytes": traffic.written_bytes,
+                **prediction.network_json(),
+            },
             "memory": {
                 **prediction.memory_json(shortfall_bytes=sum(tier.shortfall_bytes for tier in self.tiers)),
                 "tiers": [{**asdict(tier), "shortfall_bytes": tier.shortfall_bytes} for tier in self.tiers],

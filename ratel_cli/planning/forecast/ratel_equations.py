@@ -63,8 +63,9 @@ class RatelEquations:
         available_bytes = self.available_bytes - self.gpu_bytes - offloaded.host_bytes
         level = max(0, bisect_right(self._level_bytes, available_bytes) - 1)
         placement, traffic = self._at_level(level)
+        no_states = replace(problem.spec, blocks=())
         return overlapped_step(
-            problem.spec if self.moves_states else replace(problem.spec, blocks=()),
+            problem.computed if self.moves_states else no_states,
             placement,
             traffic.with_offloaded(offloaded),
             problem.hardware,
@@ -74,6 +75,8 @@ class RatelEquations:
             lookup_rows_bytes=problem.lookup_rows_bytes,
             holds_gradients=problem.decisions.holds_gradients,
             overlap=problem.decisions.overlap,
+            own=problem.own if self.moves_states else no_states,
+            network=problem.network,
         ).total
 
     def without_states(self) -> RatelEquations:
@@ -88,7 +91,7 @@ class RatelEquations:
     @cached_property
     def _level_bytes(self) -> list[int]:
         """Bytes that stay at each level: none; the first segment's weights; the first two's; ...; then states too."""
-        segments = self.problem.spec.segments
+        segments = self.problem.own.segments
         weights, states = [each.own_bytes for each in segments], [each.state_bytes for each in segments]
         return list(accumulate((*weights, *states), initial=0))
 
@@ -112,7 +115,7 @@ class RatelEquations:
         if not self.moves_states:
             return Traffic()
         return step_traffic(
-            self.problem.spec,
+            self.problem.own,
             placement,
             NOTHING_OFFLOADED,
             holds_gradients=self.problem.decisions.holds_gradients,

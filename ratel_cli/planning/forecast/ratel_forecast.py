@@ -27,6 +27,7 @@ from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
+from ratel_cli.store.layout import RankSlice
 from ratel_cli.units import align_up
 
 
@@ -116,8 +117,8 @@ class RatelForecaster:
         computing_bytes = max(activation_bytes(profile, inputs_alone, LEAST_UNITS), head_bytes)
         device_limit_bytes = self._device_limit_bytes(setting) or 0
         return InMemoryModel(
-            uses=weight_uses(spec, profile, workload, setting.hardware, is_paper=False),
-            hardware=setting.hardware,
+            uses=weight_uses(spec, profile, workload, setting.share, is_paper=False),
+            hardware=setting.share,
             num_micro_batches=workload.num_micro_batches,
             num_trained=spec.trained_elements,
             weight_bytes=sum(segment.own_bytes for segment in spec.segments),
@@ -143,7 +144,7 @@ class RatelForecaster:
         number, layer = setting.workload.num_micro_batches, self.spec.layers[-1]
         unit_bytes = align_up(self._profile(setting).profiles[-1].input_bytes, PAGE_BYTES)
         outside_bytes = stored_bytes(self.spec.embedding) + stored_bytes(self.spec.head)
-        available_bytes = setting.hardware.nvme.free_bytes - outside_bytes
+        available_bytes = setting.share.nvme.free_bytes - outside_bytes
         most_layers = available_bytes // (stored_bytes(layer) + number * unit_bytes)
         choices = range(1, most_layers + 1)
         num_layers = bisect_right(choices, 0, key=lambda depth: 0 if self._has_memory(setting, depth) else 1)
@@ -177,7 +178,7 @@ class RatelForecaster:
             spec=self.spec,
             workload=setting.workload,
             profile=self._profile(setting),
-            hardware=setting.hardware,
+            hardware=setting.share,
             decisions=replace(
                 decisions,
                 holds_gradients=decisions.in_place or (decisions.holds_gradients and setting.clips),
@@ -186,6 +187,7 @@ class RatelForecaster:
                 wear=setting.wear,
             ),
             process_bytes=self.process_bytes,
+            rank_slice=rank_slice_of(setting),
         )
 
     def _chunked(self, setting: Setting) -> Setting:
@@ -200,19 +202,24 @@ class RatelForecaster:
     def _device_limit_bytes(self, setting: Setting) -> int | None:
         """What a plan may use of the limit that the user set, else the GPU's memory less a margin; None for a CPU."""
         wanted_bytes = self.decisions.device_limit_bytes
-        if setting.hardware.link is None:
+        if setting.share.link is None:
             return wanted_bytes
         if wanted_bytes is not None:
             return plannable_gpu_bytes(wanted_bytes)
-        memory_bytes = setting.hardware.gpu.memory_bytes
+        memory_bytes = setting.share.gpu.memory_bytes
         return memory_bytes - margin_bytes(memory_bytes)
+
+
+def rank_slice_of(setting: Setting) -> RankSlice:
+    """Of the rank that is planned: the last one, which has no less of any block than another."""
+    return RankSlice(setting.layout.num_ranks - 1, setting.layout.num_ranks)
 
 
 def host_limit_bytes(setting: Setting) -> int:
     """The limit that the user set, else the available host memory less a margin."""
     if setting.host_limit_bytes is not None:
         return setting.host_limit_bytes
-    host = setting.hardware.host
+    host = setting.share.host
     return max(0, host.available_bytes - margin_bytes(host.memory_bytes))
 
 
@@ -228,7 +235,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         Tier(
             name="NVMe",
             need_bytes=plan.nvme_bytes,
-            have_bytes=setting.hardware.nvme.free_bytes,
+            have_bytes=setting.share.nvme.free_bytes,
             remedy="name more directories in storage.paths, or halve the need with storage.durability: none",
         ),
     ]

@@ -7,17 +7,18 @@ Invariants: the plan names its machine; free memory and free space of this machi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratel_cli.config.schema import ModelShape, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.hardware.shares import ONE_RANK, RankLayout
+from ratel_cli.hardware.spec import HardwareProfile, Network
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Forecaster, Setting, Tier
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
-from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, rank_slice_of
 from ratel_cli.planning.papers.largest import with_layers
 from ratel_cli.planning.papers.paper import PaperShape
 from ratel_cli.planning.placement import Workload
@@ -36,15 +37,54 @@ from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.settings import decisions_of, wear_limit, workload_of
 from ratel_cli.run.train.space import spaces_of, taken_bytes
 from ratel_cli.sizes import SPLIT_KEYS
-from ratel_cli.units import MIB
+from ratel_cli.units import MIB, parse_rate
 
 _PROCESS_BYTES = 460 * MIB
 """What a run takes before training: Python, torch, transformers, a skeleton (2-core Xeon, 2026-11)."""
 
 
-def setting_of(config: RunConfig, hardware: HardwareProfile, *, step_keys: tuple[str, ...] = SPLIT_KEYS) -> Setting:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The ranks to plan for, and machines like the one that is planned for."""
+
+    num_ranks: int = 1
+    num_machines: int = 1
+    network: str | None = None
+    """The rate of a machine, as `--network` has it; None: as the hardware file says."""
+
+    def layout(self, *, has_own_drives: bool) -> RankLayout:
+        """Where the ranks are; those of a machine share its drives, unless each has its own."""
+        on_machine = -(-self.num_ranks // self.num_machines)
+        return RankLayout(
+            num_ranks=self.num_ranks, on_machine=on_machine, on_drives=1 if has_own_drives else on_machine
+        )
+
+    def of_machines(self, hardware: HardwareProfile) -> HardwareProfile:
+        """One of these machines. Raises BadInput if ranks cannot be on them, or their network is not known."""
+        if self.num_machines > self.num_ranks:
+            message = f"argument '--nodes': {self.num_ranks} ranks cannot be on {self.num_machines} machines"
+            raise BadInput(message, "lower --nodes, or raise --ranks")
+        if self.network is not None:
+            try:
+                rate = parse_rate(self.network)
+            except ValueError as error:
+                message = f"argument '--network': must be a rate like 25GB/s, not {self.network!r}"
+                raise BadInput(message) from error
+            return replace(hardware, network=Network(bytes_per_second=rate))
+        if self.num_machines > 1 and hardware.network is None:
+            raise BadInput("the network between the machines is not known", "add --network RATE, such as 25GB/s")
+        return hardware
+
+
+def setting_of(
+    config: RunConfig,
+    hardware: HardwareProfile,
+    *,
+    step_keys: tuple[str, ...] = SPLIT_KEYS,
+    layout: RankLayout = ONE_RANK,
+) -> Setting:
     """What to plan for: the config's step, on this machine, with drives of the endurance that the config gives.
-    `step_keys`: those of the config as it was written."""
+    `step_keys`: those of the config as it was written. `layout`: the ranks that train."""
     endurance_tb = config.storage.endurance_tb or hardware.nvme.endurance_tb_written
     return Setting(
         workload=workload_of(config),
@@ -52,7 +92,8 @@ def setting_of(config: RunConfig, hardware: HardwareProfile, *, step_keys: tuple
         host_limit_bytes=config.limits.host_memory,
         wear=config.storage.wear,
         chunk_bytes=None if config.head_chunk == "auto" else config.head_chunk,
-        num_steps=known_steps(config),
+        num_steps=known_steps(config if layout.num_ranks == 1 else config.of_ranks(layout.num_ranks)),
+        layout=layout,
         step_keys=step_keys,
     )
 
@@ -102,7 +143,7 @@ def with_planned_chunk(config: RunConfig, hardware: HardwareProfile, *, name: st
     return config.chunked_by(forecaster.chunk_bytes(setting_of(config, hardware)))
 
 
-def space_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
+def space_tiers(config: RunConfig, forecaster: Forecaster, setting: Setting, *, nvme_bytes: int) -> tuple[Tier, ...]:
     """The tiers of the snapshot's device, if the config asks for a snapshot, and of the export's, on this machine.
 
     Only a run knows the export to the byte: here it is its weights alone.
@@ -116,16 +157,24 @@ def space_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -
             have_bytes=space.available_bytes,
             remedy=f"set {space.option} to a device with more space",
         )
-        for space in spaces_of(config, forecaster.spec, nvme_bytes=nvme_bytes)
+        for space in spaces_of(
+            config,
+            forecaster.spec,
+            nvme_bytes=nvme_bytes,
+            own=forecaster.spec.sliced(rank_slice_of(setting)),
+            num_sharing=setting.layout.on_drives,
+        )
     )
 
 
-def wear_warning(config: RunConfig, forecaster: Forecaster) -> str | None:
+def wear_warning(config: RunConfig, forecaster: Forecaster, setting: Setting) -> str | None:
     """What `storage.max_tb_written` does to a new run of `max_steps`; None if it allows all of them."""
     if not isinstance(forecaster, RatelForecaster) or config.max_steps is None:
         return None
     weights = (1,) * len(config.storage.paths)
-    limit = wear_limit(config, forecaster.spec.stored_blocks, weights=weights, first_step=0)
+    own = forecaster.spec.sliced(rank_slice_of(setting))
+    number = setting.layout.on_drives
+    limit = wear_limit(config, own.stored_blocks, weights=weights, first_step=0, num_sharing=number)
     return None if limit is None else limit.warning(config.max_steps)
 
 

@@ -45,6 +45,13 @@ class Questions:
     rok: bool = False
 
 
+def reject_questions(questions: Questions) -> None:
+    """Raise BadInput if anything is asked that is answered for one rank alone."""
+    for name, is_asked in asdict(questions).items():
+        if is_asked:
+            raise BadInput(f"argument '--{name}': it is answered for one rank alone", "leave out --ranks")
+
+
 def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) -> list[Answer]:
     """The answers to all questions that the user asks."""
     asked = (

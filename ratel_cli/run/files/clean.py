@@ -28,6 +28,7 @@ from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJEC
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, STAGING_NAME, is_unchanged, read_marker
 from ratel_cli.run.files.output import deleted_store, is_of_other_run, is_own_place, record_deleted_store
+from ratel_cli.run.files.resharding_record import RESHARDING_NAME, new_directories
 from ratel_cli.run.files.run_directory import (
     CONFIG_NAME,
     EVENTS_NAME,
@@ -58,7 +59,7 @@ from ratel_cli.training.facts import FACTS_NAME
 
 _RUN_FILES: Final = (
     FACTS_NAME, HARDWARE_NAME, MODEL_NAME, METRICS_NAME, TRACE_NAME, REJECTS_NAME, TEST_REJECTS_NAME,
-    REPORT_NAME, ORIGIN_NAME, CONFIG_NAME,
+    REPORT_NAME, ORIGIN_NAME, RESHARDING_NAME, CONFIG_NAME,
 )  # fmt: skip
 _SHOWS_A_STORE: Final = (PLAN_NAME,)
 """A run writes it when its store is made. It goes first, so that a run without it may have no store any more."""
@@ -247,6 +248,7 @@ def _own_stores(config: RunConfig, kept: list[str], extent: Extent) -> Iterator[
     paths = config.storage.paths
     if _is_recorded(config, paths) or (not any(map(read_record, paths)) and is_own_place(config)):
         yield from _of_other_ranks(config)
+        yield from new_directories(config)
         yield from paths
     elif any(map(_is_store, paths)):
         kept.append(f"the store in {', '.join(map(str, paths))} belongs to another run")

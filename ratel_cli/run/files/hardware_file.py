@@ -16,6 +16,7 @@ from ratel_cli.hardware.spec import (
     HardwareProfile,
     Host,
     Link,
+    Network,
     Nvme,
     Prices,
     alternating_bytes_per_second,
@@ -30,6 +31,7 @@ def load_hardware(path: Path) -> HardwareProfile:
         link=None if file.link is None else _link(file.link),
         nvme=_nvme(file.nvme),
         host=Host(**file.host.model_dump()),
+        network=None if file.network is None else Network(**file.network.model_dump()),
         prices=None if file.prices is None else Prices(**file.prices.model_dump()),
     )
 

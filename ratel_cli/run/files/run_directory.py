@@ -136,6 +136,12 @@ def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunCo
     return with_own_store(config) if file == path else as_of_run(config, path, overrides)
 
 
+def has_own_drives(path: Path, overrides: Sequence[str] = ()) -> bool:
+    """Whether the config has other directories for each rank of a machine. Raises BadInput as `read_config`."""
+    config = load_config(config_file(path), overrides).config
+    return any(name in str(each) for each in config.storage.paths for name in ("{rank}", "{local_rank}"))
+
+
 def _of_this_rank(config: RunConfig) -> RunConfig:
     """The config with what this process has for `{rank}`, `{local_rank}` and `{host}` in `storage.paths`. A command
     that torchrun has not started reads what rank 0 has."""

@@ -114,18 +114,31 @@ def warn_of_host_limit(config: RunConfig, log: RunLog) -> None:
         log.warn(f"limits.host_memory is {limit}, but this machine has {total} of RAM: a run may run out of memory")
 
 
+def max_bytes_written(config: RunConfig, *, num_sharing: int = 1) -> int | None:
+    """What each of `num_sharing` ranks may write to drives that they share; None if the config sets no limit."""
+    max_tb_written = config.storage.max_tb_written
+    return None if max_tb_written is None else int(max_tb_written * 1e12) // num_sharing
+
+
 def wear_limit(
-    config: RunConfig, blocks: tuple[StoredBlock, ...], *, weights: tuple[int, ...], first_step: int
+    config: RunConfig,
+    blocks: tuple[StoredBlock, ...],
+    *,
+    weights: tuple[int, ...],
+    first_step: int,
+    num_sharing: int = 1,
 ) -> WearLimit | None:
     """The config's limit on what is written to a store of these blocks; None if it sets none.
 
-    `weights` are the shares of `storage.paths`, `first_step` is the step that the store is made with.
+    `weights` are the shares of `storage.paths`, `first_step` is the step that the store is made with. So many ranks as
+    `num_sharing` write to the drives.
     """
-    if config.storage.max_tb_written is None:
+    max_bytes = max_bytes_written(config, num_sharing=num_sharing)
+    if max_bytes is None:
         return None
     geometry = new_geometry(config, blocks, shares=weights)
     return WearLimit(
-        max_bytes=int(config.storage.max_tb_written * 1e12),
+        max_bytes=max_bytes,
         store_bytes=geometry.made_bytes,
         slot_bytes=geometry.slot.num_bytes,
         first_step=first_step,

@@ -22,18 +22,19 @@ from functools import partial
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.processes import open_ranks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.ranks.remote import read_by_first
 from ratel_cli.errors import EnvironmentFailure, ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
+from ratel_cli.hardware.shares import share_of
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.card import library_of
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.report.plan import split_words
 from ratel_cli.report.run import opening
 from ratel_cli.run.context import RunContext, open_context
@@ -44,7 +45,7 @@ from ratel_cli.run.files.run_files import files_of_training, forget_missing, wri
 from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.inputs.length import check_length
 from ratel_cli.run.inputs.process import prepare_process
-from ratel_cli.run.inputs.settings import num_slots, wear_limit
+from ratel_cli.run.inputs.settings import wear_limit
 from ratel_cli.run.train.branch import Branch, open_branch
 from ratel_cli.run.train.card import card_of
 from ratel_cli.run.train.hub import upload_export
@@ -56,8 +57,14 @@ from ratel_cli.run.train.ranks import (
     common_start,
     config_of_rank,
     first_rank_first,
+    layout_of,
+    measured_in_turn,
+    measured_network,
+    paths_of_all,
+    ranks_before,
     with_chunks_of_first,
 )
+from ratel_cli.run.train.resharding import as_of_ranks_before, finish_resharding, reshard
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.train.split import plan_split, report_better_split, shaped_by_plan
@@ -69,6 +76,7 @@ from ratel_cli.run.train.trial import tried_profile
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
+from ratel_cli.units import counted
 
 
 def run_finetune(
@@ -90,6 +98,9 @@ def run_finetune(
         ranks = resources.enter_context(open_ranks(timeout_seconds=RANK_TIMEOUT_SECONDS))
         if ranks.size > 1:
             config = config_of_rank(config, ranks.rank, has_origin=origin is not None)
+        with first_rank_first(ranks):
+            if not ranks.rank and not dry_run:
+                finish_resharding(config, log)
         start = common_start(ranks, config.storage.paths, start)
         run = _find(config, log, resources, start, origin, ranks, dry_run=dry_run, overwrite=overwrite)  # phases 1, 2
         context, inputs, planner, hardware = run.context, run.inputs, run.planner, run.hardware
@@ -148,6 +159,7 @@ class _Run:
     written: RunConfig
     """The config as it was given. If it leaves the split to a plan, one splits the steps, now or when the run began."""
     hardware: HardwareProfile
+    """Of the machine. That of the planner is this rank's share."""
     meter: LoadMeter
     """Of other work on the machine since measuring began."""
     planner: Planner
@@ -166,7 +178,18 @@ def _find(
 ) -> _Run:
     """Read the inputs, open the store and its snapshot, if they exist, and measure the machine; choose what the config
     leaves to the plan, once and for all steps."""
-    written, config = config, as_stored(config, start)
+    written, was = config, None
+    before = ranks_before(ranks, config.storage.paths) if start == Resume() else 0
+    is_resharded = before not in (0, ranks.size)
+    if is_resharded and dry_run:
+        raise OfAllRanks(
+            f"the run has {counted(before, 'rank')}: to go on with {ranks.size}, its stores must change",
+            f"leave out --dry-run; or use --ranks {before}; `ratel plan --ranks {ranks.size}` predicts what it takes",
+        )
+    if is_resharded and not ranks.rank:
+        was = as_of_ranks_before(config, before=before, size=ranks.size)
+        config = config.chunked_by(was.head_chunk) if isinstance(was.head_chunk, int) else config
+    config = with_chunks_of_first(ranks, as_stored(config, start))
     with first_rank_first(ranks):
         inputs = read_inputs(
             config, resources, log, num_ranks=ranks.size, dry_run=dry_run or ranks.rank > 0, overwrite=overwrite
@@ -175,6 +198,10 @@ def _find(
     context = resources.enter_context(open_context(config, log, device=inputs.device, ranks=ranks))
     identity = identity_of(config, inputs)
     check_same(ranks, identity, config, start)
+    stores_of = paths_of_all(ranks, config.storage.paths)
+    with first_rank_first(ranks):
+        if was is not None:
+            reshard(context, inputs.model.spec, identity, stores_of, before=before, was=was)
     store = find_store(context, identity, start)
     branch = _branch(context, inputs, store, origin)
     first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
@@ -182,11 +209,14 @@ def _find(
     if store is None and start == Resume():
         reject_lost_store(config)
 
-    meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
+    meter = LoadMeter()
+    hardware = measured_in_turn(ranks, partial(measure_for_run, context, has_store=store is not None))  # phase 2
+    context = replace(context, layout=layout_of(ranks, config.storage.paths))
+    share = share_of(hardware, context.layout, network=measured_network(ranks))
     if config.split is None or config.is_chunk_planned:
-        context, inputs = shaped_by_plan(context, inputs, hardware)
-        context = replace(context, config=with_chunks_of_first(ranks, context.config))
-        identity = identity_of(context.config, inputs)
+        context, inputs = shaped_by_plan(context, inputs, share)
+    context = replace(context, config=with_chunks_of_first(ranks, context.config))
+    identity = identity_of(context.config, inputs)
     return _Run(
         context=context,
         inputs=inputs,
@@ -198,7 +228,7 @@ def _find(
         written=written,
         hardware=hardware,
         meter=meter,
-        planner=make_planner(context, inputs.model.spec, hardware),
+        planner=make_planner(context, inputs.model.spec, share),
     )
 
 
@@ -303,17 +333,12 @@ def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
     return spaces_of(
         run.context.config,
         run.inputs.model.spec,
-        nvme_bytes=_nvme_bytes(run, plan),
+        nvme_bytes=plan.nvme_bytes,
+        own=run.inputs.model.spec.sliced(run.context.ranks.slice),
+        num_sharing=run.context.layout.on_drives,
         export_bytes=export_bytes(run.inputs.layout, run.inputs.base.sidecars(run.context.config)),
         weights=run.hardware.nvme.weights,
     )
-
-
-def _nvme_bytes(run: _Run, plan: Plan) -> int:
-    """What this rank needs on its drives: of the store its slices, and what the plan has for scratch files."""
-    spec, slots = run.inputs.model.spec, num_slots(run.context.config)
-    own = store_bytes(spec.sliced(run.context.ranks.slice), num_slots=slots)
-    return plan.nvme_bytes - store_bytes(spec, num_slots=slots) + own
 
 
 def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
@@ -348,6 +373,7 @@ def _check_wear_limit(run: _Run) -> None:
         run.inputs.model.spec.sliced(run.context.ranks.slice).stored_blocks,
         weights=run.hardware.nvme.weights,
         first_step=run.branch.progress.step if run.branch else record.first_step if record else 0,
+        num_sharing=run.context.layout.on_drives,
     )
     if limit is None or first_step >= num_steps:
         return
@@ -369,7 +395,11 @@ def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
     config, errors = run.context.config, ErrorList()
     errors.attempt(("storage", "max_tb_written"), lambda: _check_wear_limit(run))
     if run.store is None:
-        errors.attempt(("storage", "paths"), lambda: check_store_space(config, _nvme_bytes(run, plan), run.hardware))
+        number = run.context.layout.on_drives
+        errors.attempt(
+            ("storage", "paths"),
+            lambda: check_store_space(config, plan.nvme_bytes, run.hardware, num_sharing=number),
+        )
     for space in spaces:
         errors.attempt(space.key, space.check)
     errors.raise_all()

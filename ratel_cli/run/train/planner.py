@@ -17,7 +17,6 @@ from statistics import median
 
 from ratel_cli.console import RunLog
 from ratel_cli.engine.footprint import measured_traits
-from ratel_cli.engine.ranks.exchange import exchange_bytes
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.errors import DoesNotFit
@@ -38,6 +37,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
 from ratel_cli.schedule.uses import Stage
 from ratel_cli.store.copy import COPY_BYTES
+from ratel_cli.store.layout import WHOLE, RankSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class Planner:
     decisions: Decisions
     hardware: HardwareProfile
     process_bytes: int
+    rank_slice: RankSlice = WHOLE
+    """What this rank has of the model. `hardware` is its share of the machine."""
 
     def plan(self, profile: ModelProfile) -> Plan:
         """The best plan for a profile. Raises DoesNotFit."""
@@ -106,6 +108,7 @@ class Planner:
             hardware=self.hardware,
             decisions=decisions,
             process_bytes=self.process_bytes,
+            rank_slice=self.rank_slice,
         )
 
     def _block_seconds(self, spans: Sequence[Span], profile: ModelProfile) -> Mapping[int, BlockSeconds]:
@@ -113,7 +116,8 @@ class Planner:
         host, lost_seconds = self.hardware.host, 0.0
         if self.hardware.link is None:
             share = 1 / host.num_cores if profile.adamw_share is None else profile.adamw_share
-            lost_seconds = share * self.spec.trained_elements / host.adam_parameters_per_second
+            updated = self.spec.sliced(self.rank_slice).trained_elements
+            lost_seconds = share * updated / host.adam_parameters_per_second
         return _block_seconds(spans, lost_seconds=lost_seconds)
 
     def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:
@@ -134,9 +138,8 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
         workload=chunked_workload_of(config, spec),
         decisions=decisions,
         hardware=hardware,
-        process_bytes=kept_bytes()
-        + (COPY_BYTES if config.storage.snapshot is not None else 0)
-        + exchange_bytes(spec, context.ranks.size),
+        process_bytes=kept_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),
+        rank_slice=context.ranks.slice,
     )
 
 

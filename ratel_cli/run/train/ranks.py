@@ -10,22 +10,27 @@ Invariant: ranks that differ in model, data, settings or version are rejected by
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.engine.ranks.launched import OfAllRanks
+from ratel_cli.engine.ranks.launched import OfAllRanks, local_rank
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import Interrupted
+from ratel_cli.hardware.host import boot_id
+from ratel_cli.hardware.shares import RankLayout
+from ratel_cli.hardware.spec import HardwareProfile, Network
+from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.files.run_directory import rank_directory, recorded_config
-from ratel_cli.run.train.start import Start, StartOver
+from ratel_cli.run.train.start import GoBack, Start, StartOver
 from ratel_cli.store.open import stored_rank_slice, stored_step
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.stopping import StopRequest
-from ratel_cli.units import counted
+from ratel_cli.units import MIB, counted
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """A rank that does not answer for so long is taken for dead."""
@@ -39,6 +44,8 @@ _WHAT_DIFFERS = {
 }
 _OF_EACH_RANK: Any = {"output_dir": True, "report_to": True, "hub_model_id": True, "limits": True, "storage": {"paths"}}
 """Of a config, what ranks may have of their own."""
+_MEASURED_BYTES = 32 * MIB
+"""What a rank sends to measure the network: as much as a small block."""
 _HASH_BITS = 52
 """Of a hash that goes from rank to rank as a number."""
 
@@ -83,18 +90,61 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
         ranks.wait_for_all()
 
 
+def measured_in_turn(ranks: Ranks, measure: Callable[[], HardwareProfile]) -> HardwareProfile:
+    """What `measure` gives, in each rank of a machine while the others wait. Raises what it raises."""
+    own = local_rank()
+    last = max(int(number) for (number,) in ranks.gathered([own]))
+    for _ in range(own):
+        ranks.wait_for_all()
+    measured = measure()
+    for _ in range(own, last):
+        ranks.wait_for_all()
+    return measured
+
+
+def layout_of(ranks: Ranks, paths: Sequence[Path]) -> RankLayout:
+    """Where the ranks are; `paths`: this one's directories. Raises as `Channel.swap`."""
+    here, drives = boot_id(), sorted({nearest_existing(path).stat().st_dev for path in paths})
+    known = ranks.gathered([_number(here), _number(f"{here} {drives}")])
+    on_machine, on_drives = (column.count(column[ranks.rank]) for column in zip(*known, strict=True))
+    return RankLayout(num_ranks=ranks.size, on_machine=on_machine, on_drives=on_drives)
+
+
+def measured_network(ranks: Ranks) -> Network | None:
+    """The rate at which each rank sends to all others, while all do; None if it is alone. Raises as `Channel.swap`."""
+    if ranks.size == 1:
+        return None
+    part_bytes = _MEASURED_BYTES // (ranks.size - 1)
+    sent, received = memoryview(bytearray(part_bytes)), [memoryview(bytearray(part_bytes)) for _ in range(ranks.size)]
+    ranks.weights.swap([sent] * ranks.size, received)  # the first one waits for the slowest rank
+    start = time.perf_counter()
+    ranks.weights.swap([sent] * ranks.size, received)
+    seconds = max(taken for (taken,) in ranks.gathered([time.perf_counter() - start]))
+    return Network(bytes_per_second=part_bytes * (ranks.size - 1) / seconds)
+
+
 def with_chunks_of_first(ranks: Ranks, config: RunConfig) -> RunConfig:
-    """The config with the chunks of the head that rank 0 has planned: they decide the bits."""
-    if ranks.size == 1 or not isinstance(config.head_chunk, int):
-        return config
-    return config.chunked_by(int(ranks.gathered([config.head_chunk])[0][0]))
+    """The config with the chunks of the head that rank 0 has, if they are planned: they decide the bits."""
+    own = config.head_chunk if isinstance(config.head_chunk, int) else 0
+    [first] = ranks.gathered([own])[0]
+    return config.chunked_by(int(first)) if first else config
+
+
+def paths_of_all(ranks: Ranks, paths: Sequence[Path]) -> list[list[Path]]:
+    """By rank, the directories of its store."""
+    own = json.dumps(list(map(str, paths))).encode()
+    lengths = [int(length) for (length,) in ranks.gathered([len(own)])]
+    received = [bytearray(length) for length in lengths]
+    received[ranks.rank][:] = own
+    ranks.control.swap([memoryview(bytearray(own))] * ranks.size, [memoryview(each) for each in received])
+    return [list(map(Path, json.loads(each))) for each in received]
 
 
 def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
     """Where all ranks begin, by the stores that they have in `paths`: as `start` says, or at the beginning if not all
     have come to the end of their import.
 
-    Raises OfAllRanks if a run would go on with another number of ranks, or one of them has lost its store.
+    Raises OfAllRanks if one of them has lost its store, or if a run goes back with another number of ranks.
     """
     if isinstance(start, StartOver):
         return start
@@ -112,11 +162,19 @@ def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
             f"rank {lost[0]} has no store, and the others are at step {max(int(step) for _, step in known)}",
             "mount its drives; or start over with --resume no",
         )
-    made = max(sizes)
-    raise OfAllRanks(
-        f"the run was started with {counted(made, 'rank')}; this command has {ranks.size}",
-        f"resume it with --ranks {made}; or start over with --resume no",
-    )
+    if isinstance(start, GoBack):
+        made = max(sizes)
+        raise OfAllRanks(
+            f"the run has {counted(made, 'rank')}, and this command {ranks.size}: both may not change at once",
+            f"go back with --ranks {made}, or resume from the last step",
+        )
+    return start
+
+
+def ranks_before(ranks: Ranks, paths: Sequence[Path]) -> int:
+    """How many ranks the run had, by the stores that they have in `paths`; 0 for a new run."""
+    found = stored_rank_slice(paths) if Store.exists(paths) else None
+    return max(int(size) for (size,) in ranks.gathered([0 if found is None else found.size]))
 
 
 def check_same(ranks: Ranks, identity: StoreIdentity, config: RunConfig, start: Start) -> None:

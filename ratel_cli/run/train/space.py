@@ -80,15 +80,19 @@ def spaces_of(
     nvme_bytes: int,
     weights: Sequence[int] | None = None,
     export_bytes: int | None = None,
+    own: ModelSpec | None = None,
+    num_sharing: int = 1,
 ) -> tuple[Space, ...]:
     """The space of the snapshot, if the config asks for one, and of the export.
 
     `nvme_bytes` is what the run needs in `storage.paths`, with scratch files; `weights` are the paths' shares of it,
-    equal ones if None. `export_bytes` is the size of the export; its weights alone if None.
+    equal ones if None. `export_bytes` is the size of the export; its weights alone if None. `own`: what a rank's store
+    has of the model, all of it if None; `num_sharing` ranks have their stores on these drives.
     """
     weights = weights or (1,) * len(config.storage.paths)
     export = config.output_dir
-    taken = _to_come(config, store_bytes(spec, num_slots=num_slots(config)), weights)
+    own_bytes = store_bytes(own or spec, num_slots=num_slots(config))
+    taken = _to_come(config, own_bytes, weights, num_sharing=num_sharing)
     spaces: list[Space] = []
     if config.storage.snapshot is not None:
         path = config.storage.snapshot.path
@@ -120,9 +124,10 @@ def spaces_of(
     return tuple(spaces)
 
 
-def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProfile) -> None:
-    """Raise NotEnoughSpace unless store and scratch files of a new run fit together."""
-    available_bytes = hardware.nvme.free_bytes + taken_bytes(config)
+def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProfile, *, num_sharing: int = 1) -> None:
+    """Raise NotEnoughSpace unless store and scratch files of a new run fit together. `num_sharing`: ranks with as much
+    on the same drives."""
+    available_bytes = hardware.nvme.free_bytes // num_sharing + taken_bytes(config)
     if need_bytes > available_bytes:
         raise NotEnoughSpace(
             f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "
@@ -132,7 +137,7 @@ def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProf
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     for device, new_bytes in _to_come(config, need_bytes, hardware.nvme.weights).items():
         here = [path for path in config.storage.paths if _device(path) == device]
-        free = free_bytes([nearest_existing(here[0])])
+        free = free_bytes([nearest_existing(here[0])]) // num_sharing
         if new_bytes > free:
             raise NotEnoughSpace(
                 f"not enough space for the store: its share in {', '.join(map(str, here))} is "
@@ -152,12 +157,13 @@ def taken_bytes(config: RunConfig) -> int:
     return sum(map(_file_bytes, config.storage.paths))
 
 
-def _to_come(config: RunConfig, num_bytes: int, weights: Sequence[int]) -> Counter[int]:
-    """What `num_bytes` in `storage.paths` will still take of each file system, by its device."""
+def _to_come(config: RunConfig, num_bytes: int, weights: Sequence[int], *, num_sharing: int = 1) -> Counter[int]:
+    """What `num_bytes` in `storage.paths` will still take of each file system, by its device; for each rank that shares
+    them."""
     num_bytes, whole = max(0, num_bytes - taken_bytes(config)), sum(weights)
     found = Counter[int]()
     for path, weight in zip(config.storage.paths, weights, strict=True):
-        found[_device(path)] += -(-num_bytes * weight // whole)
+        found[_device(path)] += num_sharing * -(-num_bytes * weight // whole)
     return found
 
 

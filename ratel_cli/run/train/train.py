@@ -31,6 +31,7 @@ from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, TRACE_NAME, run_directory
 from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.run.inputs.length import learning_rates
+from ratel_cli.run.inputs.settings import max_bytes_written
 from ratel_cli.run.train.adaptation import NUM_STEPS, Adaptation
 from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
 from ratel_cli.run.train.planner import Planner
@@ -73,8 +74,7 @@ class Training(Closing):
         self._retries = AllocRetries(log.warn)
         origin = read_origin(config)
         self._first_step = 0 if origin is None else origin.first_step
-        max_tb_written = config.storage.max_tb_written
-        self._max_bytes_written = None if max_tb_written is None else int(max_tb_written * 1e12)
+        self._max_bytes_written = max_bytes_written(config, num_sharing=context.layout.on_drives)
         self._last: StepMetrics | None = None
         """Of the last step that was announced."""
         self._adaptation: Adaptation | None = None

@@ -1,0 +1,98 @@
+"""The record of a change to another number of ranks, in `run/`: which new stores are made, and whether they count.
+
+Invariant: it is durable when it is written, in place of the one before; while it is there, the change has not ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.io.files import sync_path
+from ratel_cli.json_fields import JsonFields
+from ratel_cli.run.files.run_directory import run_directory
+from ratel_cli.run.files.run_files import list_run_files
+
+RESHARDING_NAME: Final = "resharding.json"
+NEW_STORE: Final = "resharded.store"
+"""The directory of a new store, in that of the store which it becomes."""
+_FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardingRecord:
+    """What was begun, or decided."""
+
+    is_decided: bool
+    made: tuple[Path, ...]
+    """Directories in which new stores are made."""
+    deleted: tuple[Path, ...]
+    """Those whose stores will go."""
+
+    def to_json(self) -> dict[str, object]:
+        """The content of the file."""
+        return {
+            "format_version": _FORMAT_VERSION,
+            "is_decided": self.is_decided,
+            "made": list(map(str, self.made)),
+            "deleted": list(map(str, self.deleted)),
+        }
+
+
+def is_resharding(config: RunConfig) -> bool:
+    """Whether the change to another number of ranks was begun and has not ended."""
+    return _path(config).exists()
+
+
+def new_directories(config: RunConfig) -> list[Path]:
+    """The directories in which new stores are being made, if any are."""
+    record = read_resharding(config)
+    return [] if record is None else [each / NEW_STORE for each in record.made]
+
+
+def _path(config: RunConfig) -> Path:
+    return run_directory(config.output_dir) / RESHARDING_NAME
+
+
+def write_resharding(config: RunConfig, record: ReshardingRecord) -> None:
+    """Durable when it returns, in place of what was there. Raises EnvironmentFailure."""
+    path = _path(config)
+    new = path.with_suffix(".new")
+    try:
+        list_run_files(config.output_dir, [RESHARDING_NAME, new.name])
+        new.write_text(json.dumps(record.to_json(), indent=2) + "\n")
+        sync_path(new)
+        os.replace(new, path)
+        sync_path(path.parent)
+    except OSError as error:
+        raise EnvironmentFailure(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def forget_resharding(config: RunConfig) -> None:
+    """The change has ended. Raises OSError."""
+    _path(config).unlink()
+    sync_path(run_directory(config.output_dir))
+
+
+def read_resharding(config: RunConfig) -> ReshardingRecord | None:
+    """What was begun or decided; None if nothing was. Raises BadInput for a record that cannot be read: without it,
+    nobody knows which stores count."""
+    path = _path(config)
+    try:
+        fields = JsonFields(json.loads(path.read_bytes()))
+        if fields.integer("format_version") != _FORMAT_VERSION:
+            raise ValueError("made by another version")
+        return ReshardingRecord(
+            is_decided=fields.flag("is_decided"),
+            made=tuple(map(Path, fields.texts("made"))),
+            deleted=tuple(map(Path, fields.texts("deleted"))),
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read: it says which stores of this run count") from error

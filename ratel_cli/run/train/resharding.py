@@ -1,0 +1,245 @@
+"""Lets a run go on with another number of ranks: the stores of those that it had become stores of those that it has.
+
+    1. begin    record which stores will be made and which will go
+    2. copy     the newest step that all stores have, and saved steps, into new stores beside the old ones
+    3. decide   record that the new stores count
+    4. move     each of them to its place, over the old one there; delete old ones that have no successor
+    5. end      delete the record
+
+Rank 0 does all of it, so it must see the directories of all ranks. Before phase 3 the old stores are untouched but for
+a return to the step that all have; what was begun is deleted at the next start. After it the next start goes on with
+phase 4, whatever number of ranks it has.
+
+Invariants: at any moment a whole set of stores has the newest step that was committed by all; nothing that Ratel did
+not write is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.io.files import sync_path
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.files.resharding_record import (
+    NEW_STORE,
+    ReshardingRecord,
+    forget_resharding,
+    read_resharding,
+    write_resharding,
+)
+from ratel_cli.run.files.run_directory import rank_directory, recorded_config
+from ratel_cli.run.inputs.settings import as_recorded, new_geometry, settings_hash
+from ratel_cli.run.train.store import prepare_store
+from ratel_cli.schedule.slices import range_in
+from ratel_cli.store.barrier import failpoint
+from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import JoinedGeneration, SlicedGeneration
+from ratel_cli.store.layout import RankSlice
+from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME
+from ratel_cli.store.open import START_OVER
+from ratel_cli.store.run_record import RECORD_FILE_NAME
+from ratel_cli.store.store import Store, StoreIdentity
+from ratel_cli.units import counted
+
+
+def finish_resharding(config: RunConfig, log: RunLog) -> None:
+    """Bring what a crash has interrupted to its end, or back to the old stores. Raises EnvironmentFailure."""
+    record = read_resharding(config)
+    if record is None:
+        return
+    end = "finished" if record.is_decided else "begun again"
+    log.notice(f"the change to another number of ranks was interrupted; it is {end}")
+    _finish(config, record)
+
+
+def _finish(config: RunConfig, record: ReshardingRecord) -> None:
+    """Phases 4 and 5; before phase 3 the old stores count."""
+    try:
+        if record.is_decided:
+            _move(record)
+        else:
+            for directory in record.made:
+                _delete_store(directory / NEW_STORE)
+        forget_resharding(config)
+    except OSError as error:
+        raise EnvironmentFailure(f"{error.filename}: cannot be moved or deleted: {error.strerror}") from error
+
+
+def as_of_ranks_before(config: RunConfig, *, before: int, size: int) -> RunConfig:
+    """The config as `before` ranks had it, whose steps have the same micro-batches as those of `size` ranks, with the
+    chunks of the head that the store was made with. Raises BadInput if there is none."""
+    _, number = config.known_split
+    recorded = recorded_config(config.output_dir)
+    of_run = None if recorded is None or recorded.split is None else before * recorded.split[1]
+    if of_run is not None and of_run != size * number:
+        has = f"a step of this run has {counted(of_run, 'micro-batch', 'micro-batches')}, and not {size} x {number}"
+        fitting = of_run // size
+        hint = f"set gradient_accumulation_steps={fitting}" if not of_run % size else f"resume it with --ranks {before}"
+        raise BadInput(has, f"{hint}; it is that of each rank")
+    if size * number % before:
+        raise BadInput(f"{size} x {number} micro-batches cannot be those of {before} ranks, which began this run")
+    return as_recorded(config.model_copy(update={"gradient_accumulation_steps": size * number // before}))
+
+
+def reshard(
+    context: RunContext,
+    spec: ModelSpec,
+    identity: StoreIdentity,
+    stores_of: Sequence[Sequence[Path]],
+    *,
+    before: int,
+    was: RunConfig,
+) -> None:
+    """Make the stores of all ranks from those of the `before` ranks that the run had. For rank 0 alone.
+
+    `identity`: of the new stores. `stores_of`: by rank, its directories. `was`: the config as those ranks had it.
+    Raises BadInput if a store is not here, or belongs to another run; IntegrityFailure if one is damaged, and
+    NotEnoughSpace.
+    """
+    config, size = context.config, len(stores_of)
+    olds = _stores_before(config, before)
+    made = tuple(path for paths in stores_of for path in paths)
+    record = ReshardingRecord(
+        is_decided=False,
+        made=made,
+        deleted=tuple(path for paths in olds for path in paths if path not in made),
+    )
+    with ExitStack() as opened:
+        stores = [
+            opened.enter_context(context.open_store(paths, identity=replace(identity, config_hash=settings_hash(was))))
+            for paths in olds
+        ]
+        _check_slices(stores, before)
+        _check_free(record)
+        step = _go_to_common_step(context, stores)
+        had = counted(before, "rank")
+        context.log.say(f"the run had {had}, and has {size} now: its state after step {step} is copied")
+        write_resharding(config, record)
+        for rank, paths in enumerate(stores_of):
+            new = [path / NEW_STORE for path in paths]
+            own = spec.sliced(RankSlice(rank, size))
+            geometry = new_geometry(
+                config, own.stored_blocks, shares=_shares(stores[0], len(paths)), rank_slice=RankSlice(rank, size)
+            )
+            of_rank = replace(context, config=_of_rank(config, rank))
+            what = f"store of rank {rank}"
+            with prepare_store(of_rank, new, geometry, identity=identity, overwrite=False, what=what) as store:
+                _copy(context, spec, stores, store)
+            failpoint("reshard.copied")
+    record = replace(record, is_decided=True)
+    write_resharding(config, record)
+    failpoint("reshard.decided")
+    _finish(config, record)
+
+
+def _stores_before(config: RunConfig, before: int) -> list[Sequence[Path]]:
+    found: list[Sequence[Path]] = [config.storage.paths]
+    for rank in range(1, before):
+        recorded = recorded_config(rank_directory(config.output_dir, rank))
+        if recorded is None or not Store.exists(recorded.storage.paths):
+            raise BadInput(
+                f"the store of rank {rank} is not here: to go on with another number of ranks, rank 0 reads all stores",
+                f"mount its drives; or resume with --ranks {before}",
+            )
+        found.append(recorded.storage.paths)
+    return found
+
+
+def _check_slices(stores: Sequence[Store], before: int) -> None:
+    for rank, store in enumerate(stores):
+        if store.rank_slice != RankSlice(rank, before):
+            raise BadInput(f"the store of rank {rank} belongs to another number of ranks", START_OVER)
+
+
+def _check_free(record: ReshardingRecord) -> None:
+    """What was begun earlier is deleted by now: what is there is not Ratel's."""
+    for directory in record.made:
+        if os.path.lexists(directory / NEW_STORE):
+            raise BadInput(f"{directory / NEW_STORE} is in the way: a new store will be made there", "move it away")
+
+
+def _of_rank(config: RunConfig, rank: int) -> RunConfig:
+    output_dir = rank_directory(config.output_dir, rank) if rank else config.output_dir
+    return config.model_copy(update={"output_dir": output_dir})
+
+
+def _shares(store: Store, number: int) -> tuple[int, ...]:
+    """Of a new store with this many directories: those of the old one, if it has as many."""
+    return store.shares if len(store.shares) == number else (1,) * number
+
+
+def _go_to_common_step(context: RunContext, stores: Sequence[Store]) -> int:
+    """Let all be at the newest step that each of them has, and check every byte of it."""
+    for rank, store in enumerate(stores):
+        with context.bar(f"verifying the store of rank {rank}", store.generation_bytes) as advance:
+            store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
+    common = set.intersection(*({store.progress.step, store.step_before} for store in stores)) - {None}
+    steps = [step for step in common if step is not None]
+    if not steps:
+        raise BadInput("the stores of the ranks have no step in common", START_OVER)
+    for store in stores:
+        if store.progress.step != max(steps):
+            store.fall_back(context.pool)
+    return max(steps)
+
+
+def _copy(context: RunContext, spec: ModelSpec, stores: Sequence[Store], target: Store) -> None:
+    """The steps that all stores have saved, and the current one, into a new store."""
+    current = stores[0].progress.step
+    saved = set.intersection(*(set(store.pinned_steps) for store in stores))
+    for number, step in enumerate(sorted({*saved, current})):
+        slices = [store.current() if step == current else store.pinned(step) for store in stores]
+        source = _sliced(context, spec, slices, target.rank_slice)
+        if number:
+            target.begin_step()
+        with context.bar(f"copying step {step} to rank {target.rank_slice.rank}", target.generation_bytes) as advance:
+            copy_generation(source, target.shadow(), context.pool, progress=advance)
+        if number:
+            target.commit(source.progress)
+        else:
+            target.commit_import(source.progress)
+        if step in saved:
+            target.pin()
+
+
+def _sliced(
+    context: RunContext, spec: ModelSpec, slices: Sequence[Generation], rank_slice: RankSlice
+) -> SlicedGeneration:
+    whole = JoinedGeneration(slices=slices, blocks=spec.stored_blocks, pool=context.pool)
+    return SlicedGeneration(
+        whole=whole,
+        starts=[range_in(block, rank_slice)[0] for block in spec.blocks],
+        blocks=spec.sliced(rank_slice).stored_blocks,
+    )
+
+
+def _move(record: ReshardingRecord) -> None:
+    """Phase 4. What is done already is left alone."""
+    for directory in record.made:
+        new = directory / NEW_STORE
+        for name in (RECORD_FILE_NAME, DATA_FILE_NAME):  # the store last: it is there if anything has still to be done
+            if (new / name).exists():
+                os.replace(new / name, directory / name)
+        sync_path(directory)
+        _delete_store(new)
+        failpoint("reshard.moved")
+    for directory in record.deleted:
+        _delete_store(directory)
+        failpoint("reshard.deleted")
+
+
+def _delete_store(directory: Path) -> None:
+    """Delete a store of Ratel's, and its directory if nothing else is there."""
+    for name in (DATA_FILE_NAME, OWNER_FILE_NAME, RECORD_FILE_NAME):
+        (directory / name).unlink(missing_ok=True)
+    with suppress(OSError):  # something else is there, or nothing
+        directory.rmdir()
