@@ -14,6 +14,7 @@ import io
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -41,6 +42,7 @@ from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
 from ratel_cli.run.train import profile_machine
 from ratel_cli.run.train.profile_machine import measure_machine
+from ratel_cli.run.train.ranks import RANK_TIMEOUT_SECONDS
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from tests.reference import Recipe
@@ -97,6 +99,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Tensors = dict[str, torch.Tensor]
 
 NO_STORE = -1
+PATIENCE, MOST_FILE_BYTES = "TEST_PATIENCE_SECONDS", "TEST_MOST_FILE_BYTES"
+"""In the environment of a forked process: how long a rank waits for another, and how large its files may be."""
 BRIEFLY = MeasurementBudget(
     seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0, adamw_bytes=0
 )
@@ -261,9 +265,13 @@ def wait(process: ForkServerProcess) -> int:
 
 
 def start_ranks(
-    config: Path, size: int, *arguments: str, kill_at: Mapping[int, str] | None = None, first: int = 0
+    config: Path,
+    size: int,
+    *arguments: str,
+    kill_at: Mapping[int, str] | None = None,
+    environments: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[ForkServerProcess]:
-    """Run it in so many ranks, each as `start` does. `kill_at`: by rank. Those from `first` on are started."""
+    """Run it in so many ranks, each as `start` does. `kill_at`, and what is in the environment besides: by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -273,9 +281,15 @@ def start_ranks(
             config,
             *arguments,
             kill_at=(kill_at or {}).get(rank),
-            environment={**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)},
+            environment={
+                **group,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(size),
+                **(environments or {}).get(rank, {}),
+            },
         )
-        for rank in range(first, size)
+        for rank in range(size)
     ]
 
 
@@ -297,7 +311,16 @@ def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, envir
     path = _stderr_path(Path(config), int(os.environ.get("RANK", "0")))
     with path.open("w", encoding="utf-8", buffering=1) as stderr:
         sys.stderr = stderr
-        with measured_briefly():
+        patience, most = os.environ.get(PATIENCE), os.environ.get(MOST_FILE_BYTES)
+        if most is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(most), int(most)))
+        with (
+            measured_briefly(),
+            mock.patch(
+                "ratel_cli.run.train.finetune.RANK_TIMEOUT_SECONDS",
+                RANK_TIMEOUT_SECONDS if patience is None else float(patience),
+            ),
+        ):
             code = main(["finetune", config, *arguments])
         for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: later signals are not meant for it
             signal.signal(number, signal.SIG_IGN)

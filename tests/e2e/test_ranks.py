@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,8 @@ from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
+    MOST_FILE_BYTES,
+    PATIENCE,
     assert_rejected,
     assert_same_result,
     exported,
@@ -365,3 +371,91 @@ def test_a_store_can_be_deleted_while_it_changes(make_config: MakeConfig) -> Non
     assert wait(process) == -9
     assert ratel("clean", output_of(config), "--store", "--yes").code == 0
     assert not store_of(config).parent.exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_rank_that_hangs_ends_all(make_config: MakeConfig, undisturbed: MakeRanks, hung: int) -> None:
+    """After some time, with an error that names it. It ends when it goes on; then all resume."""
+    config = make_config(**CHANGES)
+    processes = start_ranks(config, 2, "max_steps=4000", environments={rank: {PATIENCE: "5"} for rank in (0, 1)})
+    wait_for_step(config, 2, processes[0])
+    assert processes[hung].pid is not None
+    os.kill(processes[hung].pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert wait(processes[1 - hung]) == 75, stderr_of(config, 1 - hung)
+    assert time.monotonic() - start < 60
+    assert f"rank {hung} does not answer" in stderr_of(config, 1 - hung)
+    os.kill(processes[hung].pid, signal.SIGCONT)
+    assert wait(processes[hung]) == 75
+    assert f"rank {1 - hung} " in stderr_of(config, hung)
+    step = len(metrics(config))
+    succeed(config, 2, f"max_steps={step + 2}")
+    assert "resuming from step" in stderr_of(config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_rank_without_space_ends_all(make_config: MakeConfig, undisturbed: MakeRanks, short: int) -> None:
+    """It says what is missing. With more space, all begin."""
+    config = make_config(**CHANGES)
+    processes = start_ranks(config, 2, environments={short: {MOST_FILE_BYTES: "100000"}})
+    codes = [wait(process) for process in processes]
+    assert codes[short] == 3 and codes[1 - short] == 75, [stderr_of(config, rank) for rank in range(2)]
+    assert "the limit of this process on the size of files" in stderr_of(config, short)
+    assert f"rank {short} has ended" in stderr_of(config, 1 - short)
+    succeed(config, 2)
+    assert_same_result(config, undisturbed(2))
+
+
+@pytest.mark.full
+def test_ranks_that_diverge_end_together(make_config: MakeConfig) -> None:
+    """One of them says so."""
+    config = make_config(**{**CHANGES, "max_steps": 30, "learning_rate": 1e30, "max_grad_norm": None})
+    processes = start_ranks(config, 2)
+    assert [wait(process) for process in processes] == [5, 5], stderr_of(config)
+    assert stderr_of(config).count("error:") == 1 and stderr_of(config, 1) == ""
+
+
+def restart(config: Path, num_kills: int, *, seed: int) -> None:
+    """Run two ranks under torchrun, which starts them again whenever one of them is killed."""
+    draw = random.Random(seed)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--max-restarts", str(num_kills), "--monitor-interval", "0.1", "-m", "ratel_cli", "finetune", str(config),
+    ]  # fmt: skip
+    run = output_of(config) / "run"
+    facts = [run / "run.json", run / "ranks" / "1" / "run" / "run.json"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        killed = set[int]()
+        for _ in range(num_kills):
+            time.sleep(draw.uniform(0.0, 1.0))
+            pids = set[int]()
+            while not pids:  # those of ranks that have begun to train since the last kill
+                assert process.poll() is None, process.stderr and process.stderr.read()
+                time.sleep(0.02)
+                with suppress(OSError, ValueError):
+                    pids = {json.loads(each.read_text())["pid"] for each in facts} - killed
+            for pid in draw.sample(sorted(pids), k=draw.randint(1, len(pids))):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed |= pids
+        _, stderr = process.communicate(timeout=500)
+    assert process.returncode == 0, stderr
+
+
+@pytest.mark.full
+def test_torchrun_starts_them_again(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+    config = make_config(**CHANGES)
+    restart(config, 2, seed=0)
+    assert_same_result(config, undisturbed(2))
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_them_again_and_again(make_config: MakeConfig) -> None:
+    """Killed 20 times, at whatever they do."""
+    changes = {**CHANGES, "max_steps": 400}
+    config, other = make_config("killed", **changes), make_config("undisturbed", **changes)
+    restart(config, 20, seed=1)
+    succeed(other, 2)
+    assert_same_result(config, other)

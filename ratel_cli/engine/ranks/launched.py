@@ -40,6 +40,11 @@ def local_rank() -> int:
     return int(os.environ["LOCAL_RANK"]) if is_launched() else 0
 
 
+def restart_count() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def see_own_gpu() -> None:
     """Of several ranks on a machine, let each see one GPU: of those that are visible, the one with its number. Call it
     before torch is imported."""

@@ -12,8 +12,10 @@ from time import sleep
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-from ratel_cli.engine.ranks.launched import is_launched
+from ratel_cli.engine.ranks.launched import is_launched, restart_count
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, first_line
 
@@ -67,7 +69,10 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
         return
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        dist.init_process_group("gloo", timeout=timeout)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun's store has what earlier attempts have left there, such as addresses of processes that have ended.
+        store = PrefixStore(f"attempt {restart_count()}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = ranks_of(dist.get_rank(), dist.get_world_size(), timeout)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFailure(f"cannot connect the ranks: {first_line(error)}") from error
