@@ -35,8 +35,8 @@ from ratel_cli.run.ask.plan_inputs import (
 from ratel_cli.run.ask.plan_questions import Questions, answers, reject_questions
 from ratel_cli.run.files.new_file import reject_existing
 from ratel_cli.run.files.run_directory import has_own_drives, read_config
+from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit
-from ratel_cli.run.train.ranks import config_of_rank
 from ratel_cli.units import format_bytes
 
 
@@ -60,7 +60,7 @@ def run(
         reject_existing(picture, overwrite=overwrite)
     if cluster.num_ranks > 1:
         reject_questions(questions)
-        config = config_of_rank(config, 0)
+        reject_unsupported(config)
     hardware = cluster.of_machines(find_hardware(config, hardware_path, log))
     step_keys = config.step_keys
     if hardware_path is None:

@@ -226,6 +226,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
             self._backward(state, layer, gradients)
         self._embedding_backward(state, gradients, lookup_sum)
         self._exchange.finish()
+        self._updates.wait_pending()  # of what was exchanged last
         loss_total = sum(of_rank for (of_rank,) in self._ranks.gathered([float(loss)]))
         norm, not_finite = self._decide(loss_total)
         return StepOutcome(

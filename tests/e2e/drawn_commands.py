@@ -112,6 +112,8 @@ def _plan(draw: _Draw) -> list[str]:
     hardware = draw.one_of([], [], ["--hardware", draw.tree.run / "run" / "hardware.json"])
     asked = draw.one_of([], [], [], ["--prices"], ["--direct"], ["--rok"])
     asked = [*draw.maybe("--compare"), *draw.maybe("--largest"), *asked]
+    several = ["--ranks", "4", "--nodes", "2", "--network", "1GB/s"]
+    asked = draw.one_of(asked, asked, ["--ranks", "3"], several)
     return [str(draw.run), *draw.one_of([], draw.changes()), *hardware, *picture, *asked, *draw.json]
 
 

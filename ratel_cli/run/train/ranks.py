@@ -26,6 +26,7 @@ from ratel_cli.hardware.shares import RankLayout
 from ratel_cli.hardware.spec import HardwareProfile, Network
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.files.run_directory import rank_directory, recorded_config
+from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.train.start import GoBack, Start, StartOver
 from ratel_cli.store.open import stored_rank_slice, stored_step
 from ratel_cli.store.store import Store, StoreIdentity
@@ -51,22 +52,8 @@ _HASH_BITS = 52
 
 
 def config_of_rank(config: RunConfig, rank: int, *, has_origin: bool = False) -> RunConfig:
-    """What a rank works with. `has_origin`: the run starts from another one. Raises OfAllRanks for what is not
-    supported with several ranks."""
-    if has_origin:
-        raise OfAllRanks("--from is not supported with several ranks", "leave out --ranks")
-    if config.split is None:
-        raise OfAllRanks(
-            "tokens_per_step is not supported with several ranks",
-            "set micro_batch_size and gradient_accumulation_steps, which are those of each rank",
-        )
-    if config.storage.snapshot is not None:
-        raise OfAllRanks("storage.snapshot is not supported with several ranks", "remove it")
-    if config.storage.durability == "none":
-        raise OfAllRanks(
-            "storage.durability: none is not supported with several ranks: one that ends would cost the stores of all",
-            "set storage.durability: step",
-        )
+    """What a rank works with. Raises as `reject_unsupported`."""
+    reject_unsupported(config, has_origin=has_origin)
     if not rank:
         return config
     directory = rank_directory(config.output_dir, rank)
