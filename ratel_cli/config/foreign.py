@@ -54,6 +54,9 @@ _TRACKER = Foreign(
 )
 _HUB = Foreign(fate="noted", reason="with `hub_model_id` Ratel uploads the model once, at the end; otherwise nothing")
 _SHARDING = Foreign(fate="noted", reason="Ratel streams the model through one device and needs no sharding")
+_TENSOR_PARALLEL = Foreign(
+    fate="noted", reason="there is no tensor parallelism: a block that fits the device needs none; see `--ranks`"
+)
 _ENGINE = Foreign(fate="noted", reason="Ratel has an engine of its own; see `storage` and `limits`")
 _REMOTE_CODE = Foreign(
     fate="noted", reason="Ratel never runs code from a model's repository; models that transformers has need none"
@@ -209,11 +212,11 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (_HUB, "push_to_hub export_dir export_hub_model_id"),
     (
         _SHARDING,
-        """fsdp tensor_parallel_size tensor_parallel tensor_parallel_dim sequence_parallel_degree sequence_parallel_size
-        sequence_parallel_mode context_parallel_size context_parallel_dim expert_parallel_size dp_shard_size
-        dp_replicate_size dp_world_size data_parallel_shard_dim data_parallel_replicate_dim ring_attn_func
-        heads_k_stride custom_sharded_layers pipeline_parallel_size""",
+        """fsdp sequence_parallel_degree sequence_parallel_size sequence_parallel_mode context_parallel_size
+        context_parallel_dim expert_parallel_size dp_shard_size dp_replicate_size dp_world_size data_parallel_shard_dim
+        data_parallel_replicate_dim ring_attn_func heads_k_stride custom_sharded_layers pipeline_parallel_size""",
     ),
+    (_TENSOR_PARALLEL, "tensor_parallel_size tensor_parallel tensor_parallel_dim"),
     (
         _ENGINE,
         """deepspeed deepspeed_config zero_optimization zero_stage offload_optimizer offload_param aio accelerate_config
