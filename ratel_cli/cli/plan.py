@@ -59,7 +59,7 @@ def run(
         check_picture(picture)
         reject_existing(picture, overwrite=overwrite)
     if cluster.num_ranks > 1:
-        reject_questions(questions)
+        reject_questions(questions, config.cost_model)
         reject_unsupported(config)
     hardware = cluster.of_machines(find_hardware(config, hardware_path, log))
     step_keys = config.step_keys

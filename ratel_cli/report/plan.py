@@ -80,11 +80,11 @@ def _ranks(forecast: Forecast) -> list[tuple[str, str]]:
     prediction, setting = forecast.prediction, forecast.setting
     if prediction.num_ranks == 1:
         return []
-    machines = counted(-(-prediction.num_ranks // setting.layout.on_machine), "machine")
+    here = f"{prediction.num_ranks}, up to {setting.layout.on_machine} on a machine"
     network, moved = setting.share.network, prediction.network.total
     sent = f"each rank sends {format_traffic(moved.sent_bytes)} per step and receives as much"
     return [
-        ("ranks", f"{prediction.num_ranks} on {machines}; RAM, NVMe and times are those of each, rates those of all"),
+        ("ranks", f"{here}; RAM, NVMe and times are those of each, rates those of all"),
         ("network", sent if network is None else f"{sent}, at {format_rate(network.bytes_per_second)}"),
     ]
 

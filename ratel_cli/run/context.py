@@ -47,9 +47,9 @@ class RunContext:
     host_limit_bytes: int
     """Host memory that the run may take: `limits.host_memory`, or what was free when the run began."""
     ranks: Ranks
+    """Those that train together."""
     layout: RankLayout = ONE_RANK
     """Where they are; until they have asked each other, as if this one were alone."""
-    """Those that train together."""
     resources: ExitStack
     """Closes what is opened later, last opened first."""
 

@@ -14,7 +14,7 @@ from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.queue import open_queue
-from ratel_cli.run.train.ranks import check_same, common_start, first_rank_first, stop_together
+from ratel_cli.run.train.ranks import check_same, check_same_options, common_start, first_rank_first, stop_together
 from ratel_cli.run.train.start import GoBack, Resume, Start, StartOver
 from ratel_cli.store.layout import Geometry, RankSlice
 from ratel_cli.store.store import Store
@@ -52,6 +52,13 @@ def test_what_ranks_do_together_is_the_same(change: dict[str, object]) -> None:
     assert [each.message for each in found] == ["rank 1 has other settings than rank 0"] * 2
     starts = together(2, lambda ranks: check_same(ranks, IDENTITY, _config(), Resume() if ranks.rank else GoBack(1)))
     assert all(isinstance(each, OfAllRanks) for each in starts)
+
+
+def test_the_options_of_the_command_are_the_same() -> None:
+    found = together(3, lambda ranks: check_same_options(ranks, Resume() if ranks.rank < 2 else StartOver(), False))
+    assert all(isinstance(each, OfAllRanks) for each in found)
+    assert {each.message for each in found} == {"rank 2 was started with other options than rank 0"}
+    assert together(3, lambda ranks: check_same_options(ranks, Resume(), True)) == [None] * 3
 
 
 def test_ranks_have_places_and_limits_of_their_own() -> None:

@@ -6,7 +6,7 @@ Invariant: there is a forecast even of a run that does not fit. It is made for a
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -47,8 +47,12 @@ class Setting:
 
     @cached_property
     def share(self) -> HardwareProfile:
-        """What one rank has of the machine."""
-        return share_of(self.hardware, self.layout)
+        """What one rank has of the machine. A CPU that computes is shared, too: `hardware` is what all of it can do."""
+        share = share_of(self.hardware, self.layout)
+        if share.link is not None:
+            return share
+        flops_per_second = share.gpu.flops_per_second / self.layout.on_machine
+        return replace(share, gpu=replace(share.gpu, flops_per_second=flops_per_second))
 
     @property
     def has_own_split(self) -> bool:

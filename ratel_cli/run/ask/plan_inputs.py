@@ -67,7 +67,9 @@ class Cluster:
         if self.network is not None:
             try:
                 rate = parse_rate(self.network)
-            except ValueError as error:
+                if rate <= 0:
+                    raise ValueError(self.network)
+            except (ValueError, OverflowError) as error:
                 message = f"argument '--network': must be a rate like 25GB/s, not {self.network!r}"
                 raise BadInput(message) from error
             return replace(hardware, network=Network(bytes_per_second=rate))

@@ -17,6 +17,7 @@ from ratel_cli.planning.papers.in_memory import compare_in_memory
 from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
+from ratel_cli.planning.prediction import CostModel
 from ratel_cli.report.plan import aligned
 from ratel_cli.run.ask.answer import Answer
 from ratel_cli.run.ask.direct_question import direct_answer
@@ -45,8 +46,10 @@ class Questions:
     rok: bool = False
 
 
-def reject_questions(questions: Questions) -> None:
+def reject_questions(questions: Questions, cost_model: CostModel) -> None:
     """Raise BadInput if anything is asked that is answered for one rank alone."""
+    if cost_model == "paper":
+        raise BadInput("argument '--ranks': `cost_model: paper` has one rank", "set cost_model: ratel")
     for name, is_asked in asdict(questions).items():
         if is_asked:
             raise BadInput(f"argument '--{name}': it is answered for one rank alone", "leave out --ranks")

@@ -59,7 +59,7 @@ from ratel_cli.training.facts import FACTS_NAME
 
 _RUN_FILES: Final = (
     FACTS_NAME, HARDWARE_NAME, MODEL_NAME, METRICS_NAME, TRACE_NAME, REJECTS_NAME, TEST_REJECTS_NAME,
-    REPORT_NAME, ORIGIN_NAME, RESHARDING_NAME, CONFIG_NAME,
+    REPORT_NAME, ORIGIN_NAME, CONFIG_NAME,
 )  # fmt: skip
 _SHOWS_A_STORE: Final = (PLAN_NAME,)
 """A run writes it when its store is made. It goes first, so that a run without it may have no store any more."""
@@ -104,6 +104,7 @@ def find_left_files(config: RunConfig, extent: Extent) -> LeftFiles:
     places = [
         place for place in _own_stores(config, found.kept, extent) if _is_store(place) or _was_store(config, place)
     ]
+    found.files += _own(config, (RESHARDING_NAME,))
     if extent != "store":
         found.files += _own(config, _SHOWS_A_STORE)
     _add_stores(found, places)

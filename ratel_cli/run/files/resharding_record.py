@@ -28,25 +28,33 @@ _FORMAT_VERSION: Final = 1
 class ReshardingRecord:
     """What was begun, or decided."""
 
-    is_decided: bool
     made: tuple[Path, ...]
-    """Directories in which new stores are made."""
+    """Directories of the new stores, absolute; each is made in a directory of its own there."""
     deleted: tuple[Path, ...]
     """Those whose stores will go."""
+    store_ids: tuple[str | None, ...]
+    """Of the new stores, in each directory; none until they count."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the new stores count."""
+        return bool(self.store_ids)
 
     def to_json(self) -> dict[str, object]:
         """The content of the file."""
         return {
             "format_version": _FORMAT_VERSION,
-            "is_decided": self.is_decided,
             "made": list(map(str, self.made)),
             "deleted": list(map(str, self.deleted)),
+            "store_ids": list(self.store_ids),
         }
 
 
-def is_resharding(config: RunConfig) -> bool:
-    """Whether the change to another number of ranks was begun and has not ended."""
-    return _path(config).exists()
+def is_moving(config: RunConfig) -> bool:
+    """Whether a change to another number of ranks has still to be ended: the stores of all ranks are not in their
+    places. Raises as `read_resharding`."""
+    record = read_resharding(config)
+    return record is not None and record.is_decided
 
 
 def new_directories(config: RunConfig) -> list[Path]:
@@ -88,11 +96,14 @@ def read_resharding(config: RunConfig) -> ReshardingRecord | None:
         if fields.integer("format_version") != _FORMAT_VERSION:
             raise ValueError("made by another version")
         return ReshardingRecord(
-            is_decided=fields.flag("is_decided"),
             made=tuple(map(Path, fields.texts("made"))),
             deleted=tuple(map(Path, fields.texts("deleted"))),
+            store_ids=tuple(fields.texts("store_ids")),
         )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: cannot be read: it says which stores of this run count") from error
+        raise BadInput(
+            f"{path}: cannot be read: it says which stores of this run count",
+            "if none of the run's directories has a store named resharded.store, delete the file",
+        ) from error

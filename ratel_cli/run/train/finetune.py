@@ -26,7 +26,7 @@ from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.processes import open_ranks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.ranks.remote import read_by_first
-from ratel_cli.errors import EnvironmentFailure, ErrorList
+from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.shares import share_of
@@ -54,6 +54,7 @@ from ratel_cli.run.train.profile_machine import measure_for_run, report_other_lo
 from ratel_cli.run.train.ranks import (
     RANK_TIMEOUT_SECONDS,
     check_same,
+    check_same_options,
     common_start,
     config_of_rank,
     first_rank_first,
@@ -64,7 +65,7 @@ from ratel_cli.run.train.ranks import (
     ranks_before,
     with_chunks_of_first,
 )
-from ratel_cli.run.train.resharding import as_of_ranks_before, finish_resharding, reshard
+from ratel_cli.run.train.resharding import as_of_ranks_before, check_seen, finish_resharding, resharded
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.train.split import plan_split, report_better_split, shaped_by_plan
@@ -74,6 +75,7 @@ from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.run.train.train import Training
 from ratel_cli.run.train.trial import tried_profile
 from ratel_cli.store.joined import Readable
+from ratel_cli.store.open import START_OVER
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
 from ratel_cli.units import counted
@@ -98,6 +100,7 @@ def run_finetune(
         ranks = resources.enter_context(open_ranks(timeout_seconds=RANK_TIMEOUT_SECONDS))
         if ranks.size > 1:
             config = config_of_rank(config, ranks.rank, has_origin=origin is not None)
+        check_same_options(ranks, start, dry_run, origin is not None)
         with first_rank_first(ranks):
             if not ranks.rank and not dry_run:
                 finish_resharding(config, log)
@@ -198,21 +201,22 @@ def _find(
     context = resources.enter_context(open_context(config, log, device=inputs.device, ranks=ranks))
     identity = identity_of(config, inputs)
     check_same(ranks, identity, config, start)
-    stores_of = paths_of_all(ranks, config.storage.paths)
-    with first_rank_first(ranks):
-        if was is not None:
-            reshard(context, inputs.model.spec, identity, stores_of, before=before, was=was)
+    meter = LoadMeter()
+    hardware = measured_in_turn(ranks, partial(measure_for_run, context, has_store=before > 0))  # phase 2
+    context = replace(context, layout=layout_of(ranks, config.storage.paths))
+    share = share_of(hardware, context.layout, network=measured_network(ranks))
+    if is_resharded:
+        _check_fits(context, inputs, share)
+        _reshard(context, inputs, identity, before=before, was=was)
     store = find_store(context, identity, start)
+    if store is not None and store.rank_slice != ranks.slice:
+        raise BadInput(f"{place_of(config)} holds the store of another rank, or of another number of them", START_OVER)
     branch = _branch(context, inputs, store, origin)
     first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
     snapshot = find_snapshot(context, identity, start, has_store=store is not None)
     if store is None and start == Resume():
         reject_lost_store(config)
 
-    meter = LoadMeter()
-    hardware = measured_in_turn(ranks, partial(measure_for_run, context, has_store=store is not None))  # phase 2
-    context = replace(context, layout=layout_of(ranks, config.storage.paths))
-    share = share_of(hardware, context.layout, network=measured_network(ranks))
     if config.split is None or config.is_chunk_planned:
         context, inputs = shaped_by_plan(context, inputs, share)
     context = replace(context, config=with_chunks_of_first(ranks, context.config))
@@ -230,6 +234,30 @@ def _find(
         meter=meter,
         planner=make_planner(context, inputs.model.spec, share),
     )
+
+
+def _check_fits(context: RunContext, inputs: Inputs, share: HardwareProfile) -> None:
+    """Raise DoesNotFit if a step of this number of ranks fits in no way: before their stores are made."""
+    planner = make_planner(context, inputs.model.spec, share)
+    planner.plan(estimated_profile(planner, inputs.model))
+
+
+def _reshard(
+    context: RunContext, inputs: Inputs, identity: StoreIdentity, *, before: int, was: RunConfig | None
+) -> None:
+    """Let the stores of `before` ranks become those of all ranks; `was`: the config of those, in rank 0."""
+    ranks, paths = context.ranks, context.config.storage.paths
+    stores_of = paths_of_all(ranks, paths)
+    with ExitStack() as changing:
+        decide = None
+        with first_rank_first(ranks):
+            if was is not None:
+                made = resharded(context, inputs.model.spec, identity, stores_of, before=before, was=was)
+                decide = changing.enter_context(made)
+        check_seen(ranks, paths)
+        with first_rank_first(ranks):
+            if decide is not None:
+                decide()
 
 
 def _export(context: RunContext, inputs: Inputs, store: Store, generation: Readable, *, overwrite: bool) -> None:

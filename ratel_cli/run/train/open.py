@@ -13,7 +13,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
-from ratel_cli.run.files.resharding_record import is_resharding
+from ratel_cli.run.files.resharding_record import is_moving
 from ratel_cli.run.files.run_directory import rank_directory, recorded_config
 from ratel_cli.run.inputs.base import Base, check_model
 from ratel_cli.run.inputs.base_kinds import read_base
@@ -83,7 +83,7 @@ def open_run(context: RunContext) -> OpenedRun:
 def _open_stores(context: RunContext) -> tuple[Store, ...]:
     """The stores of all ranks of the run."""
     config = context.config
-    if is_resharding(config):
+    if is_moving(config):
         raise BadInput(
             f"{config.output_dir}: the change to another number of ranks was interrupted", "resume the run to finish it"
         )

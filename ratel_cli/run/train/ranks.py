@@ -58,13 +58,28 @@ def config_of_rank(config: RunConfig, rank: int, *, has_origin: bool = False) ->
         return config
     directory = rank_directory(config.output_dir, rank)
     # Where paths are the same for all ranks, each has a directory in them.
-    paths = tuple(path / f"rank-{rank}.store" for path in config.storage.paths)
+    paths = paths_in(config.storage.paths, rank)
     recorded = recorded_config(directory)
     if recorded is not None and not Store.exists(paths) and Store.exists(recorded.storage.paths):
         paths = recorded.storage.paths
     storage = config.storage.model_copy(update={"paths": paths})
     changes = {"output_dir": directory, "storage": storage, "report_to": (), "hub_model_id": None}
     return config.model_copy(update=changes)
+
+
+def check_same_options(ranks: Ranks, *options: object) -> None:
+    """Raise OfAllRanks if ranks were started with other options of the command: they would not do the same swaps."""
+    known = [number for (number,) in ranks.gathered([_number(repr(options))])]
+    for rank, number in enumerate(known):
+        if number != known[0]:
+            raise OfAllRanks(
+                f"rank {rank} was started with other options than rank 0", "start all ranks with the same command"
+            )
+
+
+def paths_in(paths: Sequence[Path], rank: int) -> tuple[Path, ...]:
+    """The directories of a rank's store in those of the run."""
+    return tuple(path / f"rank-{rank}.store" for path in paths) if rank else tuple(paths)
 
 
 @contextmanager
@@ -138,30 +153,31 @@ def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
     found = stored_rank_slice(paths) if Store.exists(paths) else None
     step = stored_step(paths) if found is not None else None
     known = ranks.gathered([0 if found is None else found.size, 0 if step is None else step])
-    sizes = {int(size) for size, _ in known}
-    if sizes <= {0, ranks.size}:
-        lost = [rank for rank, (size, _) in enumerate(known) if not size]
-        if not lost or len(lost) == ranks.size:
+    had = int(known[0][0])
+    if had in (0, ranks.size):
+        # A store of another number of ranks is left of an earlier run.
+        lost = [rank for rank, (size, _) in enumerate(known) if size != ranks.size]
+        if not lost:
             return start
-        if not any(step for _, step in known):
-            return StartOver()
+        newest = max(int(step) for size, step in known if size == ranks.size) if len(lost) < ranks.size else 0
+        if not newest:
+            return start if len(lost) == ranks.size and not any(size for size, _ in known) else StartOver()
         raise OfAllRanks(
-            f"rank {lost[0]} has no store, and the others are at step {max(int(step) for _, step in known)}",
+            f"rank {lost[0]} has no store, and the others are at step {newest}",
             "mount its drives; or start over with --resume no",
         )
     if isinstance(start, GoBack):
-        made = max(sizes)
         raise OfAllRanks(
-            f"the run has {counted(made, 'rank')}, and this command {ranks.size}: both may not change at once",
-            f"go back with --ranks {made}, or resume from the last step",
+            f"the run has {counted(had, 'rank')}, and this command {ranks.size}: both may not change at once",
+            f"go back with --ranks {had}, or resume from the last step",
         )
     return start
 
 
 def ranks_before(ranks: Ranks, paths: Sequence[Path]) -> int:
-    """How many ranks the run had, by the stores that they have in `paths`; 0 for a new run."""
+    """How many ranks the run had, by the store that rank 0 has in `paths`; 0 for a new run."""
     found = stored_rank_slice(paths) if Store.exists(paths) else None
-    return max(int(size) for (size,) in ranks.gathered([0 if found is None else found.size]))
+    return int(ranks.gathered([0 if found is None else found.size])[0][0])
 
 
 def check_same(ranks: Ranks, identity: StoreIdentity, config: RunConfig, start: Start) -> None:

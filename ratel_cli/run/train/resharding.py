@@ -17,15 +17,17 @@ not write is touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.engine.ranks.launched import OfAllRanks
+from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.files import sync_path
+from ratel_cli.io.files import SpaceNeed, check_space, sync_path
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.resharding_record import (
@@ -37,32 +39,43 @@ from ratel_cli.run.files.resharding_record import (
 )
 from ratel_cli.run.files.run_directory import rank_directory, recorded_config
 from ratel_cli.run.inputs.settings import as_recorded, new_geometry, settings_hash
+from ratel_cli.run.train.ranks import paths_in
 from ratel_cli.run.train.store import prepare_store
 from ratel_cli.schedule.slices import range_in
 from ratel_cli.store.barrier import failpoint
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.generation import Generation
+from ratel_cli.store.headers import read_header
 from ratel_cli.store.joined import JoinedGeneration, SlicedGeneration
 from ratel_cli.store.layout import RankSlice
-from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME
-from ratel_cli.store.open import START_OVER
+from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
+from ratel_cli.store.open import START_OVER, StoreMismatch, stored_rank_slice
 from ratel_cli.store.run_record import RECORD_FILE_NAME
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
 
+_WAIT_SECONDS = 2.0
+"""For a process that uses the stores."""
+
 
 def finish_resharding(config: RunConfig, log: RunLog) -> None:
-    """Bring what a crash has interrupted to its end, or back to the old stores. Raises EnvironmentFailure."""
+    """Bring what a crash has interrupted to its end, or back to the old stores.
+
+    Raises EnvironmentFailure, also if another process is changing them; BadInput if the record cannot be read.
+    """
     record = read_resharding(config)
     if record is None:
         return
-    end = "finished" if record.is_decided else "begun again"
-    log.notice(f"the change to another number of ranks was interrupted; it is {end}")
-    _finish(config, record)
+    there = [path for path in (*record.made, *record.deleted) if (path / DATA_FILE_NAME).exists()]
+    lock = StoreLock(there, create=False, wait_seconds=_WAIT_SECONDS, read_only=True) if there else nullcontext()
+    with lock:
+        end = "finished" if record.is_decided else "begun again"
+        log.notice(f"the change to another number of ranks was interrupted; it is {end}")
+        _finish(config, record)
 
 
 def _finish(config: RunConfig, record: ReshardingRecord) -> None:
-    """Phases 4 and 5; before phase 3 the old stores count."""
+    """Phases 4 and 5; before phase 3 the old stores count. All stores must be locked."""
     try:
         if record.is_decided:
             _move(record)
@@ -77,20 +90,38 @@ def _finish(config: RunConfig, record: ReshardingRecord) -> None:
 def as_of_ranks_before(config: RunConfig, *, before: int, size: int) -> RunConfig:
     """The config as `before` ranks had it, whose steps have the same micro-batches as those of `size` ranks, with the
     chunks of the head that the store was made with. Raises BadInput if there is none."""
-    _, number = config.known_split
-    recorded = recorded_config(config.output_dir)
-    of_run = None if recorded is None or recorded.split is None else before * recorded.split[1]
-    if of_run is not None and of_run != size * number:
-        has = f"a step of this run has {counted(of_run, 'micro-batch', 'micro-batches')}, and not {size} x {number}"
-        fitting = of_run // size
-        hint = f"set gradient_accumulation_steps={fitting}" if not of_run % size else f"resume it with --ranks {before}"
-        raise BadInput(has, f"{hint}; it is that of each rank")
+    if config.split is None:
+        raise BadInput(
+            f"the run had {counted(before, 'rank')}, which have no tokens_per_step",
+            "set micro_batch_size and gradient_accumulation_steps",
+        )
+    _, number = config.split
     if size * number % before:
-        raise BadInput(f"{size} x {number} micro-batches cannot be those of {before} ranks, which began this run")
+        raise _other_steps(config, before=before, size=size)
     return as_recorded(config.model_copy(update={"gradient_accumulation_steps": size * number // before}))
 
 
-def reshard(
+def _has_other_steps(config: RunConfig, before: int, size: int) -> bool:
+    """Whether the run has recorded another number of micro-batches of a step."""
+    recorded = recorded_config(config.output_dir)
+    return recorded is not None and before * recorded.known_split[1] != size * config.known_split[1]
+
+
+def _other_steps(config: RunConfig, *, before: int, size: int) -> BadInput:
+    """A step would have other micro-batches than before."""
+    _, number = config.known_split
+    recorded = recorded_config(config.output_dir)
+    if recorded is None or recorded.split is None:
+        return BadInput(f"a step of this run has other micro-batches than {size} x {number}")
+    of_run = before * recorded.split[1]
+    fitting = f"set gradient_accumulation_steps={of_run // size}"
+    hint = f"resume it with --ranks {before}" if of_run % size else fitting
+    has = f"a step of this run has {counted(of_run, 'micro-batch', 'micro-batches')}, and not {size} x {number}"
+    return BadInput(has, f"{hint}; it is that of each rank")
+
+
+@contextmanager
+def resharded(
     context: RunContext,
     spec: ModelSpec,
     identity: StoreIdentity,
@@ -98,59 +129,106 @@ def reshard(
     *,
     before: int,
     was: RunConfig,
-) -> None:
-    """Make the stores of all ranks from those of the `before` ranks that the run had. For rank 0 alone.
+) -> Iterator[Callable[[], None]]:
+    """The stores of all ranks, made from those of the `before` ranks that the run had. For rank 0 alone.
 
-    `identity`: of the new stores. `stores_of`: by rank, its directories. `was`: the config as those ranks had it.
-    Raises BadInput if a store is not here, or belongs to another run; IntegrityFailure if one is damaged, and
-    NotEnoughSpace.
+    Yields what lets them count; if it is not called, they are deleted. `identity`: of the new stores. `stores_of`: by
+    rank, its directories. `was`: the config as those ranks had it. Raises BadInput if a store is not here, or belongs
+    to another run; IntegrityFailure if one is damaged, and NotEnoughSpace.
     """
     config, size = context.config, len(stores_of)
-    olds = _stores_before(config, before)
-    made = tuple(path for paths in stores_of for path in paths)
+    olds = [_real(paths) for paths in _stores_before(config, before)]
+    news = [_real(paths) for paths in stores_of]
+    made = tuple(path for paths in news for path in paths)
     record = ReshardingRecord(
-        is_decided=False,
-        made=made,
-        deleted=tuple(path for paths in olds for path in paths if path not in made),
+        made=made, deleted=tuple(path for paths in olds for path in paths if path not in made), store_ids=()
     )
     with ExitStack() as opened:
-        stores = [
-            opened.enter_context(context.open_store(paths, identity=replace(identity, config_hash=settings_hash(was))))
-            for paths in olds
-        ]
+        stores = [opened.enter_context(_open_old(context, paths, identity, was, before, size)) for paths in olds]
         _check_slices(stores, before)
         _check_free(record)
+        geometries = [
+            new_geometry(
+                config,
+                spec.sliced(RankSlice(rank, size)).stored_blocks,
+                shares=_shares(stores[0], len(paths)),
+                rank_slice=RankSlice(rank, size),
+            )
+            for rank, paths in enumerate(news)
+        ]
+        needs = zip(made, (num_bytes for each in geometries for num_bytes in each.file_bytes()), strict=True)
+        check_space([SpaceNeed(directory=path, num_bytes=num_bytes) for path, num_bytes in needs])
         step = _go_to_common_step(context, stores)
         had = counted(before, "rank")
         context.log.say(f"the run had {had}, and has {size} now: its state after step {step} is copied")
         write_resharding(config, record)
-        for rank, paths in enumerate(stores_of):
-            new = [path / NEW_STORE for path in paths]
-            own = spec.sliced(RankSlice(rank, size))
-            geometry = new_geometry(
-                config, own.stored_blocks, shares=_shares(stores[0], len(paths)), rank_slice=RankSlice(rank, size)
-            )
-            of_rank = replace(context, config=_of_rank(config, rank))
-            what = f"store of rank {rank}"
-            with prepare_store(of_rank, new, geometry, identity=identity, overwrite=False, what=what) as store:
-                _copy(context, spec, stores, store)
-            failpoint("reshard.copied")
-    record = replace(record, is_decided=True)
-    write_resharding(config, record)
-    failpoint("reshard.decided")
-    _finish(config, record)
+        decided = False
+
+        def decide() -> None:
+            nonlocal decided
+            counts = replace(record, store_ids=tuple(_store_id(path / NEW_STORE) for path in made))
+            write_resharding(config, counts)
+            decided = True
+            failpoint("reshard.decided")
+            _finish(config, counts)
+
+        try:
+            for rank, (paths, geometry) in enumerate(zip(news, geometries, strict=True)):
+                new = [path / NEW_STORE for path in paths]
+                of_rank = replace(context, config=_of_rank(config, rank))
+                what = f"store of rank {rank}"
+                with prepare_store(of_rank, new, geometry, identity=identity, overwrite=False, what=what) as store:
+                    _copy(context, spec, stores, store)
+                failpoint("reshard.copied")
+            yield decide
+        finally:
+            if not decided:
+                _finish(config, record)
+
+
+def check_seen(ranks: Ranks, paths: Sequence[Path]) -> None:
+    """Raise OfAllRanks unless each rank sees the new store that rank 0 has made for it; `paths`: its directories."""
+    sees = stored_rank_slice([path / NEW_STORE for path in paths]) == ranks.slice
+    blind = [rank for rank, (found,) in enumerate(ranks.gathered([float(sees)])) if not found]
+    if blind:
+        raise OfAllRanks(
+            f"rank {blind[0]} does not see the store that rank 0 has made for it",
+            "to go on with another number of ranks, rank 0 must reach the directories of all",
+        )
+
+
+def _real(paths: Sequence[Path]) -> list[Path]:
+    return [Path(os.path.realpath(path)) for path in paths]
+
+
+def _open_old(
+    context: RunContext, paths: Sequence[Path], identity: StoreIdentity, was: RunConfig, before: int, size: int
+) -> Store:
+    try:
+        return context.open_store(paths, identity=replace(identity, config_hash=settings_hash(was)))
+    except StoreMismatch as error:
+        if set(error.fields) <= {"config_hash", "data_hash"} and _has_other_steps(context.config, before, size):
+            raise _other_steps(context.config, before=before, size=size) from error
+        raise
+
+
+def _store_id(directory: Path) -> str | None:
+    """Of the store in a directory; None if there is none."""
+    identification = read_header(directory / DATA_FILE_NAME).identification
+    return None if identification is None else identification.store_id.hex()
 
 
 def _stores_before(config: RunConfig, before: int) -> list[Sequence[Path]]:
     found: list[Sequence[Path]] = [config.storage.paths]
     for rank in range(1, before):
         recorded = recorded_config(rank_directory(config.output_dir, rank))
-        if recorded is None or not Store.exists(recorded.storage.paths):
+        paths = paths_in(config.storage.paths, rank) if recorded is None else recorded.storage.paths
+        if not Store.exists(paths):
             raise BadInput(
                 f"the store of rank {rank} is not here: to go on with another number of ranks, rank 0 reads all stores",
                 f"mount its drives; or resume with --ranks {before}",
             )
-        found.append(recorded.storage.paths)
+        found.append(paths)
     return found
 
 
@@ -224,6 +302,11 @@ def _sliced(
 
 def _move(record: ReshardingRecord) -> None:
     """Phase 4. What is done already is left alone."""
+    for directory, wanted in zip(record.made, record.store_ids, strict=True):
+        if wanted not in (_store_id(directory / NEW_STORE), _store_id(directory)):
+            raise EnvironmentFailure(
+                f"{directory}: the new store is not here; nothing was deleted", "connect the drive that it is on"
+            )
     for directory in record.made:
         new = directory / NEW_STORE
         for name in (RECORD_FILE_NAME, DATA_FILE_NAME):  # the store last: it is there if anything has still to be done
@@ -239,7 +322,10 @@ def _move(record: ReshardingRecord) -> None:
 
 def _delete_store(directory: Path) -> None:
     """Delete a store of Ratel's, and its directory if nothing else is there."""
+    if not directory.is_dir():
+        return
     for name in (DATA_FILE_NAME, OWNER_FILE_NAME, RECORD_FILE_NAME):
         (directory / name).unlink(missing_ok=True)
-    with suppress(OSError):  # something else is there, or nothing
+    sync_path(directory)
+    with suppress(OSError):  # something else is there
         directory.rmdir()
