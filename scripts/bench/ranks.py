@@ -95,7 +95,7 @@ def prepare(directory: Path, arguments: argparse.Namespace) -> Path:
 
 
 def run(config: Path, size: int) -> Ran:
-    """Train with so many ranks, two threads in all and two micro-batches in each step."""
+    """Train with `size` ranks, two threads in all and two micro-batches in each step."""
     output = config.parent / "run"
     for path in config.parent.glob("run*"):
         if path != config:

@@ -376,7 +376,7 @@ def test_a_store_can_be_deleted_while_it_changes(make_config: MakeConfig) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("hung", [0, 1])
-def test_a_rank_that_hangs_ends_all(make_config: MakeConfig, undisturbed: MakeRanks, hung: int) -> None:
+def test_a_rank_that_hangs_ends_all(make_config: MakeConfig, hung: int) -> None:
     """After some time, with an error that names it. It ends when it goes on; then all resume."""
     config = make_config(**CHANGES)
     processes = start_ranks(config, 2, "max_steps=4000", environments={rank: {PATIENCE: "5"} for rank in (0, 1)})

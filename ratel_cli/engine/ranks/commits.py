@@ -12,7 +12,7 @@ as the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import IntegrityFailure
@@ -44,18 +44,22 @@ def resume_together(
     """
     before = _NONE if store.step_before is None else store.step_before
     known = ranks.gathered([store.progress.step, before])
-    common = set.intersection(*({int(step) for step in steps} for steps in known)) - {_NONE}
-    if not common:
-        steps = ", ".join(f"{newest:.0f}" for newest, _ in known)
+    newest = newest_common([{int(step) for step in steps} - {_NONE} for steps in known])
+    if newest is None:
+        steps = ", ".join(f"{current:.0f}" for current, _ in known)
         raise _of_all(
             f"the stores of the ranks have no step in common; they are at steps {steps}",
             "go back to a saved step with --resume STEP, or start over with --resume no",
         )
-    newest = max(common)
     if newest != store.progress.step:
         notice(f"step {store.progress.step} was not committed by all ranks; all resume from step {newest}")
         store.fall_back(pool)
     _meet(ranks, newest)
+
+
+def newest_common(steps: Sequence[set[int]]) -> int | None:
+    """The newest step that every rank has; None if there is none. `steps`: of each rank."""
+    return max(set.intersection(*steps), default=None)
 
 
 def _meet(ranks: Ranks, step: int) -> None:

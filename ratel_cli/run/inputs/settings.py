@@ -19,7 +19,7 @@ from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
-from ratel_cli.store.layout import Geometry, RankSlice, StoredBlock
+from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.wear_limit import WearLimit
 from ratel_cli.units import format_bytes
@@ -150,7 +150,7 @@ def new_geometry(
     blocks: tuple[StoredBlock, ...],
     *,
     shares: tuple[int, ...],
-    rank_slice: RankSlice = RankSlice(),  # noqa: B008 (a value)
+    rank_slice: RankSlice = WHOLE,
 ) -> Geometry:
     """The geometry of the store that the config asks for. `shares`: of `storage.paths`."""
     return Geometry(blocks=blocks, num_slots=num_slots(config), shares=shares, rank_slice=rank_slice)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.engine.ranks.commits import newest_common
 from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import BadInput, EnvironmentFailure
@@ -260,14 +261,14 @@ def _go_to_common_step(context: RunContext, stores: Sequence[Store]) -> int:
     for rank, store in enumerate(stores):
         with context.bar(f"verifying the store of rank {rank}", store.generation_bytes) as advance:
             store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
-    common = set.intersection(*({store.progress.step, store.step_before} for store in stores)) - {None}
-    steps = [step for step in common if step is not None]
-    if not steps:
+    known = [(store.progress.step, store.step_before) for store in stores]
+    newest = newest_common([{step for step in steps if step is not None} for steps in known])
+    if newest is None:
         raise BadInput("the stores of the ranks have no step in common", START_OVER)
     for store in stores:
-        if store.progress.step != max(steps):
+        if store.progress.step != newest:
             store.fall_back(context.pool)
-    return max(steps)
+    return newest
 
 
 def _copy(context: RunContext, spec: ModelSpec, stores: Sequence[Store], target: Store) -> None:
