@@ -98,6 +98,8 @@ def _store(path: Path, rank: int, size: int, num_steps: int) -> None:
         ([None, (2, 0)], Resume(), StartOver()),
         ([(3, 3), None], StartOver(replaces_others=True), StartOver(replaces_others=True)),
         ([(2, 3), None], Resume(), "rank 1 has no store, and the others are at step 3"),
+        ([None, (4, 3)], Resume(), "rank 0 has no store, and the others are at step 3"),
+        ([(2, 1), (4, 3)], Resume(), "rank 1 has no store, and the others are at step 1"),
         ([(3, 3), (3, 3)], Resume(), Resume()),
         ([(1, 3), None], Resume(), Resume()),
         ([(3, 3), (3, 3)], GoBack(2), "the run has 3 ranks, and this command 2: both may not change at once"),

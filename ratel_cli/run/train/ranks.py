@@ -154,24 +154,31 @@ def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
     step = stored_step(paths) if found is not None else None
     known = ranks.gathered([0 if found is None else found.size, 0 if step is None else step])
     had = int(known[0][0])
+    others = [int(step) for size, step in known if size not in (0, ranks.size)]
+    if not had and others:
+        raise _lost(0, max(others))
     if had in (0, ranks.size):
-        # A store of another number of ranks is left of an earlier run.
+        # Beside a store of rank 0, one of another number of ranks is left of an earlier run.
         lost = [rank for rank, (size, _) in enumerate(known) if size != ranks.size]
-        if not lost:
+        if not lost or len(lost) == ranks.size:
             return start
-        newest = max(int(step) for size, step in known if size == ranks.size) if len(lost) < ranks.size else 0
+        newest = max(int(step) for size, step in known if size == ranks.size)
         if not newest:
-            return start if len(lost) == ranks.size and not any(size for size, _ in known) else StartOver()
-        raise OfAllRanks(
-            f"rank {lost[0]} has no store, and the others are at step {newest}",
-            "mount its drives; or start over with --resume no",
-        )
+            return StartOver()
+        raise _lost(lost[0], newest)
     if isinstance(start, GoBack):
         raise OfAllRanks(
             f"the run has {counted(had, 'rank')}, and this command {ranks.size}: both may not change at once",
             f"go back with --ranks {had}, or resume from the last step",
         )
     return start
+
+
+def _lost(rank: int, newest: int) -> OfAllRanks:
+    return OfAllRanks(
+        f"rank {rank} has no store, and the others are at step {newest}",
+        "mount its drives; or start over with --resume no",
+    )
 
 
 def ranks_before(ranks: Ranks, paths: Sequence[Path]) -> int:
