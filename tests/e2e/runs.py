@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +24,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import cast
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,6 +49,8 @@ from ratel_cli.store.store import Store
 from tests.reference import Recipe
 from tests.simulated_gpu import install_if_asked
 
+_stores = WeakKeyDictionary[ForkServerProcess, dist.TCPStore]()
+"""By rank, the store in which it has met the others: it is there as long as one of them is."""
 install_if_asked()  # also in the processes that `start` forks
 
 CHAT_TEMPLATE = (
@@ -271,12 +274,17 @@ def start_ranks(
     kill_at: Mapping[int, str] | None = None,
     environments: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[ForkServerProcess]:
-    """Run it in so many ranks, each as `start` does. `kill_at`, and what is in the environment besides: by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "t"}
-    return [
+    """Run it in so many ranks, each as `start` does; the store in which they meet is another process's, as torchrun's.
+    `kill_at`, and what is in the environment besides: by rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(size),
+        "TORCHELASTIC_RUN_ID": "t",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    processes = [
         start(
             config,
             *arguments,
@@ -291,6 +299,9 @@ def start_ranks(
         )
         for rank in range(size)
     ]
+    for process in processes:
+        _stores[process] = store
+    return processes
 
 
 def stderr_of(config: Path, rank: int = 0) -> str:

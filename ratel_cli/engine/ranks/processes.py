@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from time import sleep
+from queue import Empty, Queue
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from ratel_cli.engine.ranks.launched import is_launched, restart_count
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, first_line
 
+_FIRST = "the first to end"
 _LINGER_SECONDS = 2.0
-"""A rank that ends because another has ended keeps its connections for so long, so that all see which one it was."""
+"""Where torchrun's store does not answer, a rank keeps its connections for so long, so that all see which one it was
+that ended."""
 _PATIENCE = timedelta(days=7)
 
 
@@ -82,9 +85,12 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
         if stopped.reported_by is not None:  # the launcher ends the others as soon as one has ended
             with suppress(RankLost):
                 ranks.wait_for_all()
+        _first_to_end(store, rank)
         raise
-    except RankLost:
-        sleep(_LINGER_SECONDS)
+    except Exception as error:
+        first = _first_to_end(store, rank)
+        if isinstance(error, RankLost) and first is not None:
+            error.reported_by = first
         raise
     finally:
         dist.destroy_process_group()
@@ -100,6 +106,21 @@ def ranks_of(rank: int, size: int, timeout: timedelta) -> Ranks:
 
     control, weights, gradients, patient = map(channel, (timeout, timeout, timeout, _PATIENCE))
     return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients, patient=patient)
+
+
+def _first_to_end(store: dist.Store, rank: int) -> int | None:
+    """The first rank that has called this, which says why; None if the store does not answer."""
+    answers = Queue[int]()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answers.put(int(store.compare_set(_FIRST, "", str(rank))))
+
+    Thread(target=ask, daemon=True).start()  # a store whose machine is lost may never answer
+    try:
+        return answers.get(timeout=_LINGER_SECONDS)
+    except Empty:
+        return None
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
