@@ -46,6 +46,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "python": (("bench.step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
     "predictions": (("bench.predictions",), ("--cases", "tiny:16", "--rounds", "1", "--steps", "4")),
     "durability": (("bench.durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "5")),
+    "ranks": (("bench.ranks",), ("--layers", "2", "--hidden", "48", "--tokens", "16", "--steps", "4", "--rounds", "1")),
     "plan": (
         ("bench.plan", "--picture", PICTURE),
         ("--shape", "tiny", "--tokens", "16", "--points", "2", "--rounds", "1", "--steps", "1"),

@@ -5,7 +5,8 @@ A step has the same two micro-batches in both. The contestants take turns, each 
 over a run's steps but the first two and the last.
 
     ratio     tokens per second of two ranks to those of one; what was promised: 0.85 with steps of at least 3 s
-    network   seconds of a step in which the two exchange, and how long computing waited for it
+    hidden    of the time in which the network works, what lies under computing in the trace of two ranks
+    waited    of a step, how long computing waited for the network
 
 The last line is JSON.
 
@@ -38,6 +39,8 @@ class Ran:
     step_seconds: float
     waited_seconds: float
     """For the network."""
+    hidden: float
+    """The share of the network's time in which the same rank computed; 1 for one rank, which uses none."""
 
 
 def main() -> None:
@@ -86,6 +89,7 @@ def prepare(directory: Path, arguments: argparse.Namespace) -> Path:
         "micro_batch_size": 1,
         "max_steps": arguments.steps,
         "dtype": arguments.dtype,
+        "trace": True,
         "device": "cpu",
         "output_dir": str(directory / "run"),
     }
@@ -108,7 +112,19 @@ def run(config: Path, size: int) -> Ran:
     return Ran(
         step_seconds=statistics.median(line["step_seconds"] for line in lines),
         waited_seconds=statistics.median(line["waited_seconds"]["network"] for line in lines),
+        hidden=hidden_share(output / "run" / "trace.json"),
     )
+
+
+def hidden_share(trace: Path) -> float:
+    """The share of the time of the slices of the network that lies within slices of computing."""
+    events = json.loads(trace.read_text())
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    slices = [(tracks[event["tid"]], event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X"]
+    computing = [(start, end) for track, start, end in slices if track == "compute"]
+    network = [(start, end) for track, start, end in slices if track == "network"]
+    hidden = sum(max(0.0, min(end, last) - max(start, first)) for first, last in network for start, end in computing)
+    return hidden / sum(end - start for start, end in network) if network else 1.0
 
 
 def report(arguments: argparse.Namespace, measured: dict[int, list[Ran]]) -> None:
@@ -116,10 +132,12 @@ def report(arguments: argparse.Namespace, measured: dict[int, list[Ran]]) -> Non
     ratios = [one.step_seconds / two.step_seconds for one, two in zip(*measured.values(), strict=True)]
     ratio, seconds = statistics.median(ratios), statistics.median(each.step_seconds for each in measured[1])
     waited = statistics.median(each.waited_seconds / each.step_seconds for each in measured[2])
+    hidden = statistics.median(each.hidden for each in measured[2])
     print(f"two ranks to one: {ratio:.2f} ({', '.join(f'{each:.2f}' for each in ratios)}), promised {LEAST_RATIO}")
-    print(f"steps of {seconds:.2f} s, to be at least {LEAST_SECONDS}; computing waited for the network {waited:.0%}")
-    content = {"ratio": ratio, "ratios": ratios, "step_seconds": seconds, "waited_share": waited}
-    print(json.dumps({**vars(arguments), **content}))
+    print(f"steps of {seconds:.2f} s, to be at least {LEAST_SECONDS}; computing waited for the network {waited:.1%}")
+    print(f"{hidden:.0%} of the time of the network lies under computing")
+    content = {"ratio": ratio, "ratios": ratios, "step_seconds": seconds, "waited": waited, "hidden": hidden}
+    print(json.dumps({"benchmark": "ranks", "arguments": vars(arguments), **content}))
 
 
 if __name__ == "__main__":

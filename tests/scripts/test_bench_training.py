@@ -180,6 +180,16 @@ def test_the_benchmark_of_a_gpu_needs_a_gpu() -> None:
     assert "PyTorch finds no CUDA device" in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.full
+def test_what_ranks_exchange_lies_under_computing(tmp_path: Path) -> None:
+    """Next to one rank, where blocks take long enough to compute."""
+    small = ("--layers", "6", "--hidden", "192", "--tokens", "512", "--steps", "4", "--rounds", "1")
+    output, summary = run("bench.ranks", *small, "--directory", str(tmp_path))
+    assert "two ranks to one:" in output and len(summary["ratios"]) == 1
+    assert 0.5 < summary["hidden"] <= 1  # type: ignore[operator]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.nightly
 def test_the_optimizer_alone(tmp_path: Path) -> None:
     _, summary = run("bench.optimizer", "--parameters", "200000", "--rounds", "2", "--directory", str(tmp_path))
