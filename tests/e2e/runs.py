@@ -304,6 +304,12 @@ def start_ranks(
     return processes
 
 
+def succeed_ranks(config: Path, size: int, *arguments: str) -> None:
+    """Run it in so many ranks to the end."""
+    for rank, process in enumerate(start_ranks(config, size, *arguments)):
+        assert wait(process) == 0, stderr_of(config, rank)
+
+
 def stderr_of(config: Path, rank: int = 0) -> str:
     """What the last process of `start` wrote to stderr; or the one that was this rank."""
     return _stderr_path(config, rank).read_text(encoding="utf-8")

@@ -115,10 +115,10 @@ def _other_steps(config: RunConfig, *, before: int, size: int) -> BadInput:
     if recorded is None or recorded.split is None:
         return BadInput(f"a step of this run has other micro-batches than {size} x {number}")
     of_run = before * recorded.split[1]
-    fitting = f"set gradient_accumulation_steps={of_run // size}"
+    fitting = f"set gradient_accumulation_steps={of_run // size}; it is that of each rank"
     hint = f"resume it with --ranks {before}" if of_run % size else fitting
     has = f"a step of this run has {counted(of_run, 'micro-batch', 'micro-batches')}, and not {size} x {number}"
-    return BadInput(has, f"{hint}; it is that of each rank")
+    return BadInput(has, hint)
 
 
 @contextmanager
