@@ -27,6 +27,7 @@ from ratel_cli.run.ask.plan_inputs import (
     Cluster,
     find_hardware,
     forecaster_of,
+    on_same_drives,
     setting_of,
     space_tiers,
     wear_warning,
@@ -34,7 +35,7 @@ from ratel_cli.run.ask.plan_inputs import (
 )
 from ratel_cli.run.ask.plan_questions import Questions, answers, reject_questions
 from ratel_cli.run.files.new_file import reject_existing
-from ratel_cli.run.files.run_directory import has_own_drives, read_config
+from ratel_cli.run.files.run_directory import read_config, stores_on_machine
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit
 from ratel_cli.units import format_bytes
@@ -61,17 +62,19 @@ def run(
     if cluster.num_ranks > 1:
         reject_questions(questions, config.cost_model)
         reject_unsupported(config)
-    hardware = cluster.of_machines(find_hardware(config, hardware_path, log))
+    is_here = hardware_path is None
+    stores = on_same_drives(stores_on_machine(config_path, overrides, cluster.on_machine)) if is_here else []
+    hardware = cluster.of_machines(find_hardware(config, hardware_path, log, stores=stores))
     step_keys = config.step_keys
-    if hardware_path is None:
+    if is_here:
         warn_of_host_limit(config, log)
         config = as_recorded(config)
     config = with_planned_split(config, hardware, name=config_path.stem, log=log)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
-    layout = cluster.layout(has_own_drives=hardware_path is None and has_own_drives(config_path, overrides))
+    layout = cluster.layout(on_drives=len(stores) if is_here else cluster.on_machine)
     setting = setting_of(config, hardware, step_keys=step_keys, layout=layout)
     forecast = forecaster.forecast(setting)
-    if hardware_path is None:
+    if is_here:
         spaces = space_tiers(config, forecaster, setting, nvme_bytes=forecast.prediction.nvme_bytes)
         forecast = replace(forecast, tiers=(*forecast.tiers, *spaces))
     warning = wear_warning(config, forecaster, setting)

@@ -45,7 +45,7 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
     for directory in dict.fromkeys(need.directory for need in needs):
         existing = nearest_existing(directory)
         drive = existing.stat().st_dev
-        here = [need for need in needs if nearest_existing(need.directory).stat().st_dev == drive]
+        here = [need for need in needs if device_of(need.directory) == drive]
         need_bytes = sum(need.num_bytes for need in here)
         free = os.statvfs(existing)
         available_bytes = free.f_bavail * free.f_frsize + sum(min(need.held_bytes, need.num_bytes) for need in here)
@@ -125,6 +125,11 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def device_of(path: Path) -> int:
+    """The number of the file system that has the path, or will have it."""
+    return nearest_existing(path).stat().st_dev
 
 
 def nearest_existing(path: Path) -> Path:

@@ -25,6 +25,8 @@ class WearLimit:
     """The size of a generation."""
     first_step: int
     """The step that the store was made with: 0, or the step of another run that this one started from."""
+    num_sharing: int = 1
+    """The ranks that share the drives, and the limit that the user has set."""
 
     @property
     def last_step(self) -> int:
@@ -50,10 +52,11 @@ class WearLimit:
         first, each, total = map(
             format_traffic, (self.written_bytes(self.first_step), self.slot_bytes, self.written_bytes(num_steps))
         )
+        of_each = f" for each of {self.num_sharing} ranks" if self.num_sharing > 1 else ""
         num_left = num_steps - self.first_step
         steps = "the step" if num_left == 1 else f"each of the {num_left} steps"
         return (
-            f"storage.max_tb_written ({format_traffic(self.max_bytes)}) {ends}: "
+            f"storage.max_tb_written ({format_traffic(self.max_bytes)}{of_each}) {ends}: "
             f"making the store writes {first} and {steps} {each}, {total} in all"
         )
 

@@ -6,8 +6,10 @@ import io
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +22,13 @@ from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import processor_name
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.io.files import device_of
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.files.hardware_file import load_hardware, to_text
 from ratel_cli.run.files.profile_cache import cache_file, profile_target
-from ratel_cli.run.files.run_directory import CachedProfile
+from ratel_cli.run.files.run_directory import CachedProfile, stores_on_machine
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.units import GIB
@@ -380,6 +383,35 @@ def test_space_that_the_run_s_store_takes_counts_as_there(ask: Ask, config: Path
         file.truncate(1 << 40)
     after = json.loads(ask(config, "--json").out)["hardware"]["nvme"]["free_bytes"]
     assert after - before == pytest.approx(1 << 40, rel=1e-3)
+
+
+def test_ranks_share_drives_that_are_the_same(ask: Ask, config: Path, here: Path) -> None:
+    """Whatever the directories are called; what is stored there already is theirs."""
+    paths = "storage.paths=['disk{rank}']"
+    hardware_file(cache_file(profile_target(load_config(config, ["storage.paths=[disk0]"]).config)), WITHOUT_GPU)
+
+    def available_bytes() -> int:
+        result = ask(config, paths, "--ranks", "2", "--json")
+        [nvme] = [tier for tier in json.loads(result.out)["memory"]["tiers"] if tier["name"] == "NVMe"]
+        return int(nvme["have_bytes"])
+
+    whole = json.loads(ask(config, "storage.paths=[disk0]", "--json").out)["hardware"]["nvme"]["free_bytes"]
+    before = available_bytes()
+    assert before == pytest.approx(whole / 2, rel=0.05)
+    for store in stores_on_machine(config, [paths], 2):
+        store[0].mkdir(parents=True)
+        with (store[0] / "ratel.store").open("wb") as file:
+            file.truncate(1 << 40)
+    assert available_bytes() - before == pytest.approx(1 << 40, rel=0.01)
+    other = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        if device_of(other) == device_of(here):
+            pytest.skip("there is one file system")
+        shutil.rmtree(here / "disk1")
+        (here / "disk1").symlink_to(other)
+        assert available_bytes() == pytest.approx(whole + (1 << 40), rel=0.01)
+    finally:
+        shutil.rmtree(other)
 
 
 def test_pictures(ask: Ask, config: Path, machine: Path, here: Path) -> None:

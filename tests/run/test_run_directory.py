@@ -12,7 +12,7 @@ from ratel_cli.config.load import to_yaml
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
-from ratel_cli.run.files.run_directory import find_run, is_output_of_run, with_own_store
+from ratel_cli.run.files.run_directory import find_run, is_output_of_run, stores_on_machine, with_own_store
 from ratel_cli.run.inputs.named_model import find_model
 
 TEXT = "base_model: m\ndatasets: d.jsonl\noutput_dir: out\nstorage: {paths: [s]}\n"
@@ -104,6 +104,24 @@ def test_the_hint_for_a_run_that_is_not_there(here: Path, name: str, hint: str) 
         with pytest.raises(BadInput) as caught:
             find(Path(name), RunLog())
         assert (caught.value.message, caught.value.hint) == (f"{name}: no such file or directory", hint)
+
+
+def test_the_stores_of_ranks(here: Path, output: Path) -> None:
+    """Within those of rank 0, and elsewhere if the config says so; as each has recorded it, for a run's directory."""
+    file = here / "a.yaml"
+    file.write_text("base_model: m\ndatasets: d\nstorage: {paths: [s]}\n")
+    [first] = stores_on_machine(file, (), 1)[0]
+    assert stores_on_machine(file, (), 3) == [(first,), (first / "rank-1.store",), (first / "rank-2.store",)]
+    named = stores_on_machine(file, ["storage.paths=['a{rank}', 'b{local_rank}']"], 2)
+    assert named == [
+        (Path("a0") / first.name, Path("b0") / first.name),
+        (Path("a1") / first.name / "rank-1.store", Path("b1") / first.name / "rank-1.store"),
+    ]
+    assert stores_on_machine(output, (), 2) == [(Path("s"),), (Path("s/rank-1.store"),)]
+    recorded = output / "run" / "ranks" / "1" / "run" / "config.yaml"
+    recorded.parent.mkdir(parents=True)
+    recorded.write_text(TEXT.replace("[s]", "[elsewhere]"))
+    assert stores_on_machine(output, (), 2)[1] == (Path("elsewhere"),)
 
 
 def test_notices_are_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

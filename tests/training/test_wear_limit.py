@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ratel_cli.training.wear_limit import WearLimit
@@ -38,6 +40,11 @@ def test_the_words() -> None:
     assert none.warning(6) == (
         "storage.max_tb_written (100 GB) allows not even one step: "
         "making the store writes 300 GB and the step 100 GB, 400 GB in all"
+    )
+    shared = replace(limit, num_sharing=2).warning(1000)
+    assert (
+        shared
+        == words.replace("10.0 TB", "10.0 TB for each of 2 ranks") + "and each of the 1000 steps 100 GB, 100 TB in all"
     )
     begun = limit.warning(1000, done=97)
     assert begun is not None and "allows no step after step 97 of 1000: making the store" in begun

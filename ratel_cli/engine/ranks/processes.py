@@ -108,7 +108,7 @@ def ranks_of(rank: int, size: int, timeout: timedelta) -> Ranks:
     return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients, patient=patient)
 
 
-def _first_to_end(store: dist.Store, rank: int) -> int | None:
+def _first_to_end(store: PrefixStore, rank: int) -> int | None:
     """The first rank that has called this, which says why; None if the store does not answer."""
     answers = Queue[int]()
 

@@ -223,6 +223,12 @@ def host_limit_bytes(setting: Setting) -> int:
     return max(0, host.available_bytes - margin_bytes(host.memory_bytes))
 
 
+def more_space(*, num_ranks: int) -> str:
+    """What to do where a store does not fit. Several ranks have no `durability: none`."""
+    more = "name more directories in storage.paths"
+    return more if num_ranks > 1 else f"{more}, or halve the need with storage.durability: none"
+
+
 def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -> Forecast:
     keys = ", ".join(setting.step_keys)
     tiers = [
@@ -236,7 +242,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
             name="NVMe",
             need_bytes=plan.nvme_bytes,
             have_bytes=setting.share.nvme.free_bytes,
-            remedy="name more directories in storage.paths, or halve the need with storage.durability: none",
+            remedy=more_space(num_ranks=setting.layout.num_ranks),
         ),
     ]
     if device_limit_bytes is not None:

@@ -96,7 +96,7 @@ def _space(config: RunConfig, places: Sequence[Place], log: RunLog) -> Iterator[
         return
     paths = config.storage.paths
     need_bytes = sum(new_geometry(config, spec.stored_blocks, shares=(1,) * len(paths)).file_bytes())
-    available_bytes = free_bytes([nearest_existing(path) for path in paths]) + taken_bytes(config)
+    available_bytes = free_bytes([nearest_existing(path) for path in paths]) + taken_bytes(paths)
     mine = [place for place in places if place.path in paths]
     yield check_space(mine, need_bytes=need_bytes, available_bytes=available_bytes)
     for space in spaces_of(config, spec, nvme_bytes=need_bytes):

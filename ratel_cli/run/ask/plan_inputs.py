@@ -7,6 +7,7 @@ Invariants: the plan names its machine; free memory and free space of this machi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.shares import ONE_RANK, RankLayout
 from ratel_cli.hardware.spec import HardwareProfile, Network
+from ratel_cli.io.files import device_of
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Forecaster, Setting, Tier
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
@@ -52,12 +54,14 @@ class Cluster:
     network: str | None = None
     """The rate of a machine, as `--network` has it; None: as the hardware file says."""
 
-    def layout(self, *, has_own_drives: bool) -> RankLayout:
-        """Where the ranks are; those of a machine share its drives, unless each has its own."""
-        on_machine = -(-self.num_ranks // self.num_machines)
-        return RankLayout(
-            num_ranks=self.num_ranks, on_machine=on_machine, on_drives=1 if has_own_drives else on_machine
-        )
+    @property
+    def on_machine(self) -> int:
+        """The number of ranks on each machine; on the last one there may be fewer."""
+        return -(-self.num_ranks // self.num_machines)
+
+    def layout(self, *, on_drives: int) -> RankLayout:
+        """Where the ranks are. So many of a machine as `on_drives` share its drives."""
+        return RankLayout(num_ranks=self.num_ranks, on_machine=self.on_machine, on_drives=on_drives)
 
     def of_machines(self, hardware: HardwareProfile) -> HardwareProfile:
         """One of these machines. Raises BadInput if ranks cannot be on them, or their network is not known."""
@@ -164,7 +168,7 @@ def space_tiers(config: RunConfig, forecaster: Forecaster, setting: Setting, *, 
             forecaster.spec,
             nvme_bytes=nvme_bytes,
             own=forecaster.spec.sliced(rank_slice_of(setting)),
-            num_sharing=setting.layout.on_drives,
+            layout=setting.layout,
         )
     )
 
@@ -194,9 +198,17 @@ def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
     return counted if shape.num_parameters else with_layers(counted, shape.num_layers)
 
 
-def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> HardwareProfile:
+def on_same_drives(stores: Sequence[Sequence[Path]]) -> list[Sequence[Path]]:
+    """Of the directories of stores, those on the drives of the first."""
+    return [paths for paths in stores if set(map(device_of, paths)) == set(map(device_of, stores[0]))]
+
+
+def find_hardware(
+    config: RunConfig, file: Path | None, log: RunLog, *, stores: Sequence[Sequence[Path]] = ()
+) -> HardwareProfile:
     """The machine of `--hardware`, of the config's last run, of the last `ratel profile`, or measured briefly, in this
-    order.
+    order. `stores`: the directories of the stores of all ranks on its drives, whose space is theirs already; by default
+    of the config's.
 
     Raises EnvironmentFailure if this machine cannot be measured.
     """
@@ -210,7 +222,8 @@ def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> Hardware
     else:
         hardware = cached_machine_profile(target, log, refreshed_by=REFRESHES) or _measured(target, log)
     nvme = hardware.nvme
-    return replace(hardware, nvme=replace(nvme, free_bytes=nvme.free_bytes + taken_bytes(config)))
+    taken = sum(map(taken_bytes, stores or [config.storage.paths]))
+    return replace(hardware, nvme=replace(nvme, free_bytes=nvme.free_bytes + taken))
 
 
 def _measured(target: ProfileTarget, log: RunLog) -> HardwareProfile:

@@ -132,20 +132,35 @@ def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunCo
     """
     name_run(path, overrides)
     file = config_file(path)
-    config = _of_this_rank(_load(file, log, overrides))
+    config = _of_rank(_load(file, log, overrides), launched_rank(), local_rank())
     return with_own_store(config) if file == path else as_of_run(config, path, overrides)
 
 
-def has_own_drives(path: Path, overrides: Sequence[str] = ()) -> bool:
-    """Whether the config has other directories for each rank of a machine. Raises BadInput as `read_config`."""
-    config = load_config(config_file(path), overrides).config
-    return any(name in str(each) for each in config.storage.paths for name in ("{rank}", "{local_rank}"))
+def stores_on_machine(path: Path, overrides: Sequence[str], number: int) -> list[tuple[Path, ...]]:
+    """By rank, the directories of the stores that the first `number` ranks of the config that `path` names have, or
+    would have, if they are on this machine. Raises BadInput as `read_config`."""
+    file = config_file(path)
+    config = load_config(file, overrides).config
+    if file != path:
+        config = as_of_run(config, path, overrides)
+        return [store_of_rank(config, rank) for rank in range(number)]
+    return [paths_in(with_own_store(_of_rank(config, rank, rank)).storage.paths, rank) for rank in range(number)]
 
 
-def _of_this_rank(config: RunConfig) -> RunConfig:
-    """The config with what this process has for `{rank}`, `{local_rank}` and `{host}` in `storage.paths`. A command
-    that torchrun has not started reads what rank 0 has."""
-    values = {"rank": str(launched_rank()), "local_rank": str(local_rank()), "host": gethostname()}
+def store_of_rank(config: RunConfig, rank: int) -> tuple[Path, ...]:
+    """The directories of a rank's store, as it has recorded them; `config`: that of the run."""
+    recorded = recorded_config(rank_directory(config.output_dir, rank)) if rank else config
+    return paths_in(config.storage.paths, rank) if recorded is None else recorded.storage.paths
+
+
+def paths_in(paths: Sequence[Path], rank: int) -> tuple[Path, ...]:
+    """The directories of a rank's store in those of the run."""
+    return tuple(path / f"rank-{rank}.store" for path in paths) if rank else tuple(paths)
+
+
+def _of_rank(config: RunConfig, rank: int, on_machine: int) -> RunConfig:
+    """The config with what a rank has for `{rank}`, `{local_rank}` and `{host}` in `storage.paths`."""
+    values = {"rank": str(rank), "local_rank": str(on_machine), "host": gethostname()}
     paths = list(map(str, config.storage.paths))
     for name, value in values.items():
         paths = [path.replace(f"{{{name}}}", value) for path in paths]

@@ -142,6 +142,7 @@ def wear_limit(
         store_bytes=geometry.made_bytes,
         slot_bytes=geometry.slot.num_bytes,
         first_step=first_step,
+        num_sharing=num_sharing,
     )
 
 

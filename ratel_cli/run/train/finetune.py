@@ -363,7 +363,7 @@ def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
         run.inputs.model.spec,
         nvme_bytes=plan.nvme_bytes,
         own=run.inputs.model.spec.sliced(run.context.ranks.slice),
-        num_sharing=run.context.layout.on_drives,
+        layout=run.context.layout,
         export_bytes=export_bytes(run.inputs.layout, run.inputs.base.sidecars(run.context.config)),
         weights=run.hardware.nvme.weights,
     )
@@ -384,7 +384,7 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         engine=run.context.queue.engine,
         paths=config.storage.paths,
         output_dir=config.output_dir,
-        taken_bytes=taken_bytes(config),
+        taken_bytes=taken_bytes(config.storage.paths),
         split=split_words(plan.workload, is_planned=run.written.split is None, num_ranks=run.context.ranks.size),
         computed_tokens=data.computed_tokens_per_step,
         endurance_tb=config.storage.endurance_tb,
@@ -423,10 +423,9 @@ def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
     config, errors = run.context.config, ErrorList()
     errors.attempt(("storage", "max_tb_written"), lambda: _check_wear_limit(run))
     if run.store is None:
-        number = run.context.layout.on_drives
         errors.attempt(
             ("storage", "paths"),
-            lambda: check_store_space(config, plan.nvme_bytes, run.hardware, num_sharing=number),
+            lambda: check_store_space(config, plan.nvme_bytes, run.hardware, layout=run.context.layout),
         )
     for space in spaces:
         errors.attempt(space.key, space.check)

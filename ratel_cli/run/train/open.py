@@ -14,7 +14,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
 from ratel_cli.run.files.resharding_record import is_moving
-from ratel_cli.run.files.run_directory import rank_directory, recorded_config
+from ratel_cli.run.files.run_directory import store_of_rank
 from ratel_cli.run.inputs.base import Base, check_model
 from ratel_cli.run.inputs.base_kinds import read_base
 from ratel_cli.run.inputs.language_base import LanguageBase
@@ -92,12 +92,7 @@ def _open_stores(context: RunContext) -> tuple[Store, ...]:
     if rank:
         raise BadInput(f"{config.output_dir} is rank {rank} of a run", "name the directory of the run itself")
     stores = [first]
-    for other in range(1, size):
-        directory = rank_directory(config.output_dir, other)
-        recorded = recorded_config(directory)
-        if recorded is None:
-            raise BadInput(f"{directory}: the record of rank {other} cannot be read, so its store is not known")
-        stores.append(context.open_store(recorded.storage.paths, read_only=True))
+    stores += [context.open_store(store_of_rank(config, other), read_only=True) for other in range(1, size)]
     steps = [store.progress.step for store in stores]
     if len(set(steps)) > 1:
         raise BadInput(

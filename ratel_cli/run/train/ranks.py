@@ -24,8 +24,8 @@ from ratel_cli.errors import Interrupted
 from ratel_cli.hardware.host import boot_id
 from ratel_cli.hardware.shares import RankLayout
 from ratel_cli.hardware.spec import HardwareProfile, Network
-from ratel_cli.io.files import nearest_existing
-from ratel_cli.run.files.run_directory import rank_directory, recorded_config
+from ratel_cli.io.files import device_of
+from ratel_cli.run.files.run_directory import paths_in, rank_directory, recorded_config
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.train.start import GoBack, Start, StartOver
 from ratel_cli.store.open import stored_rank_slice, stored_step
@@ -77,11 +77,6 @@ def check_same_options(ranks: Ranks, *options: object) -> None:
             )
 
 
-def paths_in(paths: Sequence[Path], rank: int) -> tuple[Path, ...]:
-    """The directories of a rank's store in those of the run."""
-    return tuple(path / f"rank-{rank}.store" for path in paths) if rank else tuple(paths)
-
-
 @contextmanager
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """A context that rank 0 leaves before any other enters it, however long it takes."""
@@ -106,7 +101,7 @@ def measured_in_turn(ranks: Ranks, measure: Callable[[], HardwareProfile]) -> Ha
 
 def layout_of(ranks: Ranks, paths: Sequence[Path]) -> RankLayout:
     """Where the ranks are; `paths`: this one's directories. Raises as `Channel.swap`."""
-    here, drives = boot_id(), sorted({nearest_existing(path).stat().st_dev for path in paths})
+    here, drives = boot_id(), sorted(set(map(device_of, paths)))
     known = ranks.gathered([_number(here), _number(f"{here} {drives}")])
     on_machine, on_drives = (column.count(column[ranks.rank]) for column in zip(*known, strict=True))
     return RankLayout(num_ranks=ranks.size, on_machine=on_machine, on_drives=on_drives)

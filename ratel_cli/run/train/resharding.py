@@ -38,9 +38,8 @@ from ratel_cli.run.files.resharding_record import (
     read_resharding,
     write_resharding,
 )
-from ratel_cli.run.files.run_directory import rank_directory, recorded_config
+from ratel_cli.run.files.run_directory import rank_directory, recorded_config, store_of_rank
 from ratel_cli.run.inputs.settings import as_recorded, new_geometry, settings_hash
-from ratel_cli.run.train.ranks import paths_in
 from ratel_cli.run.train.store import prepare_store
 from ratel_cli.schedule.slices import range_in
 from ratel_cli.store.barrier import failpoint
@@ -222,8 +221,7 @@ def _store_id(directory: Path) -> str | None:
 def _stores_before(config: RunConfig, before: int) -> list[Sequence[Path]]:
     found: list[Sequence[Path]] = [config.storage.paths]
     for rank in range(1, before):
-        recorded = recorded_config(rank_directory(config.output_dir, rank))
-        paths = paths_in(config.storage.paths, rank) if recorded is None else recorded.storage.paths
+        paths = store_of_rank(config, rank)
         if not Store.exists(paths):
             raise BadInput(
                 f"the store of rank {rank} is not here: to go on with another number of ranks, rank 0 reads all stores",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -19,10 +19,12 @@ from typing import Final, Literal
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import ConfigKey, NotEnoughSpace
 from ratel_cli.hardware.host import free_bytes
+from ratel_cli.hardware.shares import ONE_RANK, RankLayout
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.io.files import nearest_existing
+from ratel_cli.io.files import device_of, nearest_existing
 from ratel_cli.model.marker import space_for_export
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.forecast.ratel_forecast import more_space
 from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.run.files.run_directory import place_of
 from ratel_cli.run.inputs.settings import num_slots
@@ -31,11 +33,6 @@ from ratel_cli.units import format_bytes
 
 SNAPSHOT_SLOTS: Final = 2
 """Slots of a snapshot's store: the generation that was copied last, and the one that is being copied."""
-
-
-_STORE_HINT: Final = (
-    "free some space, set storage.paths to other directories, or halve the need with storage.durability: none"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,22 +78,22 @@ def spaces_of(
     weights: Sequence[int] | None = None,
     export_bytes: int | None = None,
     own: ModelSpec | None = None,
-    num_sharing: int = 1,
+    layout: RankLayout = ONE_RANK,
 ) -> tuple[Space, ...]:
     """The space of the snapshot, if the config asks for one, and of the export.
 
     `nvme_bytes` is what the run needs in `storage.paths`, with scratch files; `weights` are the paths' shares of it,
     equal ones if None. `export_bytes` is the size of the export; its weights alone if None. `own`: what a rank's store
-    has of the model, all of it if None; `num_sharing` ranks have their stores on these drives.
+    has of the model, all of it if None; `layout`: the ranks that have stores on these drives.
     """
     weights = weights or (1,) * len(config.storage.paths)
     export = config.output_dir
     own_bytes = store_bytes(own or spec, num_slots=num_slots(config))
-    taken = _to_come(config, own_bytes, weights, num_sharing=num_sharing)
+    taken = _to_come(config, own_bytes, weights, num_sharing=layout.on_drives)
     spaces: list[Space] = []
     if config.storage.snapshot is not None:
         path = config.storage.snapshot.path
-        beside = _to_come(config, nvme_bytes, weights)[_device(path)]
+        beside = _to_come(config, nvme_bytes, weights)[device_of(path)]
         snapshot = Space(
             name="snapshot",
             option="storage.snapshot.path",
@@ -106,8 +103,8 @@ def spaces_of(
             is_shared=beside > 0,
         )
         spaces.append(snapshot)
-        taken[_device(path)] += max(0, snapshot.need_bytes - _file_bytes(path))
-    beside = taken[_device(export)]
+        taken[device_of(path)] += max(0, snapshot.need_bytes - _file_bytes(path))
+    beside = taken[device_of(export)]
     available_bytes = max(0, space_for_export(export) - beside)
     spaces.append(
         Space(
@@ -124,25 +121,28 @@ def spaces_of(
     return tuple(spaces)
 
 
-def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProfile, *, num_sharing: int = 1) -> None:
-    """Raise NotEnoughSpace unless store and scratch files of a new run fit together. `num_sharing`: ranks with as much
-    on the same drives."""
-    available_bytes = hardware.nvme.free_bytes // num_sharing + taken_bytes(config)
+def check_store_space(
+    config: RunConfig, need_bytes: int, hardware: HardwareProfile, *, layout: RankLayout = ONE_RANK
+) -> None:
+    """Raise NotEnoughSpace unless store and scratch files of a new run fit together, of this rank and of those that
+    share its drives."""
+    available_bytes = hardware.nvme.free_bytes // layout.on_drives + taken_bytes(config.storage.paths)
+    hint = f"free some space; or {more_space(num_ranks=layout.num_ranks)}"
     if need_bytes > available_bytes:
         raise NotEnoughSpace(
             f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "
             f"{format_bytes(available_bytes)} available",
-            _STORE_HINT,
+            hint,
         )
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     for device, new_bytes in _to_come(config, need_bytes, hardware.nvme.weights).items():
-        here = [path for path in config.storage.paths if _device(path) == device]
-        free = free_bytes([nearest_existing(here[0])]) // num_sharing
+        here = [path for path in config.storage.paths if device_of(path) == device]
+        free = free_bytes([nearest_existing(here[0])]) // layout.on_drives
         if new_bytes > free:
             raise NotEnoughSpace(
                 f"not enough space for the store: its share in {', '.join(map(str, here))} is "
                 f"{format_bytes(new_bytes)}, {format_bytes(free)} available",
-                _STORE_HINT,
+                hint,
             )
         if limit_bytes != resource.RLIM_INFINITY and new_bytes > limit_bytes * len(here):
             raise NotEnoughSpace(
@@ -152,23 +152,19 @@ def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProf
             )
 
 
-def taken_bytes(config: RunConfig) -> int:
-    """Bytes that an earlier store in the same directories takes: they are there already, or will be free."""
-    return sum(map(_file_bytes, config.storage.paths))
+def taken_bytes(paths: Iterable[Path]) -> int:
+    """Bytes that a store takes in these directories: a run that has it needs no others, or will free them."""
+    return sum(map(_file_bytes, paths))
 
 
 def _to_come(config: RunConfig, num_bytes: int, weights: Sequence[int], *, num_sharing: int = 1) -> Counter[int]:
     """What `num_bytes` in `storage.paths` will still take of each file system, by its device; for each rank that shares
     them."""
-    num_bytes, whole = max(0, num_bytes - taken_bytes(config)), sum(weights)
+    num_bytes, whole = max(0, num_bytes - taken_bytes(config.storage.paths)), sum(weights)
     found = Counter[int]()
     for path, weight in zip(config.storage.paths, weights, strict=True):
-        found[_device(path)] += num_sharing * -(-num_bytes * weight // whole)
+        found[device_of(path)] += num_sharing * -(-num_bytes * weight // whole)
     return found
-
-
-def _device(path: Path) -> int:
-    return nearest_existing(path).stat().st_dev
 
 
 def _file_bytes(directory: Path) -> int:
