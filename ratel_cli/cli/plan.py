@@ -61,17 +61,18 @@ def run(
         reject_existing(picture, overwrite=overwrite)
     if cluster.num_ranks > 1:
         reject_questions(questions, config.cost_model)
-        reject_unsupported(config)
+        reject_unsupported(config, cluster.num_ranks)
     is_here = hardware_path is None
     stores = on_same_drives(stores_on_machine(config_path, overrides, cluster.on_machine)) if is_here else []
     hardware = cluster.of_machines(find_hardware(config, hardware_path, log, stores=stores))
     step_keys = config.step_keys
+    config = config.of_rank(cluster.num_ranks)
+    layout = cluster.layout(on_drives=len(stores) if is_here else cluster.on_machine)
     if is_here:
         warn_of_host_limit(config, log)
         config = as_recorded(config)
-    config = with_planned_split(config, hardware, name=config_path.stem, log=log)
+    config = with_planned_split(config, hardware, name=config_path.stem, log=log, layout=layout)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
-    layout = cluster.layout(on_drives=len(stores) if is_here else cluster.on_machine)
     setting = setting_of(config, hardware, step_keys=step_keys, layout=layout)
     forecast = forecaster.forecast(setting)
     if is_here:

@@ -120,8 +120,8 @@ class RunConfig(Section):
     """Micro-batches in one step. More of them cost computing time but no further weight or optimizer traffic, because
     weights and states move once per step. `auto`: as many as reach `tokens_per_step`."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """Tokens in one step, padding included: a multiple of `sequence_len`. If you set it, `micro_batch_size` and
-    `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
+    """Tokens in one step, of all ranks, padding included: a multiple of `sequence_len`. If you set it,
+    `micro_batch_size` and `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
     num_epochs: float = Field(default=1.0, gt=0)
     """Passes over the training data; a fraction is allowed. Ignored if `max_steps` is set. A run that has ended goes on
     if you raise it and run again."""
@@ -266,10 +266,17 @@ class RunConfig(Section):
         size, number = self.micro_batch_size, self.gradient_accumulation_steps
         return (size, number) if isinstance(size, int) and isinstance(number, int) else None
 
-    def of_ranks(self, num_ranks: int) -> Self:
-        """The config whose steps have the micro-batches of all ranks."""
-        _, number = self.known_split
-        return self.model_copy(update={"gradient_accumulation_steps": number * num_ranks})
+    def of_rank(self, num_ranks: int) -> Self:
+        """The config of each of `num_ranks`, which must divide the sequences of `tokens_per_step`, and their
+        micro-batches if those are known: it counts the tokens of all."""
+        return self if self.tokens_per_step is None else self.of_ranks(1, shared_by=num_ranks)
+
+    def of_ranks(self, num_ranks: int, *, shared_by: int = 1) -> Self:
+        """The config whose steps have the micro-batches of all ranks, from that of each; or those of each of others
+        that share them, of which there must be as many as divide them."""
+        keys = ("tokens_per_step", "gradient_accumulation_steps")
+        numbers = {key: number for key in keys if isinstance(number := getattr(self, key), int)}
+        return self.model_copy(update={key: number * num_ranks // shared_by for key, number in numbers.items()})
 
     @property
     def known_split(self) -> tuple[int, int]:

@@ -304,10 +304,11 @@ def start_ranks(
     return processes
 
 
-def succeed_ranks(config: Path, size: int, *arguments: str) -> None:
-    """Run it in so many ranks to the end."""
+def succeed_ranks(config: Path, size: int, *arguments: str) -> str:
+    """Run it in so many ranks to the end. Returns what rank 0 wrote to stderr."""
     for rank, process in enumerate(start_ranks(config, size, *arguments)):
         assert wait(process) == 0, stderr_of(config, rank)
+    return stderr_of(config)
 
 
 def stderr_of(config: Path, rank: int = 0) -> str:

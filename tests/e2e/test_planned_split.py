@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.run.files.run_directory import recorded_config
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -17,7 +18,11 @@ from tests.e2e.runs import (
     output_of,
     ratel,
     run_until_killed,
+    start_ranks,
+    stderr_of,
     succeed,
+    succeed_ranks,
+    wait,
 )
 from tests.tiers import sample
 
@@ -71,6 +76,38 @@ def test_a_run_resumes_with_the_split_of_its_store(make_config: MakeConfig, plai
     assert "split by the plan" in ratel("plan", planned, "--hardware", hardware).stdout
     if size == 2:
         assert export_hash(planned) == export_hash(plain_run)
+
+
+@pytest.mark.full
+def test_the_tokens_of_a_step_are_those_of_all_ranks(make_config: MakeConfig) -> None:
+    """Each has the micro-batches that rank 0 plans. A run with the same config and another number goes on with them."""
+    planned = make_config("planned", **PLANNED)
+    stderr = succeed_ranks(planned, 2, "max_steps=2")
+    content = json.loads((output_of(planned) / "run" / "plan.json").read_text())
+    size, number = (content["workload"][key] for key in ("micro_batch_size", "num_micro_batches"))
+    assert 2 * size * number * 64 == TOKENS and content["is_split_planned"] is True
+    assert "split by the plan, in each of 2 ranks" in stderr
+    recorded = recorded_config(output_of(planned))
+    assert recorded is not None
+    assert (recorded.split, recorded.tokens_per_step) == ((size, number), None)
+    written_out = make_config("written", micro_batch_size=size, gradient_accumulation_steps=number)
+    succeed_ranks(written_out, 2, "max_steps=2")
+    assert_same_result(planned, written_out)
+    assert f"of {size} x 64" in ratel("plan", planned, "--ranks", "2").stdout
+    ended = finetune(planned, "max_steps=3")
+    assert ended.code == 0 and "split by the plan" in ended.stderr, ended.stderr
+    ended = finetune(written_out, "max_steps=3", f"gradient_accumulation_steps={2 * number}")
+    assert ended.code == 0, ended.stderr
+    assert_same_result(planned, written_out)
+    succeed_ranks(planned, 2, f"micro_batch_size={size}")
+    processes = start_ranks(planned, 3)
+    assert [wait(process) for process in processes] == [2, 2, 2]
+    assert f"{TOKENS} tokens are not the same number of micro-batches for each of 3 ranks" in stderr_of(planned)
+    assert "set it to a multiple of 192" in stderr_of(planned)
+    processes = start_ranks(planned, 2, f"tokens_per_step={2 * TOKENS}")
+    assert {wait(process) for process in processes} <= {2, 75}
+    said = "".join(stderr_of(planned, rank) for rank in range(2))
+    assert said.count(f"tokens_per_step was {TOKENS}, is now {2 * TOKENS}") == 1
 
 
 @pytest.mark.full

@@ -217,9 +217,6 @@ def test_paths_of_each_rank(make_config: MakeConfig, undisturbed: MakeRanks, tmp
 
 def test_what_ranks_do_not_do_is_rejected(make_config: MakeConfig, tmp_path: Path) -> None:
     rejected: dict[str, dict[str, object]] = {
-        "tokens_per_step": {
-            "tokens_per_step": 256, "micro_batch_size": "auto", "gradient_accumulation_steps": "auto",
-        },
         "storage.snapshot": {"storage": {"snapshot": {"path": str(tmp_path / "copy"), "every": 1}}},
         "storage.durability: none": {"storage": {"durability": "none"}},
     }  # fmt: skip
@@ -250,6 +247,24 @@ def test_a_rank_that_hangs_ends_all(make_config: MakeConfig, hung: int) -> None:
     step = len(metrics(config))
     succeed_ranks(config, 2, f"max_steps={step + 2}")
     assert "resuming from step" in stderr_of(config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_full_disk_of_one_rank_ends_all(
+    make_config: MakeConfig, undisturbed: MakeRanks, small_disk: Path, tmp_path: Path, short: int
+) -> None:
+    """With its own drive. With another one, all begin."""
+    (tmp_path / f"drive{short}").symlink_to(small_disk)
+    subprocess.run(["mount", "-o", "remount,size=256k", str(small_disk)], check=True)
+    config = make_config(**CHANGES, storage={"engine": "threads", "paths": [str(tmp_path / "drive{rank}")]})
+    codes = [wait(process) for process in start_ranks(config, 2)]
+    assert codes[short] == 3 and codes[1 - short] == 75, [stderr_of(config, rank) for rank in range(2)]
+    assert "not enough space for the store: " in stderr_of(config, short)
+    assert "error" not in stderr_of(config, 1 - short), "the other one has said it"
+    (tmp_path / f"drive{short}").unlink()
+    succeed_ranks(config, 2)
+    assert_same_result(config, undisturbed(2))
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ratel_cli.engine.ranks.launched import is_launched, restart_count
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
-from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, first_line
+from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, RatelError, first_line
 
 _FIRST = "the first to end"
 _LINGER_SECONDS = 2.0
@@ -89,8 +89,10 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
         raise
     except Exception as error:
         first = _first_to_end(store, rank)
-        if isinstance(error, RankLost) and first is not None:
-            error.reported_by = first
+        if isinstance(error, RatelError) and first is not None:
+            # What all raise together, rank 0 says. Else the first does: others find the same, or that it has ended.
+            is_of_all = error.reported_by is not None and not isinstance(error, RankLost)
+            error.reported_by = error.reported_by if is_of_all else first
         raise
     finally:
         dist.destroy_process_group()

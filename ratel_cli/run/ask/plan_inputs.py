@@ -125,13 +125,16 @@ def forecaster_of(
     )
 
 
-def with_planned_split(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:
-    """The config with the split that a new run's plan chooses, from shapes alone; as it is if it names a split."""
+def with_planned_split(
+    config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog, layout: RankLayout = ONE_RANK
+) -> RunConfig:
+    """The config with the split that a new run's plan chooses, from shapes alone; as it is if it names a split.
+    `config`: of each of the ranks that `layout` has."""
     if config.split is not None:
         return config
     unsplit = config.split_by(1)
     forecaster = forecaster_of(unsplit, hardware, name=name, log=log, is_recorded=False)
-    setting = setting_of(unsplit, hardware)
+    setting = setting_of(unsplit, hardware, layout=layout)
 
     def rate(workload: Workload) -> SplitRate:
         return forecaster.forecast(replace(setting, workload=workload)).split_rate

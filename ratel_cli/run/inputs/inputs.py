@@ -169,10 +169,11 @@ def facts_of(inputs: Inputs, identity: StoreIdentity, *, first_step: int) -> Run
     )
 
 
-def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
+def changed_settings(config: RunConfig, started_with: Path, *, num_ranks: int = 1) -> list[str]:
     """The keys that decide the bits and differ from the config that the run was started with, each with both values.
 
-    A split, or a size of the head's chunks, that is left to the plan is no change, but the size of the step is.
+    A split, or a size of the head's chunks, that is left to the plan is no change, but the size of the step is. Both
+    configs are those of each of `num_ranks`, and the step is that of all.
     """
     try:
         before = load_config(started_with).config
@@ -186,7 +187,8 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
         for key in SPLIT_KEYS:
             del keys[key]
         keys["tokens_per_step"] = None
-        old["tokens_per_step"] = before.sequences_per_step * before.sequence_len
+        for content, each in ((old, before), (new, config)):
+            content["tokens_per_step"] = num_ranks * each.sequences_per_step * each.sequence_len
     changed = [key for key in keys if old[key] != new[key]]
     return [f"{key} was {changed_value(old[key])}, is now {changed_value(new[key])}" for key in changed]
 

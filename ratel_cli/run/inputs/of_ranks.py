@@ -6,15 +6,20 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks
 
 
-def reject_unsupported(config: RunConfig, *, has_origin: bool = False) -> None:
-    """Raise OfAllRanks for what is not supported with several ranks. `has_origin`: the run starts from another one."""
+def reject_unsupported(config: RunConfig, num_ranks: int, *, has_origin: bool = False) -> None:
+    """Raise OfAllRanks for what is not supported with several ranks, and for a step that they cannot share equally.
+    `has_origin`: the run starts from another one."""
     if has_origin:
         raise OfAllRanks("--from is not supported with several ranks", "leave out --ranks")
-    if config.split is None:
-        raise OfAllRanks(
-            "tokens_per_step is not supported with several ranks",
-            "set micro_batch_size and gradient_accumulation_steps, which are those of each rank",
-        )
+    if config.tokens_per_step is not None:
+        micro_batch_size = 1 if config.split is None else config.split[0]
+        if config.sequences_per_step % (num_ranks * micro_batch_size):
+            least = num_ranks * micro_batch_size * config.sequence_len
+            raise OfAllRanks(
+                f"tokens_per_step: {config.tokens_per_step} tokens are not the same number of micro-batches for each "
+                f"of {num_ranks} ranks",
+                f"set it to a multiple of {least}",
+            )
     if config.storage.snapshot is not None:
         raise OfAllRanks("storage.snapshot is not supported with several ranks", "remove it")
     if config.storage.durability == "none":

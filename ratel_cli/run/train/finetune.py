@@ -63,7 +63,7 @@ from ratel_cli.run.train.ranks import (
     measured_network,
     paths_of_all,
     ranks_before,
-    with_chunks_of_first,
+    with_shape_of_first,
 )
 from ratel_cli.run.train.resharding import as_of_ranks_before, check_seen, finish_resharding, resharded
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
@@ -99,7 +99,7 @@ def run_finetune(
     with ExitStack() as resources:
         ranks = resources.enter_context(open_ranks(timeout_seconds=RANK_TIMEOUT_SECONDS))
         if ranks.size > 1:
-            config = config_of_rank(config, ranks.rank, has_origin=origin is not None)
+            config = config_of_rank(config, ranks, has_origin=origin is not None)
         check_same_options(ranks, start, dry_run, origin is not None)
         with first_rank_first(ranks):
             if not ranks.rank and not dry_run:
@@ -191,8 +191,9 @@ def _find(
         )
     if is_resharded and not ranks.rank:
         was = as_of_ranks_before(config, before=before, size=ranks.size)
+        config = config.split_by(was.known_split[0])
         config = config.chunked_by(was.head_chunk) if isinstance(was.head_chunk, int) else config
-    config = with_chunks_of_first(ranks, as_stored(config, start))
+    config = with_shape_of_first(ranks, as_stored(config, start), written)
     with first_rank_first(ranks):
         inputs = read_inputs(
             config, resources, log, num_ranks=ranks.size, dry_run=dry_run or ranks.rank > 0, overwrite=overwrite
@@ -219,7 +220,10 @@ def _find(
 
     if config.split is None or config.is_chunk_planned:
         context, inputs = shaped_by_plan(context, inputs, share)
-    context = replace(context, config=with_chunks_of_first(ranks, context.config))
+    if ranks.size > 1:
+        config = with_shape_of_first(ranks, context.config, written)
+        context = replace(context, config=config)
+        inputs = replace(inputs, data=inputs.data.split_by(config.known_split[0]))
     identity = identity_of(context.config, inputs)
     return _Run(
         context=context,

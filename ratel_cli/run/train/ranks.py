@@ -51,9 +51,10 @@ _HASH_BITS = 52
 """Of a hash that goes from rank to rank as a number."""
 
 
-def config_of_rank(config: RunConfig, rank: int, *, has_origin: bool = False) -> RunConfig:
-    """What a rank works with. Raises as `reject_unsupported`."""
-    reject_unsupported(config, has_origin=has_origin)
+def config_of_rank(config: RunConfig, ranks: Ranks, *, has_origin: bool = False) -> RunConfig:
+    """What this rank works with. Raises as `reject_unsupported`."""
+    reject_unsupported(config, ranks.size, has_origin=has_origin)
+    config, rank = config.of_rank(ranks.size), ranks.rank
     if not rank:
         return config
     directory = rank_directory(config.output_dir, rank)
@@ -120,11 +121,19 @@ def measured_network(ranks: Ranks) -> Network | None:
     return Network(bytes_per_second=part_bytes * (ranks.size - 1) / seconds)
 
 
-def with_chunks_of_first(ranks: Ranks, config: RunConfig) -> RunConfig:
-    """The config with the chunks of the head that rank 0 has, if they are planned: they decide the bits."""
-    own = config.head_chunk if isinstance(config.head_chunk, int) else 0
-    [first] = ranks.gathered([own])[0]
-    return config.chunked_by(int(first)) if first else config
+def with_shape_of_first(ranks: Ranks, config: RunConfig, written: RunConfig) -> RunConfig:
+    """The config with the micro-batches, and the chunks of the head, that rank 0 has, where `written` leaves them to a
+    plan: they decide the bits. With micro-batches it names this rank's part of the step, and no tokens of all."""
+    if ranks.size == 1:
+        return config
+    own_chunk = config.head_chunk if isinstance(config.head_chunk, int) else 0
+    own_size = 0 if config.split is None else config.split[0]
+    first_chunk, first_size = map(int, ranks.gathered([own_chunk, own_size])[0])
+    if first_chunk and written.is_chunk_planned:
+        config = config.chunked_by(first_chunk)
+    if first_size and written.split is None:
+        config = config.split_by(first_size)
+    return config if config.split is None else config.model_copy(update={"tokens_per_step": None})
 
 
 def paths_of_all(ranks: Ranks, paths: Sequence[Path]) -> list[list[Path]]:

@@ -90,34 +90,31 @@ def _finish(config: RunConfig, record: ReshardingRecord) -> None:
 def as_of_ranks_before(config: RunConfig, *, before: int, size: int) -> RunConfig:
     """The config as `before` ranks had it, whose steps have the same micro-batches as those of `size` ranks, with the
     chunks of the head that the store was made with. Raises BadInput if there is none."""
-    if config.split is None:
-        raise BadInput(
-            f"the run had {counted(before, 'rank')}, which have no tokens_per_step",
-            "set micro_batch_size and gradient_accumulation_steps",
-        )
-    _, number = config.split
+    number = config.sequences_per_step if config.split is None else config.split[1]
     if size * number % before:
         raise _other_steps(config, before=before, size=size)
-    return as_recorded(config.model_copy(update={"gradient_accumulation_steps": size * number // before}))
+    was = as_recorded(config.of_ranks(size, shared_by=before))
+    if was.split is None or config.sequences_per_step % was.split[0]:
+        raise _other_steps(config, before=before, size=size)
+    return was
 
 
-def _has_other_steps(config: RunConfig, before: int, size: int) -> bool:
-    """Whether the run has recorded another number of micro-batches of a step."""
+def _recorded_number(config: RunConfig, before: int) -> int | None:
+    """Micro-batches of a step of all `before` ranks, as the run has recorded them."""
     recorded = recorded_config(config.output_dir)
-    return recorded is not None and before * recorded.known_split[1] != size * config.known_split[1]
+    return None if recorded is None or recorded.split is None else before * recorded.split[1]
 
 
 def _other_steps(config: RunConfig, *, before: int, size: int) -> BadInput:
     """A step would have other micro-batches than before."""
-    _, number = config.known_split
-    recorded = recorded_config(config.output_dir)
-    if recorded is None or recorded.split is None:
-        return BadInput(f"a step of this run has other micro-batches than {size} x {number}")
-    of_run = before * recorded.split[1]
-    fitting = f"set gradient_accumulation_steps={of_run // size}; it is that of each rank"
-    hint = f"resume it with --ranks {before}" if of_run % size else fitting
-    has = f"a step of this run has {counted(of_run, 'micro-batch', 'micro-batches')}, and not {size} x {number}"
-    return BadInput(has, hint)
+    wanted = f"{size} x {config.split[1]}" if config.split else counted(size * config.sequences_per_step, "sequence")
+    of_run, hint = _recorded_number(config, before), f"resume it with --ranks {before}"
+    if of_run is None:
+        return BadInput(f"a step of this run has other micro-batches than {wanted}", hint)
+    if config.split is not None and not of_run % size:
+        hint = f"set gradient_accumulation_steps={of_run // size}; it is that of each rank"
+    has = counted(of_run, "micro-batch", "micro-batches")
+    return BadInput(f"a step of this run has {has}, and not {wanted}", hint)
 
 
 @contextmanager
@@ -207,7 +204,9 @@ def _open_old(
     try:
         return context.open_store(paths, identity=replace(identity, config_hash=settings_hash(was)))
     except StoreMismatch as error:
-        if set(error.fields) <= {"config_hash", "data_hash"} and _has_other_steps(context.config, before, size):
+        of_run = _recorded_number(context.config, before)
+        is_other = of_run not in (None, size * context.config.known_split[1])
+        if set(error.fields) <= {"config_hash", "data_hash"} and is_other:
             raise _other_steps(context.config, before=before, size=size) from error
         raise
 

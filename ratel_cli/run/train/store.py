@@ -44,7 +44,7 @@ from ratel_cli.run.train.branch import DECIDES_THE_STATE, Branch, beginning
 from ratel_cli.run.train.start import GoBack, Start, StartOver
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
-from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_step
+from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_rank_slice, stored_step
 from ratel_cli.store.run_record import RunRecord, hand_over, read_record, write_records
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
@@ -178,7 +178,9 @@ def _explained(config: RunConfig, paths: Sequence[Path], fields: Sequence[str]) 
     `fields` of the store's identity differ.
     """
     is_data = tuple(fields) == ("data_hash",)
-    changed = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
+    stored = stored_rank_slice(paths)
+    started_with = run_directory(config.output_dir) / CONFIG_NAME
+    changed = changed_settings(config, started_with, num_ranks=1 if stored is None else stored.size)
     if changed and not is_data:
         return BadInput(
             f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings: "
