@@ -42,8 +42,6 @@ def run(
     see_own_gpu()
     rank = launched_rank()
     starts_ranks = ranks is not None and ranks[0] > 1
-    if starts_ranks and origin is not None:
-        raise BadInput("arguments '--from' and '--ranks': a run with several ranks starts from its base model")
     log = RankLog(rank) if rank or starts_ranks else RunLog()
     config = read_config(path, log, overrides)
     check_can_train(config, log.notice)

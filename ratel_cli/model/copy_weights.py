@@ -13,12 +13,12 @@ from ratel_cli.io.tickets import join
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.records import RecordBuffers, decode_weights, encode_record, fields_for
 from ratel_cli.schedule.rules import W32
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.shadow import Shadow
 
 
 def copy_weights(
-    source: Generation,
+    source: Readable,
     target: Shadow,
     pool: BufferPool,
     *,

@@ -5,6 +5,7 @@ Invariant: nothing is decided here. The functions only choose words and units fo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -189,6 +190,7 @@ def run_summary(totals: RunTotals, *, endurance_tb: float | None = None) -> list
     return [
         ("mean of", f"{counted(totals.num_steps, 'step')}, {which}"),
         *((name, f"{duration:>{width}}  {share:>5}  {fact}".rstrip()) for name, duration, share, fact in columns),
+        *_slowest(totals),
         *_wear(totals, endurance_tb),
     ]
 
@@ -222,8 +224,9 @@ def _stall(metrics: StepMetrics) -> list[str]:
     if share >= _LEAST_SHARE:
         name = RESOURCE_NAMES[cause]
         short = name.removeprefix("NVMe ")
+        whose = f", for rank {metrics.slowest_rank}" if cause == "network" and metrics.slowest_rank else ""
         in_short = f"stall {short} {_percent(share)}".ljust(_STALL_COLUMNS)
-        return [f"stalled {_percent(share)} on {name}", in_short, f"stall {_percent(share)}"]
+        return [f"stalled {_percent(share)} on {name}{whose}", in_short, f"stall {_percent(share)}"]
     busy = metrics.busy_seconds[metrics.bottleneck] / metrics.step_seconds
     return [
         f"no stall, {RESOURCE_NAMES[metrics.bottleneck]} busy {_percent(busy)}",
@@ -250,6 +253,19 @@ def _traffic(totals: RunTotals, resource: Resource) -> str:
         return ""
     bytes_per_second = num_bytes / totals.busy_seconds[resource]
     return f"{format_traffic(num_bytes / totals.num_steps)} at {format_rate(bytes_per_second)} while busy"
+
+
+def _slowest(totals: RunTotals) -> list[tuple[str, str]]:
+    """A row about the rank that the others waited for most often, if there are several."""
+    if not totals.slowest:
+        return []
+    of_ranks = Counter[int]()
+    for (rank, _), number in totals.slowest.items():
+        of_ranks[rank] += number
+    [(slowest, number)] = of_ranks.most_common(1)
+    cause = max((each for each in totals.slowest if each[0] == slowest), key=totals.slowest.__getitem__)[1]
+    steps = f"in {number} of {counted(totals.num_steps, 'step')}"
+    return [("slowest", f"rank {slowest} {steps}; {RESOURCE_NAMES[cause]} was busy longest there")]
 
 
 def _wear(totals: RunTotals, endurance_tb: float | None) -> list[tuple[str, str]]:

@@ -1,10 +1,10 @@
-"""The exclusive lock on a store, held on the data files themselves.
+"""The lock on a store, held on the data files themselves: of one who changes it, or of any number who read it.
 
 The lock belongs to the open file, and so does a write that io_uring still has in flight after its process was killed
 (seen for up to 169 ms). As long as a dead run can still write, its lock is held, and a new run waits. A small file next
 to each data file says who holds the lock; it serves the message only.
 
-Invariant: two `StoreLock`s that share a data file never exist at once, in one process or in two.
+Invariant: of two `StoreLock`s that exist at once on a data file, in one process or in two, both are shared.
 """
 
 from __future__ import annotations
@@ -37,15 +37,23 @@ class StoreLock(Closing):
     """Open data files, locked. `close` unlocks them, and removes those that this lock made and nobody filled."""
 
     def __init__(
-        self, directories: Sequence[Path], *, create: bool, wait_seconds: float, read_only: bool = False
+        self,
+        directories: Sequence[Path],
+        *,
+        create: bool,
+        wait_seconds: float,
+        read_only: bool = False,
+        shared: bool = False,
     ) -> None:
         """Open and lock the data file of each directory. `create` makes missing files.
 
-        `read_only`: a file that this process may not write to is opened for reading.
+        `read_only`: a file that this process may not write to is opened for reading. `shared`: others may have such a
+        lock at the same time.
 
         Waits up to `wait_seconds` for another holder, then raises EnvironmentFailure. Raises BadInput if a file is
         missing and `create` is False.
         """
+        self._operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._fds: dict[Path, int] = {}
         self._made: list[Path] = []
         deadline = time.monotonic() + wait_seconds
@@ -79,7 +87,7 @@ class StoreLock(Closing):
             existed = path.exists()
             fd = _open(path, create=create, read_only=read_only)
             try:
-                if _try_lock(fd, path) and _is_still(fd, path):
+                if _try_lock(fd, path, self._operation) and _is_still(fd, path):
                     if not existed:
                         self._made.append(path)
                     return fd
@@ -114,7 +122,7 @@ def find_use(directory: Path) -> StoreUse:
     except OSError:
         return StoreUse(is_locked=False, pid=None)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return StoreUse(is_locked=True, pid=_owner_pid(directory))
     except OSError:
@@ -158,9 +166,9 @@ def _unusable(path: Path, error: OSError, purpose: Literal["reading", "writing"]
     return EnvironmentFailure(message, "set storage.paths to directories you may write to")
 
 
-def _try_lock(fd: int, path: Path) -> bool:
+def _try_lock(fd: int, path: Path, operation: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as exc:

@@ -77,7 +77,7 @@ def open_files(
     4 check that the store belongs to this run (`identity` None: to any run)
     5 check that the files have their full size and no step was overwriting them
     """
-    lock = StoreLock(directories, create=False, wait_seconds=lock_wait_seconds, read_only=read_only)
+    lock = StoreLock(directories, create=False, wait_seconds=lock_wait_seconds, read_only=read_only, shared=read_only)
     try:
         headers = [read_header(path) for path in lock.paths]
         check_first(headers)

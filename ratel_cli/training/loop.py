@@ -36,7 +36,7 @@ from ratel_cli.errors import EnvironmentFailure, Interrupted
 from ratel_cli.hardware.gpu import num_alloc_retries, peak_gpu_bytes
 from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.planning.step_time import RESOURCES
+from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.store.store import Progress, Store
 from ratel_cli.training.divergence import diagnose_nonfinite_step
 from ratel_cli.training.metrics import StepMetrics
@@ -321,6 +321,7 @@ class TrainingLoop:
         settings = self._settings
         tokens = after.tokens - before.tokens
         flops = 3 * settings.flops_forward_per_token
+        slowest_rank, slowest_bottleneck = slowest_rank_of(self._ranks, times)
         tera_tokens_per_second = num_computed_tokens / seconds / 1e12
         return StepMetrics(
             step=after.step,
@@ -347,6 +348,8 @@ class TrainingLoop:
             applied=outcome.applied,
             clipped=outcome.clipped,
             eval_loss=None,
+            slowest_rank=slowest_rank,
+            slowest_bottleneck=slowest_bottleneck,
         )
 
     def _own(self, batches: Sequence[AnyModelBatch]) -> Sequence[AnyModelBatch]:
@@ -427,3 +430,15 @@ class TrainingLoop:
             return metrics
         accuracy = None if total.num_right is None else total.num_right / num_targets
         return replace(metrics, eval_loss=total.loss / num_targets, eval_accuracy=accuracy)
+
+
+def slowest_rank_of(ranks: Ranks, times: StepTimes) -> tuple[int, Resource] | tuple[None, None]:
+    """The slowest of several ranks in a step that took `times` here, and what was busy longest there. The others waited
+    for it, so that their stalls on the network are longer than its own. Raises as `Channel.swap`."""
+    if ranks.size == 1:
+        return None, None
+    own: list[Resource] = [resource for resource in RESOURCES if resource != "network"]
+    bottleneck = max(own, key=lambda resource: times.busy[resource])
+    known = ranks.gathered([times.stalled["network"], own.index(bottleneck)])
+    rank = min(range(ranks.size), key=lambda rank: known[rank][0])
+    return rank, own[int(known[rank][1])]

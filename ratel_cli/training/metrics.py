@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -68,6 +69,10 @@ class StepMetrics:
     """The mean over the target tokens of the held-out samples; None if the step was not evaluated."""
     eval_accuracy: float | None = None
     """The share of the held-out samples that a classifier gave their class; None for other models."""
+    slowest_rank: int | None = None
+    """The rank that waited for the others least, so that they waited for it; None for one rank alone."""
+    slowest_bottleneck: Resource | None = None
+    """What was busy for the longest time there, of its own resources."""
 
     def to_json(self) -> dict[str, object]:
         """The content of one line. Values that are not finite are null, as JSON has no NaN. None is left out."""
@@ -81,6 +86,11 @@ class StepMetrics:
         retries, bottleneck = fields.optional("num_alloc_retries"), fields.text("bottleneck")
         if fields.integer("step") < 1 or fields.number("step_seconds") <= 0 or bottleneck not in RESOURCES:
             raise ValueError("not a step")
+        slowest_bottleneck = (
+            None if fields.optional("slowest_bottleneck") is None else fields.text("slowest_bottleneck")
+        )
+        if slowest_bottleneck is not None and slowest_bottleneck not in RESOURCES:
+            raise ValueError("not a resource")
         return cls(
             step=fields.integer("step"),
             loss=_number(fields, "loss"),
@@ -107,6 +117,8 @@ class StepMetrics:
             clipped=fields.flag("clipped"),
             eval_loss=None if fields.optional("eval_loss") is None else fields.number("eval_loss"),
             eval_accuracy=None if fields.optional("eval_accuracy") is None else fields.number("eval_accuracy"),
+            slowest_rank=None if fields.optional("slowest_rank") is None else fields.integer("slowest_rank"),
+            slowest_bottleneck=slowest_bottleneck,
         )
 
 
@@ -134,6 +146,8 @@ class RunTotals:
         self.tokens += metrics.tokens
         self.nvme_read_bytes += metrics.nvme_read_bytes
         self.nvme_written_bytes += metrics.nvme_written_bytes
+        if metrics.slowest_rank is not None and metrics.slowest_bottleneck is not None:
+            self.slowest[metrics.slowest_rank, metrics.slowest_bottleneck] += 1
         for resource in RESOURCES:
             self.busy_seconds[resource] += metrics.busy_seconds[resource]
             self.waited_seconds[resource] += metrics.waited_seconds[resource]
@@ -151,6 +165,8 @@ class RunTotals:
         self.nvme_written_bytes = 0
         self.busy_seconds: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
         self.waited_seconds: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+        self.slowest = Counter[tuple[int, Resource]]()
+        """By rank and its bottleneck, in how many steps it was the slowest."""
 
 
 class AllocRetries:

@@ -94,7 +94,10 @@ def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path, 
     assert [line["grad_norm"] for line in lines] == list(wanted.norms)
     for rank in range(1, size):
         of_rank = output_of(config) / "run" / "ranks" / str(rank) / "run" / "metrics.jsonl"
-        assert len(of_rank.read_text().splitlines()) == NUM_STEPS
+        of_others = [json.loads(line) for line in of_rank.read_text().splitlines()]
+        assert len(of_others) == NUM_STEPS
+        for key in ("slowest_rank", "slowest_bottleneck"):
+            assert [line[key] for line in of_others] == [line[key] for line in lines]
         assert stderr_of(config, rank) == "", "rank 0 speaks for all"
 
 
@@ -131,8 +134,6 @@ def test_other_commands_read_the_state_of_all_ranks(make_config: MakeConfig, row
         assert ended.code == 0, ended.stderr
     assert file_hash(tmp_path / "export" / "model.safetensors") == file_hash(output / "model.safetensors")
     assert_rejected(ratel("verify", output / "run" / "ranks" / "1"), 2, "is rank 1 of a run")
-    branch = make_config("branch", max_steps=NUM_STEPS + 1)
-    assert_rejected(finetune(branch, "--from", str(output)), 2, "that run has the state of 3 ranks")
     damaged = store_of(config).parent / "rank-2.store" / "ratel.store"
     with damaged.open("r+b") as file:
         file.seek(damaged.stat().st_size // 2)

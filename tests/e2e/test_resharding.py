@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
     assert_same_result,
+    curve,
+    export_hash,
     finetune,
     output_of,
     ratel,
@@ -128,6 +131,32 @@ def test_a_change_that_is_killed_is_made_at_the_next_start(
         succeed_ranks(config, size, *arguments)
     assert num_killed >= (1 if point == "reshard.deleted:1" else 2)
     assert_same_result(config, resharded)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 3)])
+def test_a_new_run_starts_from_a_step_of_another_number(make_config: MakeConfig, before: int, after: int) -> None:
+    """Its weights are those of that run, had it gone on with the new number; with a fresh optimizer, it has its
+    weights. The record of it goes with the ranks."""
+    other = make_config("other", **SAVING)
+    succeed_ranks(other, before, *of_ranks(before, 4))
+    branch, fresh = make_config("branch", **CHANGES), make_config("fresh", **CHANGES)
+    origin = ("--from", f"{output_of(other)}@2")
+    succeed_ranks(branch, after, *origin, *of_ranks(after, 6))
+    succeed_ranks(fresh, after, *origin, "--fresh-optimizer", *of_ranks(after, 1))
+    exported = output_of(other).parent / "exported"
+    assert ratel("export", other, "--step", 2, "-o", exported).code == 0
+    begun = make_config("begun", **CHANGES, base=exported)
+    succeed_ranks(begun, after, *of_ranks(after, 1))
+    assert_same_result(fresh, begun)
+    succeed_ranks(other, before, *of_ranks(before, 2), "--resume", "2")
+    succeed_ranks(other, after, *of_ranks(after, 6))
+    assert export_hash(branch) == export_hash(other)
+    assert curve(branch) == curve(other)[2:]
+    succeed_ranks(branch, before, *origin, *of_ranks(before, 7))
+    for rank in range(before):
+        directory = output_of(branch) / "run" / "ranks" / str(rank) if rank else output_of(branch)
+        assert json.loads((directory / "run" / "origin.json").read_text())["step"] == 2
 
 
 @pytest.mark.nightly

@@ -461,5 +461,17 @@ def test_the_summary_counts_what_all_steps_wrote_against_the_drives_endurance() 
     )
 
 
+def test_the_rank_that_the_others_waited_for() -> None:
+    """The one that they waited for most often; why, as often as not; in the line of a step if they are waiting now."""
+    of = [(1, "nvme read"), (1, "compute"), (0, "up"), (0, "compute"), (1, "nvme read")]
+    steps = [replace(METRICS, slowest_rank=rank, slowest_bottleneck=cause) for rank, cause in of]
+    assert summary(METRICS, *steps)[-1] == "slowest: rank 1 in 3 of 5 steps; NVMe read was busy longest there"
+    waiting = IDLE | {"network": 2.0}
+    line = step_line(replace(steps[0], waited_seconds=waiting), 20, width=200)
+    assert line.endswith("stalled 50 % on network, for rank 1")
+    line = step_line(replace(steps[2], waited_seconds=waiting), 20, width=200)
+    assert line.endswith("stalled 50 % on network")
+
+
 def test_a_run_without_steps_has_no_summary() -> None:
     assert summary() == []

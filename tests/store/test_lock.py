@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
+from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock, find_use
 
 HOLD = """
 import sys
@@ -61,6 +61,22 @@ def test_a_second_holder_gets_the_name_of_the_first(directories: list[Path], sha
         assert owner["started"] in raised.value.message
         child.communicate("x")
     StoreLock(directories, create=False, wait_seconds=0).close()
+
+
+def test_readers_share_it(directories: list[Path]) -> None:
+    """With each other, and with none who may change the store."""
+    with (
+        StoreLock(directories, create=False, wait_seconds=0, shared=True),
+        StoreLock(directories[::-1], create=False, wait_seconds=0, shared=True),
+    ):
+        assert find_use(directories[0]).is_locked
+        with pytest.raises(EnvironmentFailure, match="in use"):
+            StoreLock(directories, create=False, wait_seconds=0)
+    with (
+        StoreLock(directories, create=False, wait_seconds=0),
+        pytest.raises(EnvironmentFailure, match="in use"),
+    ):
+        StoreLock(directories, create=False, wait_seconds=0, shared=True)
 
 
 def test_it_waits_until_the_holder_ends(directories: list[Path]) -> None:

@@ -27,6 +27,7 @@ def lines(*steps: int) -> str:
         metrics(1),
         replace(metrics(7), eval_loss=2.5, clipped=True, num_alloc_retries=3),
         replace(metrics(9), num_alloc_retries=0, applied=False, bottleneck="optimizer"),
+        replace(metrics(10), slowest_rank=3, slowest_bottleneck="nvme write"),
     ],
 )
 def test_what_is_written_is_read(tmp_path: Path, step: StepMetrics) -> None:

@@ -6,11 +6,8 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks
 
 
-def reject_unsupported(config: RunConfig, num_ranks: int, *, has_origin: bool = False) -> None:
-    """Raise OfAllRanks for what is not supported with several ranks, and for a step that they cannot share equally.
-    `has_origin`: the run starts from another one."""
-    if has_origin:
-        raise OfAllRanks("--from is not supported with several ranks", "leave out --ranks")
+def reject_unsupported(config: RunConfig, num_ranks: int) -> None:
+    """Raise OfAllRanks for what is not supported with several ranks, and for a step that they cannot share equally."""
     if config.tokens_per_step is not None:
         micro_batch_size = 1 if config.split is None else config.split[0]
         if config.sequences_per_step % (num_ranks * micro_batch_size):

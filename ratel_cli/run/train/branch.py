@@ -22,8 +22,9 @@ from ratel_cli.run.files.origin import Origin, OriginRecord
 from ratel_cli.run.files.output import missing_store
 from ratel_cli.run.inputs.base import model_hash
 from ratel_cli.run.inputs.inputs import Inputs
+from ratel_cli.run.train.open import open_stores, sliced, slices_of
 from ratel_cli.store.copy import copy_generation
-from ratel_cli.store.generation import Generation
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Progress, Store
 
 FIRST_LOSS_SCALE = 2.0**16
@@ -36,8 +37,10 @@ class Branch:
     """An open step of another run."""
 
     origin: Origin
-    store: Store
-    generation: Generation
+    stores: tuple[Store, ...]
+    """Of each rank that the other run has."""
+    generation: Readable
+    """What this rank takes over of the step."""
 
     @property
     def progress(self) -> Progress:
@@ -62,7 +65,8 @@ class Branch:
                 copy(self.generation, store.shadow(), context.pool, progress=advance)
         store.commit_import(self.progress)
         context.pool.trim()
-        self.store.close()
+        for each in self.stores:
+            each.close()
 
 
 def beginning() -> Progress:
@@ -82,21 +86,15 @@ def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
             "to train its exported model, set base_model to the directory of the export",
         )
     with errors_about(theirs.output_dir):
-        store = context.open_store(theirs.storage.paths, read_only=True)
-    if store.rank_slice.size > 1:
-        raise BadInput(
-            f"--from {origin}: that run has the state of {store.rank_slice.size} ranks, and this one has one",
-            f"to begin with its weights, set base_model: DIR after {command('export', theirs.output_dir, '-o', 'DIR')}",
-        )
-    _reject_other_model(context, inputs.model.spec, store, origin)
-    if origin.step is None or origin.step == store.progress.step:
-        generation = store.current()
-    else:
-        try:
-            generation = store.pinned(origin.step)
-        except BadInput as error:
-            raise BadInput(f"--from {origin}: {error.message}", error.hint) from error
-    branch = Branch(origin=origin, store=store, generation=generation)
+        stores = open_stores(context, theirs)
+    spec = inputs.model.spec
+    _reject_other_model(context, spec, stores[0], origin)
+    try:
+        slices = slices_of(stores, origin.step)
+    except BadInput as error:
+        raise BadInput(f"--from {origin}: {error.message}", error.hint) from error
+    generation = sliced(slices, spec, context.pool, context.ranks.slice)
+    branch = Branch(origin=origin, stores=stores, generation=generation)
     if branch.progress.step >= inputs.num_steps:
         raise BadInput(
             f"--from {origin}: that run has done {branch.progress.step} steps, and this one ends after step "

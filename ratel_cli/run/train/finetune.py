@@ -63,6 +63,7 @@ from ratel_cli.run.train.ranks import (
     measured_network,
     paths_of_all,
     ranks_before,
+    share_origin,
     with_shape_of_first,
 )
 from ratel_cli.run.train.resharding import as_of_ranks_before, check_seen, finish_resharding, resharded
@@ -99,8 +100,8 @@ def run_finetune(
     with ExitStack() as resources:
         ranks = resources.enter_context(open_ranks(timeout_seconds=RANK_TIMEOUT_SECONDS))
         if ranks.size > 1:
-            config = config_of_rank(config, ranks, has_origin=origin is not None)
-        check_same_options(ranks, start, dry_run, origin is not None)
+            config = config_of_rank(config, ranks)
+        check_same_options(ranks, start, dry_run, str(origin), origin is not None and origin.fresh_optimizer)
         with first_rank_first(ranks):
             if not ranks.rank and not dry_run:
                 finish_resharding(config, log)
@@ -262,6 +263,7 @@ def _reshard(
         with first_rank_first(ranks):
             if decide is not None:
                 decide()
+    share_origin(ranks, context.config)
 
 
 def _export(context: RunContext, inputs: Inputs, store: Store, generation: Readable, *, overwrite: bool) -> None:

@@ -5,12 +5,15 @@ Invariant: nothing of the run is changed, and no permission to change it is need
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
 from ratel_cli.run.files.resharding_record import is_moving
@@ -20,8 +23,10 @@ from ratel_cli.run.inputs.base_kinds import read_base
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.train.card import card_of
+from ratel_cli.schedule.slices import range_in
 from ratel_cli.store.generation import Generation
-from ratel_cli.store.joined import JoinedGeneration, Readable
+from ratel_cli.store.joined import JoinedGeneration, Readable, SlicedGeneration
+from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.store import Store
 
 
@@ -50,18 +55,12 @@ class OpenedRun:
         return self.base
 
     def slices(self, step: int | None) -> list[Generation]:
-        """What each rank has of the saved generation of `step`; None: of the current one. Raises BadInput if that step
-        is not saved."""
-        if step is None or step == self.store.progress.step:
-            return [store.current() for store in self.stores]
-        return [store.pinned(step) for store in self.stores]
+        """See `slices_of`."""
+        return slices_of(self.stores, step)
 
     def generation(self, step: int | None) -> Readable:
         """All of that generation. Raises BadInput if that step is not saved."""
-        slices = self.slices(step)
-        if len(slices) == 1:
-            return slices[0]
-        return JoinedGeneration(slices=slices, blocks=self.base.model.spec.stored_blocks, pool=self.context.pool)
+        return joined(self.slices(step), self.base.model.spec, self.context.pool)
 
 
 def open_run(context: RunContext) -> OpenedRun:
@@ -75,14 +74,16 @@ def open_run(context: RunContext) -> OpenedRun:
     if not has_own_store(config):
         raise no_store(config)
     base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
-    stores = _open_stores(context)
+    stores = open_stores(context, config)
     check_model(stores[0], config, base.model.spec, paths[0])
     return OpenedRun(context=context, base=base, stores=stores)
 
 
-def _open_stores(context: RunContext) -> tuple[Store, ...]:
-    """The stores of all ranks of the run."""
-    config = context.config
+def open_stores(context: RunContext, config: RunConfig) -> tuple[Store, ...]:
+    """The stores of all ranks of the config's run, for reading; the context closes them.
+
+    Raises BadInput if one is missing, or if they are not those of one step.
+    """
     if is_moving(config):
         raise BadInput(
             f"{config.output_dir}: the change to another number of ranks was interrupted", "resume the run to finish it"
@@ -100,6 +101,29 @@ def _open_stores(context: RunContext) -> tuple[Store, ...]:
             f"resume the run with --ranks {size}, which brings them to the newest step that all have",
         )
     return tuple(stores)
+
+
+def slices_of(stores: Sequence[Store], step: int | None) -> list[Generation]:
+    """What each rank has of the saved generation of `step`; None: of the current one. Raises BadInput if that step is
+    not saved."""
+    if step is None or step == stores[0].progress.step:
+        return [store.current() for store in stores]
+    return [store.pinned(step) for store in stores]
+
+
+def joined(slices: Sequence[Generation], spec: ModelSpec, pool: BufferPool) -> Readable:
+    """All of a generation of the model, from what each rank has of it."""
+    return slices[0] if len(slices) == 1 else JoinedGeneration(slices=slices, blocks=spec.stored_blocks, pool=pool)
+
+
+def sliced(slices: Sequence[Generation], spec: ModelSpec, pool: BufferPool, rank_slice: RankSlice) -> Readable:
+    """What a rank has of a generation of the model, from what each of other ranks has of it."""
+    if rank_slice.size == 1:
+        return joined(slices, spec, pool)
+    # Joined even if it is one: slices need not begin where chunks of a store do.
+    whole = JoinedGeneration(slices=slices, blocks=spec.stored_blocks, pool=pool)
+    starts = [range_in(block, rank_slice)[0] for block in spec.blocks]
+    return SlicedGeneration(whole=whole, starts=starts, blocks=spec.sliced(rank_slice).stored_blocks)
 
 
 def _on_the_cpu(config: RunConfig) -> RunConfig:

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ratel_cli.hardware.host import boot_id
 from ratel_cli.hardware.shares import RankLayout
 from ratel_cli.hardware.spec import HardwareProfile, Network
 from ratel_cli.io.files import device_of
+from ratel_cli.run.files.origin import OriginRecord, read_origin, write_origin
 from ratel_cli.run.files.run_directory import paths_in, rank_directory, recorded_config
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.train.start import GoBack, Start, StartOver
@@ -51,9 +53,9 @@ _HASH_BITS = 52
 """Of a hash that goes from rank to rank as a number."""
 
 
-def config_of_rank(config: RunConfig, ranks: Ranks, *, has_origin: bool = False) -> RunConfig:
+def config_of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
     """What this rank works with. Raises as `reject_unsupported`."""
-    reject_unsupported(config, ranks.size, has_origin=has_origin)
+    reject_unsupported(config, ranks.size)
     config, rank = config.of_rank(ranks.size), ranks.rank
     if not rank:
         return config
@@ -138,12 +140,17 @@ def with_shape_of_first(ranks: Ranks, config: RunConfig, written: RunConfig) -> 
 
 def paths_of_all(ranks: Ranks, paths: Sequence[Path]) -> list[list[Path]]:
     """By rank, the directories of its store."""
-    own = json.dumps(list(map(str, paths))).encode()
+    return [list(map(Path, json.loads(each))) for each in texts_of_all(ranks, json.dumps(list(map(str, paths))))]
+
+
+def texts_of_all(ranks: Ranks, text: str) -> list[str]:
+    """By rank, what each gives."""
+    own = text.encode()
     lengths = [int(length) for (length,) in ranks.gathered([len(own)])]
     received = [bytearray(length) for length in lengths]
     received[ranks.rank][:] = own
     ranks.control.swap([memoryview(bytearray(own))] * ranks.size, [memoryview(each) for each in received])
-    return [list(map(Path, json.loads(each))) for each in received]
+    return [each.decode() for each in received]
 
 
 def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
@@ -189,6 +196,16 @@ def ranks_before(ranks: Ranks, paths: Sequence[Path]) -> int:
     """How many ranks the run had, by the store that rank 0 has in `paths`; 0 for a new run."""
     found = stored_rank_slice(paths) if Store.exists(paths) else None
     return int(ranks.gathered([0 if found is None else found.size])[0][0])
+
+
+def share_origin(ranks: Ranks, config: RunConfig) -> None:
+    """Let all ranks have what rank 0 has recorded of the run that this one started from."""
+    if ranks.size == 1:
+        return
+    record = read_origin(config)
+    first = json.loads(texts_of_all(ranks, json.dumps(None if record is None else asdict(record)))[0])
+    if ranks.rank:
+        write_origin(config, None if first is None else OriginRecord(**first))
 
 
 def check_same(ranks: Ranks, identity: StoreIdentity, config: RunConfig, start: Start) -> None:

@@ -40,13 +40,11 @@ from ratel_cli.run.files.resharding_record import (
 )
 from ratel_cli.run.files.run_directory import rank_directory, recorded_config, store_of_rank
 from ratel_cli.run.inputs.settings import as_recorded, new_geometry, settings_hash
+from ratel_cli.run.train.open import sliced, slices_of
 from ratel_cli.run.train.store import prepare_store
-from ratel_cli.schedule.slices import range_in
 from ratel_cli.store.barrier import failpoint
 from ratel_cli.store.copy import copy_generation
-from ratel_cli.store.generation import Generation
 from ratel_cli.store.headers import read_header
-from ratel_cli.store.joined import JoinedGeneration, SlicedGeneration
 from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
 from ratel_cli.store.open import START_OVER, StoreMismatch, stored_rank_slice
@@ -273,8 +271,7 @@ def _copy(context: RunContext, spec: ModelSpec, stores: Sequence[Store], target:
     current = stores[0].progress.step
     saved = set.intersection(*(set(store.pinned_steps) for store in stores))
     for number, step in enumerate(sorted({*saved, current})):
-        slices = [store.current() if step == current else store.pinned(step) for store in stores]
-        source = _sliced(context, spec, slices, target.rank_slice)
+        source = sliced(slices_of(stores, step), spec, context.pool, target.rank_slice)
         if number:
             target.begin_step()
         with context.bar(f"copying step {step} to rank {target.rank_slice.rank}", target.generation_bytes) as advance:
@@ -285,17 +282,6 @@ def _copy(context: RunContext, spec: ModelSpec, stores: Sequence[Store], target:
             target.commit_import(source.progress)
         if step in saved:
             target.pin()
-
-
-def _sliced(
-    context: RunContext, spec: ModelSpec, slices: Sequence[Generation], rank_slice: RankSlice
-) -> SlicedGeneration:
-    whole = JoinedGeneration(slices=slices, blocks=spec.stored_blocks, pool=context.pool)
-    return SlicedGeneration(
-        whole=whole,
-        starts=[range_in(block, rank_slice)[0] for block in spec.blocks],
-        blocks=spec.sliced(rank_slice).stored_blocks,
-    )
 
 
 def _move(record: ReshardingRecord) -> None:
