@@ -14,7 +14,14 @@ from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.queue import open_queue
-from ratel_cli.run.train.ranks import check_same, check_same_options, common_start, first_rank_first, stop_together
+from ratel_cli.run.train.ranks import (
+    Beginning,
+    check_same,
+    check_same_options,
+    common_beginning,
+    first_rank_first,
+    stop_together,
+)
 from ratel_cli.run.train.start import GoBack, Resume, Start, StartOver
 from ratel_cli.store.layout import Geometry, RankSlice
 from ratel_cli.store.store import Store
@@ -113,11 +120,12 @@ def test_all_begin_at_one_place(
         if store is not None:
             size, num_steps = store
             _store(tmp_path / str(rank), min(rank, size - 1), size, num_steps)
-    for found in together(2, lambda ranks: common_start(ranks, [tmp_path / str(ranks.rank)], start)):
+    for found in together(2, lambda ranks: common_beginning(ranks, [tmp_path / str(ranks.rank)], start)):
         if isinstance(wanted, str):
             assert isinstance(found, OfAllRanks) and found.message == wanted
         else:
-            assert found == wanted
+            goes_on = stores[0] is not None and isinstance(wanted, Resume)
+            assert found == Beginning(start=wanted, ranks_before=stores[0][0] if goes_on and stores[0] else 0)
 
 
 def test_a_signal_is_one_of_all() -> None:

@@ -22,7 +22,6 @@ from functools import partial
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.processes import open_ranks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.ranks.remote import read_by_first
@@ -53,20 +52,18 @@ from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.profile_machine import measure_for_run, report_other_load
 from ratel_cli.run.train.ranks import (
     RANK_TIMEOUT_SECONDS,
+    Beginning,
     check_same,
     check_same_options,
-    common_start,
+    common_beginning,
     config_of_rank,
     first_rank_first,
     layout_of,
     measured_in_turn,
     measured_network,
-    paths_of_all,
-    ranks_before,
-    share_origin,
     with_shape_of_first,
 )
-from ratel_cli.run.train.resharding import as_of_ranks_before, check_seen, finish_resharding, resharded
+from ratel_cli.run.train.resharding import Resharding, finish_resharding
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.train.split import plan_split, report_better_split, shaped_by_plan
@@ -79,7 +76,6 @@ from ratel_cli.store.joined import Readable
 from ratel_cli.store.open import START_OVER
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
-from ratel_cli.units import counted
 
 
 def run_finetune(
@@ -105,8 +101,9 @@ def run_finetune(
         with first_rank_first(ranks):
             if not ranks.rank and not dry_run:
                 finish_resharding(config, log)
-        start = common_start(ranks, config.storage.paths, start)
-        run = _find(config, log, resources, start, origin, ranks, dry_run=dry_run, overwrite=overwrite)  # phases 1, 2
+        begins = common_beginning(ranks, config.storage.paths, start)
+        start = begins.start
+        run = _find(config, log, resources, begins, origin, ranks, dry_run=dry_run, overwrite=overwrite)  # phases 1, 2
         context, inputs, planner, hardware = run.context, run.inputs, run.planner, run.hardware
         cache = CachedProfile(context.config, planner.spec, hardware)
         profile, plan = _planned(run, cache.read())
@@ -173,7 +170,7 @@ def _find(
     config: RunConfig,
     log: RunLog,
     resources: ExitStack,
-    start: Start,
+    begins: Beginning,
     origin: Origin | None,
     ranks: Ranks,
     *,
@@ -182,19 +179,9 @@ def _find(
 ) -> _Run:
     """Read the inputs, open the store and its snapshot, if they exist, and measure the machine; choose what the config
     leaves to the plan, once and for all steps."""
-    written, was = config, None
-    before = ranks_before(ranks, config.storage.paths) if start == Resume() else 0
-    is_resharded = before not in (0, ranks.size)
-    if is_resharded and dry_run:
-        raise OfAllRanks(
-            f"the run has {counted(before, 'rank')}: to go on with {ranks.size}, its stores must change",
-            f"leave out --dry-run; or use --ranks {before}; `ratel plan --ranks {ranks.size}` predicts what it takes",
-        )
-    if is_resharded and not ranks.rank:
-        was = as_of_ranks_before(config, before=before, size=ranks.size)
-        config = config.split_by(was.known_split[0])
-        config = config.chunked_by(was.head_chunk) if isinstance(was.head_chunk, int) else config
-    config = with_shape_of_first(ranks, as_stored(config, start), written)
+    written, start = config, begins.start
+    change = Resharding.of(config, ranks, before=begins.ranks_before, dry_run=dry_run)
+    config = with_shape_of_first(ranks, as_stored(config if change is None else change.shaped(config), start), written)
     with first_rank_first(ranks):
         inputs = read_inputs(
             config, resources, log, num_ranks=ranks.size, dry_run=dry_run or ranks.rank > 0, overwrite=overwrite
@@ -204,12 +191,12 @@ def _find(
     identity = identity_of(config, inputs)
     check_same(ranks, identity, config, start)
     meter = LoadMeter()
-    hardware = measured_in_turn(ranks, partial(measure_for_run, context, has_store=before > 0))  # phase 2
+    hardware = measured_in_turn(ranks, partial(measure_for_run, context, has_store=begins.ranks_before > 0))  # phase 2
     context = replace(context, layout=layout_of(ranks, config.storage.paths))
     share = share_of(hardware, context.layout, network=measured_network(ranks))
-    if is_resharded:
+    if change is not None:
         _check_fits(context, inputs, share)
-        _reshard(context, inputs, identity, before=before, was=was)
+        change.make(context, inputs.model.spec, identity)
     store = find_store(context, identity, start)
     if store is not None and store.rank_slice != ranks.slice:
         raise BadInput(f"{place_of(config)} holds the store of another rank, or of another number of them", START_OVER)
@@ -245,25 +232,6 @@ def _check_fits(context: RunContext, inputs: Inputs, share: HardwareProfile) -> 
     """Raise DoesNotFit if a step of this number of ranks fits in no way: before their stores are made."""
     planner = make_planner(context, inputs.model.spec, share)
     planner.plan(estimated_profile(planner, inputs.model))
-
-
-def _reshard(
-    context: RunContext, inputs: Inputs, identity: StoreIdentity, *, before: int, was: RunConfig | None
-) -> None:
-    """Let the stores of `before` ranks become those of all ranks; `was`: the config of those, in rank 0."""
-    ranks, paths = context.ranks, context.config.storage.paths
-    stores_of = paths_of_all(ranks, paths)
-    with ExitStack() as changing:
-        decide = None
-        with first_rank_first(ranks):
-            if was is not None:
-                made = resharded(context, inputs.model.spec, identity, stores_of, before=before, was=was)
-                decide = changing.enter_context(made)
-        check_seen(ranks, paths)
-        with first_rank_first(ranks):
-            if decide is not None:
-                decide()
-    share_origin(ranks, context.config)
 
 
 def _export(context: RunContext, inputs: Inputs, store: Store, generation: Readable, *, overwrite: bool) -> None:

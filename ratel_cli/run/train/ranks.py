@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ratel_cli.io.files import device_of
 from ratel_cli.run.files.origin import OriginRecord, read_origin, write_origin
 from ratel_cli.run.files.run_directory import paths_in, rank_directory, recorded_config
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
-from ratel_cli.run.train.start import GoBack, Start, StartOver
+from ratel_cli.run.train.start import GoBack, Resume, Start, StartOver
 from ratel_cli.store.open import stored_rank_slice, stored_step
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.stopping import StopRequest
@@ -153,14 +153,23 @@ def texts_of_all(ranks: Ranks, text: str) -> list[str]:
     return [each.decode() for each in received]
 
 
-def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where all ranks of a run begin."""
+
+    start: Start
+    ranks_before: int
+    """How many ranks the run had that goes on after its last step; 0 for another one."""
+
+
+def common_beginning(ranks: Ranks, paths: Sequence[Path], start: Start) -> Beginning:
     """Where all ranks begin, by the stores that they have in `paths`: as `start` says, or at the beginning if not all
     have come to the end of their import.
 
     Raises OfAllRanks if one of them has lost its store, or if a run goes back with another number of ranks.
     """
     if isinstance(start, StartOver):
-        return start
+        return Beginning(start=start, ranks_before=0)
     found = stored_rank_slice(paths) if Store.exists(paths) else None
     step = stored_step(paths) if found is not None else None
     known = ranks.gathered([0 if found is None else found.size, 0 if step is None else step])
@@ -168,21 +177,22 @@ def common_start(ranks: Ranks, paths: Sequence[Path], start: Start) -> Start:
     others = [int(step) for size, step in known if size not in (0, ranks.size)]
     if not had and others:
         raise _lost(0, max(others))
+    begins = Beginning(start=start, ranks_before=had if isinstance(start, Resume) else 0)
     if had in (0, ranks.size):
         # Beside a store of rank 0, one of another number of ranks is left of an earlier run.
         lost = [rank for rank, (size, _) in enumerate(known) if size != ranks.size]
         if not lost or len(lost) == ranks.size:
-            return start
+            return begins
         newest = max(int(step) for size, step in known if size == ranks.size)
         if not newest:
-            return StartOver()
+            return Beginning(start=StartOver(), ranks_before=0)
         raise _lost(lost[0], newest)
     if isinstance(start, GoBack):
         raise OfAllRanks(
             f"the run has {counted(had, 'rank')}, and this command {ranks.size}: both may not change at once",
             f"go back with --ranks {had}, or resume from the last step",
         )
-    return start
+    return begins
 
 
 def _lost(rank: int, newest: int) -> OfAllRanks:
@@ -190,12 +200,6 @@ def _lost(rank: int, newest: int) -> OfAllRanks:
         f"rank {rank} has no store, and the others are at step {newest}",
         "mount its drives; or start over with --resume no",
     )
-
-
-def ranks_before(ranks: Ranks, paths: Sequence[Path]) -> int:
-    """How many ranks the run had, by the store that rank 0 has in `paths`; 0 for a new run."""
-    found = stored_rank_slice(paths) if Store.exists(paths) else None
-    return int(ranks.gathered([0 if found is None else found.size])[0][0])
 
 
 def share_origin(ranks: Ranks, config: RunConfig) -> None:

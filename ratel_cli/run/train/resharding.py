@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
@@ -41,6 +41,7 @@ from ratel_cli.run.files.resharding_record import (
 from ratel_cli.run.files.run_directory import rank_directory, recorded_config, store_of_rank
 from ratel_cli.run.inputs.settings import as_recorded, new_geometry, settings_hash
 from ratel_cli.run.train.open import sliced, slices_of
+from ratel_cli.run.train.ranks import first_rank_first, paths_of_all, share_origin
 from ratel_cli.run.train.store import prepare_store
 from ratel_cli.store.barrier import failpoint
 from ratel_cli.store.copy import copy_generation
@@ -85,7 +86,62 @@ def _finish(config: RunConfig, record: ReshardingRecord) -> None:
         raise EnvironmentFailure(f"{error.filename}: cannot be moved or deleted: {error.strerror}") from error
 
 
-def as_of_ranks_before(config: RunConfig, *, before: int, size: int) -> RunConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resharding:
+    """A change to another number of ranks, with which a run goes on."""
+
+    ranks: Ranks
+    before: int
+    """The number of ranks that the run had."""
+    was: RunConfig | None
+    """The config as those had it, with steps of the same micro-batches, in rank 0; None in others."""
+
+    @classmethod
+    def of(cls, config: RunConfig, ranks: Ranks, *, before: int, dry_run: bool) -> Resharding | None:
+        """The change that a run of `before` ranks needs; None if it begins, or goes on with as many.
+
+        Raises OfAllRanks in a dry run; BadInput if the steps of this number of ranks cannot be those of the run.
+        """
+        if before in (0, ranks.size):
+            return None
+        if dry_run:
+            raise OfAllRanks(
+                f"the run has {counted(before, 'rank')}: to go on with {ranks.size}, its stores must change",
+                f"leave out --dry-run; or use --ranks {before}; `ratel plan --ranks {ranks.size}` predicts what it "
+                "takes",
+            )
+        was = None if ranks.rank else _as_of_ranks_before(config, before=before, size=ranks.size)
+        return cls(ranks=ranks, before=before, was=was)
+
+    def shaped(self, config: RunConfig) -> RunConfig:
+        """The config with the micro-batches and the chunks of the head that the run has, in rank 0."""
+        if self.was is None:
+            return config
+        config = config.split_by(self.was.known_split[0])
+        return config.chunked_by(self.was.head_chunk) if isinstance(self.was.head_chunk, int) else config
+
+    def make(self, context: RunContext, spec: ModelSpec, identity: StoreIdentity) -> None:
+        """Phases 1 to 5. `identity`: of the new stores.
+
+        Raises BadInput if a store is not here, or belongs to another run; OfAllRanks if a rank does not see its new
+        one; IntegrityFailure if one is damaged, and NotEnoughSpace.
+        """
+        ranks, paths = self.ranks, context.config.storage.paths
+        stores_of = paths_of_all(ranks, paths)
+        with ExitStack() as changing:
+            decide = None
+            with first_rank_first(ranks):
+                if self.was is not None:
+                    made = _resharded(context, spec, identity, stores_of, before=self.before, was=self.was)
+                    decide = changing.enter_context(made)
+            _check_seen(ranks, paths)
+            with first_rank_first(ranks):
+                if decide is not None:
+                    decide()
+        share_origin(ranks, context.config)
+
+
+def _as_of_ranks_before(config: RunConfig, *, before: int, size: int) -> RunConfig:
     """The config as `before` ranks had it, whose steps have the same micro-batches as those of `size` ranks, with the
     chunks of the head that the store was made with. Raises BadInput if there is none."""
     number = config.sequences_per_step if config.split is None else config.split[1]
@@ -116,7 +172,7 @@ def _other_steps(config: RunConfig, *, before: int, size: int) -> BadInput:
 
 
 @contextmanager
-def resharded(
+def _resharded(
     context: RunContext,
     spec: ModelSpec,
     identity: StoreIdentity,
@@ -127,9 +183,7 @@ def resharded(
 ) -> Iterator[Callable[[], None]]:
     """The stores of all ranks, made from those of the `before` ranks that the run had. For rank 0 alone.
 
-    Yields what lets them count; if it is not called, they are deleted. `identity`: of the new stores. `stores_of`: by
-    rank, its directories. `was`: the config as those ranks had it. Raises BadInput if a store is not here, or belongs
-    to another run; IntegrityFailure if one is damaged, and NotEnoughSpace.
+    Yields what lets them count; if it is not called, they are deleted. `stores_of`: by rank, its directories.
     """
     config, size = context.config, len(stores_of)
     olds = [_real(paths) for paths in _stores_before(config, before)]
@@ -181,7 +235,7 @@ def resharded(
                 _finish(config, record)
 
 
-def check_seen(ranks: Ranks, paths: Sequence[Path]) -> None:
+def _check_seen(ranks: Ranks, paths: Sequence[Path]) -> None:
     """Raise OfAllRanks unless each rank sees the new store that rank 0 has made for it; `paths`: its directories."""
     sees = stored_rank_slice([path / NEW_STORE for path in paths]) == ranks.slice
     blind = [rank for rank, (found,) in enumerate(ranks.gathered([float(sees)])) if not found]
