@@ -25,6 +25,7 @@ from ratel_cli.planning.activations import (
 )
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.host_lifetimes import PlacedStep, Purpose, SegmentMemory, StepPart
+from ratel_cli.planning.network import RankPart
 from ratel_cli.planning.placement import (
     Overlap,
     Placement,
@@ -74,8 +75,8 @@ class StepMemory:
     """The host memory that the steps of one model take, for any placement. `gpu` is None where the CPU computes.
 
     `holds_gradients`: no block is updated before the last gradient is there. `has_sums`: where a GPU computes, the sums
-    of a layer's gradients over several micro-batches are in host memory, or may be. `own`: what this rank of
-    `num_ranks` stores and updates of the model; None: all of it.
+    of a layer's gradients over several micro-batches are in host memory, or may be. `part`: what this one of several
+    ranks has of the model; None: all of it.
     """
 
     def __init__(
@@ -88,18 +89,15 @@ class StepMemory:
         overlap: Overlap = "optimized",
         gpu: GpuMemory | None = None,
         has_sums: bool = True,
-        own: ModelSpec | None = None,
-        num_ranks: int = 1,
+        part: RankPart | None = None,
     ) -> None:
         self._spec = spec
-        self._own = own or spec
+        self._own = spec if part is None else part.own
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
         self._process_bytes = process_bytes + notes_bytes(self._own.segments, workload, num_layers=spec.num_layers)
         self._gpu = gpu
-        self._segments = SegmentMemory(
-            spec, workload, on_gpu=gpu is not None, has_sums=has_sums, own=own, num_ranks=num_ranks
-        )
+        self._segments = SegmentMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums, part=part)
         self._known_moments: dict[object, _Moments] = {}
         self._hidden_bytes = 0
         if gpu is None:

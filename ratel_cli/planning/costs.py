@@ -55,7 +55,7 @@ from ratel_cli.planning.link import (
     uploaded_bytes,
 )
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.network import NO_TRAFFIC, NOTHING, Exchanged, NetworkTraffic
+from ratel_cli.planning.network import NO_TRAFFIC, NOTHING, Exchanged, RankPart
 from ratel_cli.planning.placement import (
     SPILL_WINDOW_UNITS,
     Overlap,
@@ -150,18 +150,17 @@ def overlapped_step(
     num_head_chunks: int = 1,
     lookup_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
-    own: ModelSpec | None = None,
-    network: NetworkTraffic = NO_TRAFFIC,
+    part: RankPart | None = None,
 ) -> StepTime:
     """The time of a step in the middle of a run. `traffic` and `offloaded` belong to the same placement.
 
-    `own`: what this rank updates of the model; None: all of it. `network`: what it sends and receives.
+    `part`: what this one of several ranks has of the model; None: all of it.
 
     `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`. `lookup_rows_bytes`: rows
     of the head's gradient of a matrix that it borrows, of all micro-batches, that wait for the embedding's.
     `num_head_chunks`: chunks of tokens that the head computes with, of all micro-batches.
     """
-    own = own or spec
+    own, network = (spec, NO_TRAFFIC) if part is None else (part.own, part.network)
     is_deferred = placement.update_stage(0, holds_gradients=holds_gradients, overlap=overlap) == "forward"
     updated = _updated(own, placement, holds_gradients=holds_gradients, overlap=overlap)
     # The head's fp32 gradient of a matrix that it borrows goes to host memory and comes back, with the rows.
@@ -175,6 +174,9 @@ def overlapped_step(
     down_gradients = sum(gradient_bytes(spec, placement.gpu_embedding_rows))
     shared_bytes = num_micro_batches * sum(block.compute_bytes * len(block.borrowers) for block in spec.shared_blocks)
     reads_ahead = placement.prefetch_blocks > 0
+    # The first gather waits for the update of the segment, if it is deferred.
+    is_first_late = is_deferred and network.first.sent_bytes > 0
+    first_seconds = _first_update_seconds(own, placement, hardware) if is_first_late else 0.0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads, adamw_share=compute.adamw_share)
     forward = stages.with_spilled_units(
         _StageWork(
@@ -190,9 +192,7 @@ def overlapped_step(
             runs_ahead=reads_ahead,
             network=network.forward,
             alone=network.first,
-            alone_seconds=_first_update_seconds(own, placement, hardware)
-            if is_deferred and network.first.sent_bytes
-            else 0.0,
+            alone_seconds=first_seconds,
         ),
         offloaded.written_units,
         num_parts=offloaded.num_units,
@@ -422,7 +422,7 @@ class _Stages:
         read, write = self._nvme(read_bytes, written_bytes)
         adding = work.num_added / (_ADDING_SPEED * host.adam_parameters_per_second * min(_MOST_ADDING, host.num_cores))
         # Before the first gather comes an update, and behind the last exchange another one.
-        swapped = network and work.alone_seconds + network + edges.rest_seconds
+        swapped = work.alone_seconds + network + edges.rest_seconds if network else 0.0
         others = max(linked, memory, adding, swapped)
         if work.runs_ahead:
             drained = (read + write) * edges.drained_bytes / max(1, read_bytes + written_bytes)

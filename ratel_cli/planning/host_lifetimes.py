@@ -26,6 +26,7 @@ from ratel_cli.planning.activations import (
     segment_activation_bytes,
 )
 from ratel_cli.planning.gpu_gradients import largest_elements
+from ratel_cli.planning.network import RankPart
 from ratel_cli.planning.placement import Placement, Workload, gradient_bytes, looked_up
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.lifetimes import Lifetime, overlap, partial_sum_lifetimes, weight_lifetimes
@@ -57,14 +58,13 @@ class SegmentMemory:
         *,
         on_gpu: bool,
         has_sums: bool,
-        own: ModelSpec | None = None,
-        num_ranks: int = 1,
+        part: RankPart | None = None,
     ) -> None:
-        """`own`: what this rank of `num_ranks` stores and updates of the model; None: all of it."""
+        """`part`: what this one of several ranks has of the model; None: all of it."""
         tokens = workload.micro_batch_tokens
         self.spec = spec
-        self.own = own or spec
-        self.num_ranks = num_ranks
+        self.own = spec if part is None else part.own
+        self.num_ranks = 1 if part is None else part.num_ranks
         self.workload = workload
         self.on_gpu = on_gpu
         self.uses = step_uses(spec.segments)

@@ -62,6 +62,17 @@ NO_TRAFFIC = NetworkTraffic()
 """That of one rank alone."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one of several ranks has of a model."""
+
+    own: ModelSpec
+    """What it stores and updates."""
+    num_ranks: int = 1
+    network: NetworkTraffic = NO_TRAFFIC
+    """What it sends and receives in a step."""
+
+
 def computed_by_rank(spec: ModelSpec, rank_slice: RankSlice) -> ModelSpec:
     """The model as a rank computes with it: all blocks, and, of several ranks, gradients that leave the device in
     fp32, since they are added up before they are rounded."""

@@ -31,7 +31,7 @@ from ratel_cli.planning.direct.timeline import AccessMode
 from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
 from ratel_cli.planning.link import exposed_units
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.network import NetworkTraffic, computed_by_rank, network_traffic
+from ratel_cli.planning.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
 from ratel_cli.planning.placement import (
     LEAST_UNITS,
     ActivationPolicy,
@@ -130,6 +130,11 @@ class Problem:
     def network(self) -> NetworkTraffic:
         """What this rank sends and receives in a step."""
         return network_traffic(self.spec, self.rank_slice)
+
+    @cached_property
+    def part(self) -> RankPart:
+        """What this rank has of the model."""
+        return RankPart(own=self.own, num_ranks=self.rank_slice.size, network=self.network)
 
     @cached_property
     def order(self) -> SwapOrder:
@@ -412,8 +417,7 @@ class Problem:
             num_head_chunks=num_head_chunks(self.computed, self.workload),
             holds_gradients=self.decisions.holds_gradients,
             overlap=self.decisions.overlap,
-            own=self.own,
-            network=self.network,
+            part=self.part,
         )
 
     @cached_property
@@ -450,6 +454,5 @@ class Problem:
             overlap=self.decisions.overlap,
             gpu=self._gpu,
             has_sums=not self._gpu_always_holds_sums,
-            own=self.own,
-            num_ranks=self.rank_slice.size,
+            part=self.part,
         )

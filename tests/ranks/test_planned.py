@@ -17,7 +17,7 @@ from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.host_lifetimes import PlacedStep, Purpose, SegmentMemory
-from ratel_cli.planning.network import NetworkTraffic, computed_by_rank, network_traffic
+from ratel_cli.planning.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
 from ratel_cli.planning.placement import GroupShape, Placement, Workload
 from ratel_cli.planning.traffic import Traffic, step_traffic
 from ratel_cli.schedule.slices import GATHERED_AHEAD
@@ -178,8 +178,7 @@ def planned(
         workload,
         on_gpu=False,
         has_sums=True,
-        own=spec.sliced(rank_slice),
-        num_ranks=rank_slice.size,
+        part=RankPart(own=spec.sliced(rank_slice), num_ranks=rank_slice.size),
     )
     updates = [
         placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap="optimized")

@@ -75,8 +75,7 @@ class RatelEquations:
             lookup_rows_bytes=problem.lookup_rows_bytes,
             holds_gradients=problem.decisions.holds_gradients,
             overlap=problem.decisions.overlap,
-            own=problem.own if self.moves_states else no_states,
-            network=problem.network,
+            part=problem.part if self.moves_states else replace(problem.part, own=no_states),
         ).total
 
     def without_states(self) -> RatelEquations:
