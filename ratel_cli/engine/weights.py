@@ -186,9 +186,7 @@ class WeightReader:
             with self._timeline.stalled_on("optimizer"):
                 for block in segment.bound:
                     self._updates.wait_updated(block)
-            with self._timeline.stalled_on("nvme read"):
-                for weights in use.weights:
-                    weights.wait(self._timeline, use.stage)
+            self._wait_read(use)
             if use.goes_up:
                 self._upload(use)
             else:
@@ -201,6 +199,16 @@ class WeightReader:
             self._program.release(segment)
             self._close(use)
             raise
+
+    def _wait_read(self, use: _Use) -> None:
+        """Wait for what this rank reads, and then for what others send."""
+        with self._timeline.stalled_on("nvme read"):
+            for weights in use.weights:
+                weights.own.wait(self._timeline, use.stage)
+        if any(weights.own is not weights for weights in use.weights):
+            with self._timeline.stalled_on("network"):
+                for weights in use.weights:
+                    weights.wait(self._timeline, use.stage)
 
     def reset(self) -> None:
         """Forget the announced uses, which will not come, and release what was issued for them."""

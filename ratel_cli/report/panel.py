@@ -219,7 +219,7 @@ class Panel:
         total = sum(share for _, share in shown)
         causes = [f"{RESOURCE_NAMES[resource]} {share * 100:.0f} %" for resource, share in shown]
         last = self._steps.last
-        if last is not None and last.slowest_rank:
+        if last is not None and last.slowest_rank is not None:
             causes.append(f"rank {last.slowest_rank} is the slowest")
         return Text(
             fitted([f"stalled {total * 100:.0f} %", *causes], width), "yellow" if total >= _MUCH_STALLED else ""

@@ -224,7 +224,7 @@ def _stall(metrics: StepMetrics) -> list[str]:
     if share >= _LEAST_SHARE:
         name = RESOURCE_NAMES[cause]
         short = name.removeprefix("NVMe ")
-        whose = f", for rank {metrics.slowest_rank}" if cause == "network" and metrics.slowest_rank else ""
+        whose = f", for rank {metrics.slowest_rank}" if cause == "network" and metrics.slowest_rank is not None else ""
         in_short = f"stall {short} {_percent(share)}".ljust(_STALL_COLUMNS)
         return [f"stalled {_percent(share)} on {name}{whose}", in_short, f"stall {_percent(share)}"]
     busy = metrics.busy_seconds[metrics.bottleneck] / metrics.step_seconds

@@ -68,10 +68,16 @@ class RunContext:
         identity: StoreIdentity | None = None,
         queue: IoQueue | None = None,
         read_only: bool = False,
+        shared: bool = False,
     ) -> Store:
         """`Store.open`, by the context's own queue if no other is given. The context closes the store."""
         store = Store.open(
-            paths, queue=queue or self.queue, identity=identity, notice=self.log.notice, read_only=read_only
+            paths,
+            queue=queue or self.queue,
+            identity=identity,
+            notice=self.log.notice,
+            read_only=read_only,
+            shared=shared,
         )
         return self.resources.enter_context(store)
 

@@ -75,8 +75,9 @@ class StoreLock(Closing):
         """Unlock the files and close them. Idempotent."""
         fds, self._fds = self._fds, {}
         for path, fd in fds.items():
-            with suppress(OSError):
-                (path.parent / OWNER_FILE_NAME).unlink()
+            if _owner_pid(path.parent) in (None, os.getpid()):
+                with suppress(OSError):
+                    (path.parent / OWNER_FILE_NAME).unlink()
             if path in self._made and os.fstat(fd).st_size == 0:
                 with suppress(OSError):
                     path.unlink()
@@ -122,7 +123,9 @@ def find_use(directory: Path) -> StoreUse:
     except OSError:
         return StoreUse(is_locked=False, pid=None)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Readers refuse only the second one. So does NFS, since the file is opened for reading: then none is known.
+        for operation in (fcntl.LOCK_SH, fcntl.LOCK_EX):
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return StoreUse(is_locked=True, pid=_owner_pid(directory))
     except OSError:

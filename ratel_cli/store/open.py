@@ -68,6 +68,7 @@ def open_files(
     notice: Callable[[str], None],
     lock_wait_seconds: float,
     read_only: bool,
+    shared: bool,
 ) -> tuple[StoreLock, Manifest, bytes]:
     """The locked files, the manifest that counts, and its page. In phases:
 
@@ -77,7 +78,7 @@ def open_files(
     4 check that the store belongs to this run (`identity` None: to any run)
     5 check that the files have their full size and no step was overwriting them
     """
-    lock = StoreLock(directories, create=False, wait_seconds=lock_wait_seconds, read_only=read_only, shared=read_only)
+    lock = StoreLock(directories, create=False, wait_seconds=lock_wait_seconds, read_only=read_only, shared=shared)
     try:
         headers = [read_header(path) for path in lock.paths]
         check_first(headers)

@@ -179,10 +179,11 @@ class Store(Closing):
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
         barrier: Barrier | None = None,
         read_only: bool = False,
+        shared: bool = False,
     ) -> Self:
         """Open the store in these directories at its last committed generation.
 
-        `read_only`: no permission to write is needed, and nothing may be written.
+        `read_only`: no permission to write is needed, and nothing may be written. `shared`: others may open it so, too.
 
         Raises BadInput if there is none, or if it is another store than `identity` says (None: any store will do),
         EnvironmentFailure if another process holds it, and IntegrityFailure if it is damaged.
@@ -193,6 +194,7 @@ class Store(Closing):
             notice=notice,
             lock_wait_seconds=lock_wait_seconds,
             read_only=read_only,
+            shared=shared,
         )
         return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or Barrier())
 

@@ -370,8 +370,7 @@ class TrainingLoop:
         """Commit the last computed step, whose update is written completely."""
         progress, self._uncommitted = self._uncommitted, None
         assert progress is not None
-        with self._timeline.stalled_on("nvme write"):
-            commit_together(self._store, self._ranks, progress)
+        commit_together(self._store, self._ranks, progress, self._timeline)
         self._callbacks.after_commit()
 
     def _commit_pending(self) -> None:

@@ -98,9 +98,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A command that finds its store in use gives up after a tenth of a second, not after ten seconds."""
     waits: list[float] = []
 
-    def lock(directories: Sequence[Path], *, create: bool, wait_seconds: float, read_only: bool) -> StoreLock:
+    def lock(directories: Sequence[Path], *, wait_seconds: float, **options: bool) -> StoreLock:
         waits.append(wait_seconds)
-        return StoreLock(directories, create=create, wait_seconds=0.1, read_only=read_only)
+        return StoreLock(directories, wait_seconds=0.1, **options)
 
     monkeypatch.setattr("ratel_cli.store.open.StoreLock", lock)
     yield

@@ -102,8 +102,10 @@ def test_the_tokens_of_a_step_are_those_of_all_ranks(make_config: MakeConfig) ->
     succeed_ranks(planned, 2, f"micro_batch_size={size}")
     processes = start_ranks(planned, 3)
     assert [wait(process) for process in processes] == [2, 2, 2]
-    assert f"{TOKENS} tokens are not the same number of micro-batches for each of 3 ranks" in stderr_of(planned)
-    assert "set it to a multiple of 192" in stderr_of(planned)
+    assert f"tokens_per_step: {TOKENS} tokens are 4 sequences, which 3 ranks cannot share equally" in stderr_of(planned)
+    processes = start_ranks(planned, 2, "gradient_accumulation_steps=1")
+    assert [wait(process) for process in processes] == [2, 2]
+    assert f"{TOKENS} tokens are 1 micro-batch, which 2 ranks cannot share equally" in stderr_of(planned)
     processes = start_ranks(planned, 2, f"tokens_per_step={2 * TOKENS}")
     assert {wait(process) for process in processes} <= {2, 75}
     said = "".join(stderr_of(planned, rank) for rank in range(2))

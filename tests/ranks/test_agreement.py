@@ -21,6 +21,7 @@ from ratel_cli.run.train.ranks import (
     common_beginning,
     first_rank_first,
     stop_together,
+    with_shape_of_first,
 )
 from ratel_cli.run.train.start import GoBack, Resume, Start, StartOver
 from ratel_cli.store.layout import Geometry, RankSlice
@@ -120,12 +121,44 @@ def test_all_begin_at_one_place(
         if store is not None:
             size, num_steps = store
             _store(tmp_path / str(rank), min(rank, size - 1), size, num_steps)
-    for found in together(2, lambda ranks: common_beginning(ranks, [tmp_path / str(ranks.rank)], start)):
+
+    def begin(ranks: Ranks) -> Beginning:
+        return common_beginning(ranks, [tmp_path / str(ranks.rank)], start, first_step=0)
+
+    for found in together(2, begin):
         if isinstance(wanted, str):
             assert isinstance(found, OfAllRanks) and found.message == wanted
         else:
             goes_on = stores[0] is not None and isinstance(wanted, Resume)
             assert found == Beginning(start=wanted, ranks_before=stores[0][0] if goes_on and stores[0] else 0)
+
+
+def test_all_have_the_shape_that_rank_0_plans() -> None:
+    """Each has planned by itself. What the config names stays, and differences in it are found by `check_same`."""
+    written = _config(tokens_per_step=8 * 64, sequence_len=64).resolved("c").of_rank(2)
+    assert (written.split, written.tokens_per_step) == (None, 4 * 64)
+
+    def shape(ranks: Ranks) -> RunConfig:
+        planned = written.split_by(1 + ranks.rank).chunked_by((1 + ranks.rank) << 20)
+        return with_shape_of_first(ranks, planned, written)
+
+    for found in together(2, shape):
+        assert (found.split, found.head_chunk, found.tokens_per_step) == ((1, 4), 1 << 20, None)
+    named = _config(micro_batch_size=2, head_chunk=1 << 21)
+    first, second = together(2, lambda ranks: with_shape_of_first(ranks, named.split_by(2 - ranks.rank), named))
+    assert (first.split, second.split, second.head_chunk) == ((2, 1), (1, 2), 1 << 21)
+
+
+def test_a_step_of_another_run_is_no_step_of_this_one(tmp_path: Path) -> None:
+    """One rank has copied it, and the other has not: both begin again."""
+    _store(tmp_path / "0", 0, 2, 3)
+    for first_step, wanted in ((3, StartOver), (2, OfAllRanks)):
+
+        def begin(ranks: Ranks, first_step: int = first_step) -> Beginning:
+            return common_beginning(ranks, [tmp_path / str(ranks.rank)], Resume(), first_step=first_step)
+
+        for found in together(2, begin):
+            assert isinstance(found.start if isinstance(found, Beginning) else found, wanted)
 
 
 def test_a_signal_is_one_of_all() -> None:

@@ -470,7 +470,7 @@ def test_the_rank_that_the_others_waited_for() -> None:
     line = step_line(replace(steps[0], waited_seconds=waiting), 20, width=200)
     assert line.endswith("stalled 50 % on network, for rank 1")
     line = step_line(replace(steps[2], waited_seconds=waiting), 20, width=200)
-    assert line.endswith("stalled 50 % on network")
+    assert line.endswith("stalled 50 % on network, for rank 0")
 
 
 def test_a_run_without_steps_has_no_summary() -> None:

@@ -181,6 +181,7 @@ def test_the_benchmark_of_a_gpu_needs_a_gpu() -> None:
 
 
 @pytest.mark.full
+@in_real_time
 def test_what_ranks_exchange_lies_under_computing(tmp_path: Path) -> None:
     """Next to one rank, where blocks take long enough to compute."""
     small = ("--layers", "6", "--hidden", "192", "--tokens", "512", "--steps", "4", "--rounds", "1")

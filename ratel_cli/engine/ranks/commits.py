@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ratel_cli.engine.ranks.ranks import Ranks
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.store.open import START_OVER
@@ -23,10 +24,13 @@ from ratel_cli.store.store import Progress, Store
 _NONE = -1
 
 
-def commit_together(store: Store, ranks: Ranks, progress: Progress) -> None:
-    """Commit a step in all ranks. Raises as `Store.commit` and `Channel.swap`."""
-    store.commit(progress)
-    _meet(ranks, progress.step)
+def commit_together(store: Store, ranks: Ranks, progress: Progress, timeline: Timeline | None = None) -> None:
+    """Commit a step in all ranks; `timeline`: of the thread that waits. Raises as `Store.commit` and `Channel.swap`."""
+    timeline = timeline or Timeline()
+    with timeline.stalled_on("nvme write"):
+        store.commit(progress)
+    with timeline.stalled_on("network"):
+        _meet(ranks, progress.step)
 
 
 def commit_progress_together(store: Store, ranks: Ranks, progress: Progress) -> None:

@@ -20,7 +20,7 @@ from ratel_cli.engine.ranks.launched import is_launched, restart_count
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, RatelError, first_line
 
-_FIRST = "the first to end"
+_REPORTER = "who reports"
 _LINGER_SECONDS = 2.0
 """Where torchrun's store does not answer, a rank keeps its connections for so long, so that all see which one it was
 that ended."""
@@ -85,14 +85,14 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
         if stopped.reported_by is not None:  # the launcher ends the others as soon as one has ended
             with suppress(RankLost):
                 ranks.wait_for_all()
-        _first_to_end(store, rank)
+        _first_reporter(store, 0)
         raise
     except Exception as error:
-        first = _first_to_end(store, rank)
-        if isinstance(error, RatelError) and first is not None:
-            # What all raise together, rank 0 says. Else the first does: others find the same, or that it has ended.
-            is_of_all = error.reported_by is not None and not isinstance(error, RankLost)
-            error.reported_by = error.reported_by if is_of_all else first
+        # What all raise together, rank 0 says. Else the first does: others find the same, or that it has ended.
+        is_of_all = isinstance(error, RatelError) and error.reported_by is not None and not isinstance(error, RankLost)
+        first = _first_reporter(store, 0 if is_of_all else rank)
+        if isinstance(error, RatelError) and first is not None and not is_of_all:
+            error.reported_by = first
         raise
     finally:
         dist.destroy_process_group()
@@ -110,13 +110,14 @@ def ranks_of(rank: int, size: int, timeout: timedelta) -> Ranks:
     return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients, patient=patient)
 
 
-def _first_to_end(store: PrefixStore, rank: int) -> int | None:
-    """The first rank that has called this, which says why; None if the store does not answer."""
+def _first_reporter(store: PrefixStore, reporter: int) -> int | None:
+    """The rank that reports why all end: the `reporter` that the first one to call this names; None if the store does
+    not answer."""
     answers = Queue[int]()
 
     def ask() -> None:
         with suppress(RuntimeError):
-            answers.put(int(store.compare_set(_FIRST, "", str(rank))))
+            answers.put(int(store.compare_set(_REPORTER, "", str(reporter))))
 
     Thread(target=ask, daemon=True).start()  # a store whose machine is lost may never answer
     try:

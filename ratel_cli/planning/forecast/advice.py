@@ -121,5 +121,5 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         yield f"micro_batch_size: {rows}", replace(setting, workload=replace(workload, micro_batch_size=rows))
         yield f"gradient_accumulation_steps: {number}", more
     else:
-        yield f"tokens_per_step: {more.workload.tokens}", more
+        yield f"tokens_per_step: {setting.layout.num_ranks * more.workload.tokens}", more
     yield "max_grad_norm: null", replace(setting, clips=False)

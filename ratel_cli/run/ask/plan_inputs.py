@@ -60,7 +60,7 @@ class Cluster:
         return -(-self.num_ranks // self.num_machines)
 
     def layout(self, *, on_drives: int) -> RankLayout:
-        """Where the ranks are. So many of a machine as `on_drives` share its drives."""
+        """Where the ranks are. `on_drives`: how many of a machine share its drives."""
         return RankLayout(num_ranks=self.num_ranks, on_machine=self.on_machine, on_drives=on_drives)
 
     def of_machines(self, hardware: HardwareProfile) -> HardwareProfile:

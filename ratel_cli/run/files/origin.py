@@ -58,7 +58,7 @@ def find_origin(text: str, log: RunLog, *, fresh_optimizer: bool) -> Origin:
     if found is not None and not os.path.lexists(path):
         path, step = Path(found[1]), int(found[2])
     try:
-        config = find_run(path, log)
+        config = find_run(path, log, ranks=(0, 0))  # each rank reads the stores of all
     except BadInput as error:
         raise BadInput(f"--from {text}: {error.message}", error.hint, others=error.others) from error
     return Origin(config=config, step=step, fresh_optimizer=fresh_optimizer)

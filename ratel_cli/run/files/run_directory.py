@@ -124,15 +124,19 @@ def check_exists(path: Path) -> None:
         return  # what reads the file says why it cannot be read
 
 
-def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(
+    path: Path, log: RunLog, overrides: Sequence[str] = (), *, ranks: tuple[int, int] | None = None
+) -> RunConfig:
     """The config that `path` names, with `KEY=VALUE` overrides: a file, or what a run left in its output directory.
+
+    `ranks`: as which rank of all, and of its machine, the paths are read; None: as this process.
 
     The directory may have moved since. Prints notices, and messages call the run `path` from then on. Raises BadInput
     with all that is wrong.
     """
     name_run(path, overrides)
     file = config_file(path)
-    config = _of_rank(_load(file, log, overrides), launched_rank(), local_rank())
+    config = _of_rank(_load(file, log, overrides), *(ranks or (launched_rank(), local_rank())))
     return with_own_store(config) if file == path else as_of_run(config, path, overrides)
 
 
@@ -227,9 +231,11 @@ def is_output_of_run(path: Path) -> bool:
     return os.path.isfile(run_directory(path) / CONFIG_NAME)  # unlike Path.is_file, also for a name too long
 
 
-def find_run(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunConfig:
+def find_run(
+    path: Path, log: RunLog, overrides: Sequence[str] = (), *, ranks: tuple[int, int] | None = None
+) -> RunConfig:
     """Like `read_config`, for what only a run has: raises BadInput too if no model can be trained with the config."""
-    config = read_config(path, log, overrides)
+    config = read_config(path, log, overrides, ranks=ranks)
     if config.base_model is None:
         raise BadInput(f"{path}: `model_shape` is only for `ratel plan`; no model was trained with this config")
     return config

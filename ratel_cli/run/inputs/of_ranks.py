@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks
+from ratel_cli.units import counted
 
 
 def reject_unsupported(config: RunConfig, num_ranks: int) -> None:
     """Raise OfAllRanks for what is not supported with several ranks, and for a step that they cannot share equally."""
     if config.tokens_per_step is not None:
-        micro_batch_size = 1 if config.split is None else config.split[0]
-        if config.sequences_per_step % (num_ranks * micro_batch_size):
-            least = num_ranks * micro_batch_size * config.sequence_len
+        number = config.sequences_per_step if config.split is None else config.split[1]
+        if number % num_ranks:
+            what = (
+                counted(number, "sequence") if config.split is None else counted(number, "micro-batch", "micro-batches")
+            )
             raise OfAllRanks(
-                f"tokens_per_step: {config.tokens_per_step} tokens are not the same number of micro-batches for each "
-                f"of {num_ranks} ranks",
-                f"set it to a multiple of {least}",
+                f"tokens_per_step: {config.tokens_per_step} tokens are {what}, which {num_ranks} ranks cannot share "
+                "equally",
+                f"set it so that they are a multiple of {num_ranks}, or use another number of ranks",
             )
     if config.storage.snapshot is not None:
         raise OfAllRanks("storage.snapshot is not supported with several ranks", "remove it")

@@ -38,7 +38,7 @@ class Branch:
 
     origin: Origin
     stores: tuple[Store, ...]
-    """Of each rank that the other run has."""
+    """Those of all ranks of the other run."""
     generation: Readable
     """What this rank takes over of the step."""
 
@@ -86,7 +86,7 @@ def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
             "to train its exported model, set base_model to the directory of the export",
         )
     with errors_about(theirs.output_dir):
-        stores = open_stores(context, theirs)
+        stores = open_stores(context, theirs, shared=True)
     spec = inputs.model.spec
     _reject_other_model(context, spec, stores[0], origin)
     try:

@@ -61,6 +61,7 @@ from ratel_cli.run.train.ranks import (
     layout_of,
     measured_in_turn,
     measured_network,
+    share_origin,
     with_shape_of_first,
 )
 from ratel_cli.run.train.resharding import Resharding, finish_resharding
@@ -101,7 +102,9 @@ def run_finetune(
         with first_rank_first(ranks):
             if not ranks.rank and not dry_run:
                 finish_resharding(config, log)
-        begins = common_beginning(ranks, config.storage.paths, start)
+        record = read_origin(config)
+        first_step = 0 if record is None else record.first_step
+        begins = common_beginning(ranks, config.storage.paths, start, first_step=first_step)
         start = begins.start
         run = _find(config, log, resources, begins, origin, ranks, dry_run=dry_run, overwrite=overwrite)  # phases 1, 2
         context, inputs, planner, hardware = run.context, run.inputs, run.planner, run.hardware
@@ -197,6 +200,8 @@ def _find(
     if change is not None:
         _check_fits(context, inputs, share)
         change.make(context, inputs.model.spec, identity)
+    if begins.ranks_before and not dry_run:
+        share_origin(ranks, config)
     store = find_store(context, identity, start)
     if store is not None and store.rank_slice != ranks.slice:
         raise BadInput(f"{place_of(config)} holds the store of another rank, or of another number of them", START_OVER)

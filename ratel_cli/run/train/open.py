@@ -79,21 +79,28 @@ def open_run(context: RunContext) -> OpenedRun:
     return OpenedRun(context=context, base=base, stores=stores)
 
 
-def open_stores(context: RunContext, config: RunConfig) -> tuple[Store, ...]:
-    """The stores of all ranks of the config's run, for reading; the context closes them.
+def open_stores(context: RunContext, config: RunConfig, *, shared: bool = False) -> tuple[Store, ...]:
+    """The stores of all ranks of the config's run, for reading; the context closes them. `shared`: other processes may
+    open them so, too.
 
-    Raises BadInput if one is missing, or if they are not those of one step.
+    Raises BadInput if one is missing, or if they are not those of one step of one run.
     """
     if is_moving(config):
         raise BadInput(
             f"{config.output_dir}: the change to another number of ranks was interrupted", "resume the run to finish it"
         )
-    first = context.open_store(config.storage.paths, read_only=True)
+    first = context.open_store(config.storage.paths, read_only=True, shared=shared)
     rank, size = first.rank_slice.rank, first.rank_slice.size
     if rank:
         raise BadInput(f"{config.output_dir} is rank {rank} of a run", "name the directory of the run itself")
     stores = [first]
-    stores += [context.open_store(store_of_rank(config, other), read_only=True) for other in range(1, size)]
+    for other in range(1, size):
+        store = context.open_store(store_of_rank(config, other), read_only=True, shared=shared)
+        if store.rank_slice != RankSlice(other, size):
+            raise BadInput(
+                f"the store of rank {other} is not one of {size} ranks", f"resume the run with --ranks {size}"
+            )
+        stores.append(store)
     steps = [store.progress.step for store in stores]
     if len(set(steps)) > 1:
         raise BadInput(

@@ -162,9 +162,9 @@ class Beginning:
     """How many ranks the run had that goes on after its last step; 0 for another one."""
 
 
-def common_beginning(ranks: Ranks, paths: Sequence[Path], start: Start) -> Beginning:
+def common_beginning(ranks: Ranks, paths: Sequence[Path], start: Start, *, first_step: int) -> Beginning:
     """Where all ranks begin, by the stores that they have in `paths`: as `start` says, or at the beginning if not all
-    have come to the end of their import.
+    have come to the end of their import, which commits `first_step`.
 
     Raises OfAllRanks if one of them has lost its store, or if a run goes back with another number of ranks.
     """
@@ -172,21 +172,21 @@ def common_beginning(ranks: Ranks, paths: Sequence[Path], start: Start) -> Begin
         return Beginning(start=start, ranks_before=0)
     found = stored_rank_slice(paths) if Store.exists(paths) else None
     step = stored_step(paths) if found is not None else None
-    known = ranks.gathered([0 if found is None else found.size, 0 if step is None else step])
+    size = 0 if found is None else found.size
+    known = ranks.gathered([size, 0 if step is None else step, step is not None and step > first_step])
     had = int(known[0][0])
-    others = [int(step) for size, step in known if size not in (0, ranks.size)]
+    others = [int(step) for size, step, _ in known if size not in (0, ranks.size)]
     if not had and others:
         raise _lost(0, max(others))
     begins = Beginning(start=start, ranks_before=had if isinstance(start, Resume) else 0)
     if had in (0, ranks.size):
         # Beside a store of rank 0, one of another number of ranks is left of an earlier run.
-        lost = [rank for rank, (size, _) in enumerate(known) if size != ranks.size]
+        lost = [rank for rank, (size, _, _) in enumerate(known) if size != ranks.size]
         if not lost or len(lost) == ranks.size:
             return begins
-        newest = max(int(step) for size, step in known if size == ranks.size)
-        if not newest:
+        if not any(has_trained for size, _, has_trained in known if size == ranks.size):
             return Beginning(start=StartOver(), ranks_before=0)
-        raise _lost(lost[0], newest)
+        raise _lost(lost[0], max(int(step) for size, step, _ in known if size == ranks.size))
     if isinstance(start, GoBack):
         raise OfAllRanks(
             f"the run has {counted(had, 'rank')}, and this command {ranks.size}: both may not change at once",
@@ -208,8 +208,9 @@ def share_origin(ranks: Ranks, config: RunConfig) -> None:
         return
     record = read_origin(config)
     first = json.loads(texts_of_all(ranks, json.dumps(None if record is None else asdict(record)))[0])
-    if ranks.rank:
-        write_origin(config, None if first is None else OriginRecord(**first))
+    found = None if first is None else OriginRecord(**first)
+    if found != record:
+        write_origin(config, found)
 
 
 def check_same(ranks: Ranks, identity: StoreIdentity, config: RunConfig, start: Start) -> None:

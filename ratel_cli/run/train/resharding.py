@@ -41,7 +41,7 @@ from ratel_cli.run.files.resharding_record import (
 from ratel_cli.run.files.run_directory import rank_directory, recorded_config, store_of_rank
 from ratel_cli.run.inputs.settings import as_recorded, new_geometry, settings_hash
 from ratel_cli.run.train.open import sliced, slices_of
-from ratel_cli.run.train.ranks import first_rank_first, paths_of_all, share_origin
+from ratel_cli.run.train.ranks import first_rank_first, paths_of_all
 from ratel_cli.run.train.store import prepare_store
 from ratel_cli.store.barrier import failpoint
 from ratel_cli.store.copy import copy_generation
@@ -138,7 +138,6 @@ class Resharding:
             with first_rank_first(ranks):
                 if decide is not None:
                     decide()
-        share_origin(ranks, context.config)
 
 
 def _as_of_ranks_before(config: RunConfig, *, before: int, size: int) -> RunConfig:
