@@ -99,6 +99,11 @@ def test_the_tokens_of_a_step_are_those_of_all_ranks(make_config: MakeConfig) ->
     ended = finetune(written_out, "max_steps=3", f"gradient_accumulation_steps={2 * number}")
     assert ended.code == 0, ended.stderr
     assert_same_result(planned, written_out)
+    assert_rejected(finetune(planned, "max_steps=4", "learning_rate=0.5"), 2, "settings")
+    message = f"a step of this run has {TOKENS // 64} sequences, and not {TOKENS // 32} sequences"
+    processes = start_ranks(planned, 2, f"tokens_per_step={2 * TOKENS}", "max_steps=4")
+    assert 2 in [wait(process) for process in processes]
+    assert message in stderr_of(planned)
     succeed_ranks(planned, 2, f"micro_batch_size={size}")
     processes = start_ranks(planned, 3)
     assert [wait(process) for process in processes] == [2, 2, 2]

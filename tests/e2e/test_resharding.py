@@ -159,6 +159,27 @@ def test_a_new_run_starts_from_a_step_of_another_number(make_config: MakeConfig,
         assert json.loads((directory / "run" / "origin.json").read_text())["step"] == 2
 
 
+@pytest.mark.full
+def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig) -> None:
+    """When one rank has its step, and the other has not; and when another number of ranks has its stores. The same
+    command goes on, and all know where the run began."""
+    other, branch = make_config("other", **SAVING), make_config("branch", **CHANGES)
+    succeed_ranks(other, 1, *of_ranks(1, 2))
+    origin = ("--from", str(output_of(other)))
+    processes = start_ranks(branch, 2, *origin, *of_ranks(2, 4), kill_at={1: "create.filled:1"})
+    assert [wait(process) for process in processes] == [75, -9]
+    succeed_ranks(branch, 2, *origin, *of_ranks(2, 4))
+    processes = start_ranks(branch, 3, *origin, *of_ranks(3, 6), kill_at={0: "reshard.decided:1"})
+    assert wait(processes[0]) == -9
+    for process in processes[1:]:
+        wait(process)
+    succeed_ranks(branch, 3, *origin, *of_ranks(3, 6))
+    whole = make_config("whole", **SAVING)
+    for size, num_steps in ((1, 2), (2, 4), (3, 6)):
+        succeed_ranks(whole, size, *of_ranks(size, num_steps))
+    assert export_hash(branch) == export_hash(whole)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
 def test_a_change_that_is_killed_at_any_moment(make_config: MakeConfig, resharded: Path, seed: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from torch.distributed.distributed_c10d import HashStore, PrefixStore
 
+from ratel_cli.engine.ranks import processes
 from ratel_cli.engine.ranks.launched import launched_rank, num_local_ranks, see_own_gpu
-from ratel_cli.engine.ranks.processes import failure_of
+from ratel_cli.engine.ranks.processes import failure_of, first_reporter
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "run", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -47,3 +49,20 @@ def test_one_of_those_that_are_left_says_it(launched: pytest.MonkeyPatch, own: i
     launched.setenv("RANK", str(own))
     error = failure_of(lost, RuntimeError("Connection closed by peer"))
     assert (error.reported_by == own) is says and error.message == f"rank {lost} has ended"
+
+
+def test_the_first_to_end_names_who_reports() -> None:
+    store = PrefixStore("attempt 0", HashStore())
+    assert [first_reporter(store, rank) for rank in (2, 0, 1)] == [2, 2, 2]
+    assert first_reporter(PrefixStore("attempt 1", HashStore()), 1) == 1
+
+
+def test_a_store_that_does_not_answer_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for some time, in which the others may see who has ended."""
+
+    class Lost:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(processes, "_LINGER_SECONDS", 0.01)
+    assert first_reporter(Lost(), 1) is None  # type: ignore[arg-type]

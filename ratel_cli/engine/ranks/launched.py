@@ -57,6 +57,11 @@ def see_own_gpu() -> None:
         os.environ[_VISIBLE] = devices[number]
 
 
+def num_launched_ranks() -> int:
+    """How many ranks torchrun has started on all machines; 1 if it has not started this process."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+
+
 def launched_rank() -> int:
     """The rank that torchrun has given this process; 0 if torchrun has not started it."""
     return int(os.environ["RANK"]) if is_launched() else 0

@@ -85,12 +85,12 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
         if stopped.reported_by is not None:  # the launcher ends the others as soon as one has ended
             with suppress(RankLost):
                 ranks.wait_for_all()
-        _first_reporter(store, 0)
+        first_reporter(store, 0)
         raise
     except Exception as error:
         # What all raise together, rank 0 says. Else the first does: others find the same, or that it has ended.
         is_of_all = isinstance(error, RatelError) and error.reported_by is not None and not isinstance(error, RankLost)
-        first = _first_reporter(store, 0 if is_of_all else rank)
+        first = first_reporter(store, 0 if is_of_all else rank)
         if isinstance(error, RatelError) and first is not None and not is_of_all:
             error.reported_by = first
         raise
@@ -110,7 +110,7 @@ def ranks_of(rank: int, size: int, timeout: timedelta) -> Ranks:
     return Ranks(rank=rank, size=size, control=control, weights=weights, gradients=gradients, patient=patient)
 
 
-def _first_reporter(store: PrefixStore, reporter: int) -> int | None:
+def first_reporter(store: PrefixStore, reporter: int) -> int | None:
     """The rank that reports why all end: the `reporter` that the first one to call this names; None if the store does
     not answer."""
     answers = Queue[int]()

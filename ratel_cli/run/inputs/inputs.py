@@ -22,6 +22,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.latents import AnyData
+from ratel_cli.engine.ranks.launched import num_launched_ranks
 from ratel_cli.errors import ErrorList, RatelError
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.cut_model import AnyModel
@@ -169,11 +170,11 @@ def facts_of(inputs: Inputs, identity: StoreIdentity, *, first_step: int) -> Run
     )
 
 
-def changed_settings(config: RunConfig, started_with: Path, *, num_ranks: int = 1) -> list[str]:
+def changed_settings(config: RunConfig, started_with: Path, *, ranks_before: int) -> list[str]:
     """The keys that decide the bits and differ from the config that the run was started with, each with both values.
 
-    A split, or a size of the head's chunks, that is left to the plan is no change, but the size of the step is. Both
-    configs are those of each of `num_ranks`, and the step is that of all.
+    A split, or a size of the head's chunks, that is left to the plan is no change, but the size of the step is: that of
+    all ranks. The configs are those of each, of which there were `ranks_before`.
     """
     try:
         before = load_config(started_with).config
@@ -187,8 +188,8 @@ def changed_settings(config: RunConfig, started_with: Path, *, num_ranks: int = 
         for key in SPLIT_KEYS:
             del keys[key]
         keys["tokens_per_step"] = None
-        for content, each in ((old, before), (new, config)):
-            content["tokens_per_step"] = num_ranks * each.sequences_per_step * each.sequence_len
+        for content, each, number in ((old, before, ranks_before), (new, config, num_launched_ranks())):
+            content["tokens_per_step"] = number * each.sequences_per_step * each.sequence_len
     changed = [key for key in keys if old[key] != new[key]]
     return [f"{key} was {changed_value(old[key])}, is now {changed_value(new[key])}" for key in changed]
 

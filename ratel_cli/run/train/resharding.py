@@ -147,7 +147,12 @@ def _as_of_ranks_before(config: RunConfig, *, before: int, size: int) -> RunConf
     if size * number % before:
         raise _other_steps(config, before=before, size=size)
     was = as_recorded(config.of_ranks(size, shared_by=before))
-    if was.split is None or config.sequences_per_step % was.split[0]:
+    if was.split is None:  # no split gives the settings of the store
+        recorded = recorded_config(config.output_dir)
+        if recorded is None or before * recorded.sequences_per_step != size * config.sequences_per_step:
+            raise _other_steps(config, before=before, size=size)
+        was = was.split_by(recorded.known_split[0])  # opening the stores says that settings differ
+    if config.sequences_per_step % was.known_split[0]:
         raise _other_steps(config, before=before, size=size)
     return was
 
@@ -160,13 +165,17 @@ def _recorded_number(config: RunConfig, before: int) -> int | None:
 
 def _other_steps(config: RunConfig, *, before: int, size: int) -> BadInput:
     """A step would have other micro-batches than before."""
-    wanted = f"{size} x {config.split[1]}" if config.split else counted(size * config.sequences_per_step, "sequence")
-    of_run, hint = _recorded_number(config, before), f"resume it with --ranks {before}"
-    if of_run is None:
+    recorded, hint = recorded_config(config.output_dir), f"resume it with --ranks {before}"
+    if config.split is None:
+        wanted = counted(size * config.sequences_per_step, "sequence")
+        has = None if recorded is None else counted(before * recorded.sequences_per_step, "sequence")
+    else:
+        wanted, of_run = f"{size} x {config.split[1]}", _recorded_number(config, before)
+        has = None if of_run is None else counted(of_run, "micro-batch", "micro-batches")
+        if of_run is not None and not of_run % size:
+            hint = f"set gradient_accumulation_steps={of_run // size}; it is that of each rank"
+    if has is None:
         return BadInput(f"a step of this run has other micro-batches than {wanted}", hint)
-    if config.split is not None and not of_run % size:
-        hint = f"set gradient_accumulation_steps={of_run // size}; it is that of each rank"
-    has = counted(of_run, "micro-batch", "micro-batches")
     return BadInput(f"a step of this run has {has}, and not {wanted}", hint)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.commits import resume_together
+from ratel_cli.engine.ranks.launched import num_launched_ranks
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
@@ -156,7 +157,8 @@ def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreId
 def _reject_replacing_result(config: RunConfig) -> None:
     """Raise BadInput if the output directory has the model of a run with other settings, wherever its store is."""
     marker = read_marker(config.output_dir)
-    changed = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
+    started_with = run_directory(config.output_dir) / CONFIG_NAME
+    changed = changed_settings(config, started_with, ranks_before=num_launched_ranks())  # the store is not here
     if marker is not None and marker.step is not None and changed:
         raise BadInput(
             f"{config.output_dir} holds step {marker.step} of a run with other settings: {'; '.join(changed)}",
@@ -180,7 +182,7 @@ def _explained(config: RunConfig, paths: Sequence[Path], fields: Sequence[str]) 
     is_data = tuple(fields) == ("data_hash",)
     stored = stored_rank_slice(paths)
     started_with = run_directory(config.output_dir) / CONFIG_NAME
-    changed = changed_settings(config, started_with, num_ranks=1 if stored is None else stored.size)
+    changed = changed_settings(config, started_with, ranks_before=1 if stored is None else stored.size)
     if changed and not is_data:
         return BadInput(
             f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings: "
