@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from torch.distributed.distributed_c10d import HashStore, PrefixStore
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ratel_cli.engine.ranks import processes
 from ratel_cli.engine.ranks.launched import launched_rank, num_local_ranks, see_own_gpu
@@ -52,9 +53,9 @@ def test_one_of_those_that_are_left_says_it(launched: pytest.MonkeyPatch, own: i
 
 
 def test_the_first_to_end_names_who_reports() -> None:
-    store = PrefixStore("attempt 0", HashStore())
+    store = PrefixStore("attempt 0", dist.HashStore())
     assert [first_reporter(store, rank) for rank in (2, 0, 1)] == [2, 2, 2]
-    assert first_reporter(PrefixStore("attempt 1", HashStore()), 1) == 1
+    assert first_reporter(PrefixStore("attempt 1", dist.HashStore()), 1) == 1
 
 
 def test_a_store_that_does_not_answer_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
