@@ -34,7 +34,7 @@ from ratel_cli.schedule.slices import EXCHANGED_BEHIND, ranges_in, slice_of
 
 
 @dataclass(slots=True, kw_only=True)
-class _Exchanged:
+class _Exchange:
     """One block's exchange."""
 
     gradient: BlockGradient
@@ -62,7 +62,7 @@ class GradientExchange(Closing):
         self._pool = pool
         self._timeline = timeline
         self._turns = Turns("exchange")
-        self._coming: deque[_Exchanged] = deque()
+        self._coming: deque[_Exchange] = deque()
 
     def hand_over(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
         """Exchange a block's gradient, and hand over what is done of those before. `weights`: what this rank updates.
@@ -76,7 +76,7 @@ class GradientExchange(Closing):
         found: list[BlockGradient] = []
         ticket = self._turns.submit(lambda: found.append(self._exchanged(gradient, scale)))
         shared = None if weights is None else weights.share()
-        self._coming.append(_Exchanged(gradient=gradient, weights=shared, ticket=ticket, found=found))
+        self._coming.append(_Exchange(gradient=gradient, weights=shared, ticket=ticket, found=found))
         self._pass_on(at_most=EXCHANGED_BEHIND)
 
     def finish(self) -> None:

@@ -159,7 +159,7 @@ class Beginning:
 
     start: Start
     ranks_before: int
-    """How many ranks the run had that goes on after its last step; 0 for another one."""
+    """How many ranks the run had, if it resumes after its last step; else 0."""
 
 
 def common_beginning(ranks: Ranks, paths: Sequence[Path], start: Start, *, first_step: int) -> Beginning:

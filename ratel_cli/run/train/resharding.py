@@ -88,7 +88,7 @@ def _finish(config: RunConfig, record: ReshardingRecord) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
-    """A change to another number of ranks, with which a run goes on."""
+    """A change to another number of ranks, with which a run resumes."""
 
     ranks: Ranks
     before: int
@@ -98,7 +98,7 @@ class Resharding:
 
     @classmethod
     def of(cls, config: RunConfig, ranks: Ranks, *, before: int, dry_run: bool) -> Resharding | None:
-        """The change that a run of `before` ranks needs; None if it begins, or goes on with as many.
+        """The change that a run of `before` ranks needs; None if it begins, or resumes with as many.
 
         Raises OfAllRanks in a dry run; BadInput if the steps of this number of ranks cannot be those of the run.
         """
