@@ -225,6 +225,11 @@ class Store(Closing):
         """The pinned generation of this step. It can be read until it is unpinned. Raises BadInput if there is none."""
         return self._generation(self._pinned_entry(step))
 
+    def generation_of(self, step: int) -> Generation:
+        """The current generation or the one before it, by its step. It can be read until a step begins to write."""
+        entries = [self._commits.manifest.current, self._commits.manifest.before]
+        return next(self._generation(entry) for entry in entries if entry is not None and entry.progress.step == step)
+
     def shadow(self) -> Shadow:
         """The generation that is being written, between `begin_step` (or `create`) and the commit."""
         assert self._phase in (_Phase.IMPORTING, _Phase.STEPPING), "write between begin_step and stage"

@@ -7,7 +7,8 @@
     3. release  the generation after a later commit, and report an error               the loop's thread
 
 Invariants: training waits for a copy only at the end of the run. The second store always holds one complete generation,
-the last one that was copied. A device that fails ends the snapshots, never the run.
+the last one that was copied; of several ranks, all hold one of the same step. A device that fails ends the snapshots,
+never the run.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ class Snapshots(Closing):
         notice: Callable[[str], None],
         warn: Callable[[str], None],
         after_copy: Callable[[int], None] = lambda step: None,
+        may_all: Callable[[bool], bool] = lambda may_begin: may_begin,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
         """`target` holds an earlier snapshot of this run; with `is_new`, nothing was committed to it yet.
 
         Every N-th step is copied, N being `every`, at `bytes_per_second` at most. `after_copy` is called with each step
-        whose copy is complete.
+        whose copy is complete. `may_all` is called at each step that is due, in all ranks, with whether this rank may
+        begin a copy; it returns whether all may.
         """
         assert every > 0 and bytes_per_second > 0
         self._source = source
@@ -59,6 +62,7 @@ class Snapshots(Closing):
         self._notice = notice
         self._warn = warn
         self._after_copy = after_copy
+        self._may_all = may_all
         self._patience_seconds = patience_seconds
         self._pool = BufferPool(COPY_BYTES)
         self._stop = Event()
@@ -70,11 +74,13 @@ class Snapshots(Closing):
         """Begin to copy the current generation if it is due and no other copy is running. Never waits."""
         self._end_copy()
         step = self._source.progress.step
-        if self._is_over or not step or step % self._every:
+        if not step or step % self._every:
             return
-        if self._copy is not None and self._copy.generation.progress.step == step:
+        # While any rank copies, the generations before that one are what all have in common.
+        may_begin = self._may_all(self._copy is None and not self._is_over)
+        if self._is_over or (self._copy is not None and self._copy.generation.progress.step == step):
             return
-        if self._copy is not None:
+        if not may_begin:
             self._notice(
                 "copying a snapshot takes longer than the steps between two snapshots (storage.snapshot.every); "
                 "some snapshots are skipped"

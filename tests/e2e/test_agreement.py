@@ -350,6 +350,7 @@ NOT_ASKED: Mapping[str, str] = {
     "--from": "check has no --from",
     "--resume": "check has no --resume",
     "its stores must change": "check has no --ranks",
+    "and this run has": "check has no --ranks",
     "holds the store of another rank": "check has no --ranks",
     "is a directory, but a file of the model": "of --overwrite: the last test",
     "there is no saved step": "of --resume STEP",

@@ -218,7 +218,6 @@ def test_paths_of_each_rank(make_config: MakeConfig, undisturbed: MakeRanks, tmp
 
 def test_what_ranks_do_not_do_is_rejected(make_config: MakeConfig, tmp_path: Path) -> None:
     rejected: dict[str, dict[str, object]] = {
-        "storage.snapshot": {"storage": {"snapshot": {"path": str(tmp_path / "copy"), "every": 1}}},
         "storage.durability: none": {"storage": {"durability": "none"}},
     }  # fmt: skip
     for number, (part, changes) in enumerate(rejected.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
@@ -42,12 +42,14 @@ class Machine:
         bytes_per_second: float = 1e12,
         is_new: bool = True,
         patience_seconds: float = 10.0,
+        may_all: Callable[[bool], bool] = lambda may_begin: may_begin,
     ) -> Snapshots:
         return self._resources.enter_context(
             Snapshots(
                 self.source,
                 target,
                 patience_seconds=patience_seconds,
+                may_all=may_all,
                 is_new=is_new,
                 every=every,
                 bytes_per_second=bytes_per_second,
@@ -135,6 +137,22 @@ def test_a_snapshot_that_was_due_when_the_run_was_killed_is_made_at_the_start(
         again.finish(lambda: None)
         check_generation(reopened, 4)
         again.close()
+
+
+def test_a_copy_begins_when_all_ranks_may(machine: Machine, target: Store) -> None:
+    """Each is asked at each step that is due, whether it could or not."""
+    asked: list[bool] = []
+
+    def may_all(may_begin: bool) -> bool:
+        asked.append(may_begin)
+        return len(asked) > 1
+
+    snapshots = machine.begin(target, may_all=may_all)
+    machine.run(snapshots, 2)
+    assert (asked, target.progress.step) == ([True], 0)
+    machine.run(snapshots, 2)
+    wait_for(target, 4)
+    assert asked == [True, True]
 
 
 def test_the_import_is_not_copied(machine: Machine, target: Store) -> None:

@@ -39,10 +39,11 @@ from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
+from ratel_cli.run.files.run_directory import paths_in
 from ratel_cli.run.inputs.base import check_model
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.process import prepare_process
-from ratel_cli.run.train.open import OpenedRun, open_run
+from ratel_cli.run.train.open import OpenedRun, open_run, snapshot_of_all
 from ratel_cli.sizes import Task
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import Readable
@@ -119,21 +120,24 @@ def _check_generations(
 
 
 def _check_snapshot(run: OpenedRun) -> list[Check]:
-    """The rows of the run's snapshot; none if the config asks for no snapshot."""
+    """The rows of the run's snapshot, of which each rank has its slices; none if the config asks for no snapshot."""
     context = run.context
     wanted = context.config.storage.snapshot
     if wanted is None:
         return []
-    if not Store.exists([wanted.path]):
-        verdict = f"there is none in {wanted.path} yet, or its drive is missing"
-        return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=verdict)]
+    places = [paths_in([wanted.path], rank) for rank in range(len(run.stores))]
+    for place in places:
+        if not Store.exists(place):
+            verdict = f"there is none in {place[0]} yet, or its drive is missing"
+            return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=verdict)]
     queue = context.open_queue()
     try:
-        store = context.open_store([wanted.path], queue=queue, read_only=True)
-        check_model(store, context.config, run.base.model.spec, wanted.path)
+        stores = [context.open_store(place, queue=queue, read_only=True) for place in places]
+        check_model(stores[0], context.config, run.base.model.spec, wanted.path)
+        generations = snapshot_of_all(stores)
     except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
         return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
-    return _check_generations(context, [[store.current()]], where="snapshot")
+    return _check_generations(context, [generations], where="snapshot")
 
 
 def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:

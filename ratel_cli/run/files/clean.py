@@ -42,6 +42,7 @@ from ratel_cli.run.files.run_directory import (
     TOKENS_NAME,
     TRACE_NAME,
     log_name,
+    paths_in,
     place_of,
     rank_directory,
     record_name,
@@ -262,6 +263,7 @@ def _own_stores(config: RunConfig, kept: list[str], extent: Extent) -> Iterator[
         if extent == "store":
             kept.append(f"the snapshot in {snapshot.path}; `ratel restore CONFIG` makes the store again from it")
         else:
+            yield from _snapshots_of_other_ranks(config, snapshot.path)
             yield snapshot.path
     else:
         kept.append(f"the snapshot in {snapshot.path} belongs to another run")
@@ -275,6 +277,16 @@ def _of_other_ranks(config: RunConfig) -> Iterator[Path]:
             return
         if _is_recorded(recorded, recorded.storage.paths):
             yield from recorded.storage.paths
+
+
+def _snapshots_of_other_ranks(config: RunConfig, path: Path) -> Iterator[Path]:
+    """The directories of the snapshots of the run's other ranks, within that of rank 0."""
+    for rank in count(1):
+        recorded, [place] = recorded_config(rank_directory(config.output_dir, rank)), paths_in([path], rank)
+        if recorded is None:
+            return
+        if _is_recorded(recorded, [place]):
+            yield place
 
 
 def _is_recorded(config: RunConfig, paths: Sequence[Path]) -> bool:

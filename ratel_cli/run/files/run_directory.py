@@ -157,6 +157,14 @@ def store_of_rank(config: RunConfig, rank: int) -> tuple[Path, ...]:
     return paths_in(config.storage.paths, rank) if recorded is None else recorded.storage.paths
 
 
+def config_with_store_of(config: RunConfig, rank: int) -> RunConfig:
+    """The run's config with the output directory and the store of a rank."""
+    if not rank:
+        return config
+    storage = config.storage.model_copy(update={"paths": store_of_rank(config, rank)})
+    return config.model_copy(update={"output_dir": rank_directory(config.output_dir, rank), "storage": storage})
+
+
 def paths_in(paths: Sequence[Path], rank: int) -> tuple[Path, ...]:
     """The directories of a rank's store in those of the run."""
     return tuple(path / f"rank-{rank}.store" for path in paths) if rank else tuple(paths)

@@ -20,8 +20,6 @@ def reject_unsupported(config: RunConfig, num_ranks: int) -> None:
                 "equally",
                 f"set it so that they are a multiple of {num_ranks}, or use another number of ranks",
             )
-    if config.storage.snapshot is not None:
-        raise OfAllRanks("storage.snapshot is not supported with several ranks", "remove it")
     if config.storage.durability == "none":
         raise OfAllRanks(
             "storage.durability: none is not supported with several ranks: one that ends would cost the stores of all",

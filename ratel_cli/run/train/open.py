@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.engine.ranks.commits import newest_common
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.spec import ModelSpec
@@ -116,6 +117,18 @@ def slices_of(stores: Sequence[Store], step: int | None) -> list[Generation]:
     if step is None or step == stores[0].progress.step:
         return [store.current() for store in stores]
     return [store.pinned(step) for store in stores]
+
+
+def snapshot_of_all(stores: Sequence[Store]) -> list[Generation]:
+    """What each rank has of the newest step of which all have a snapshot in these stores. Raises BadInput if there is
+    none."""
+    known = [{step for step in (store.progress.step, store.step_before) if step is not None} for store in stores]
+    newest = newest_common(known)
+    for rank, store in enumerate(stores):
+        if newest is None or store.rank_slice != RankSlice(rank, len(stores)):
+            raise BadInput("the snapshots of the ranks belong to different runs, or have no step in common")
+    assert newest is not None
+    return [store.generation_of(newest) for store in stores]
 
 
 def joined(slices: Sequence[Generation], spec: ModelSpec, pool: BufferPool) -> Readable:

@@ -45,7 +45,13 @@ _WHAT_DIFFERS = {
     "software": "other software",
     "config": "other settings",
 }
-_OF_EACH_RANK: Any = {"output_dir": True, "report_to": True, "hub_model_id": True, "limits": True, "storage": {"paths"}}
+_OF_EACH_RANK: Any = {
+    "output_dir": True,
+    "report_to": True,
+    "hub_model_id": True,
+    "limits": True,
+    "storage": {"paths": True, "snapshot": {"path": True}},
+}
 """Of a config, what ranks may have of their own."""
 _MEASURED_BYTES = 32 * MIB
 """What a rank sends to measure the network: as much as a small block."""
@@ -65,7 +71,11 @@ def config_of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
     recorded = recorded_config(directory)
     if recorded is not None and not Store.exists(paths) and Store.exists(recorded.storage.paths):
         paths = recorded.storage.paths
-    storage = config.storage.model_copy(update={"paths": paths})
+    snapshot = config.storage.snapshot
+    if snapshot is not None:
+        [place] = paths_in([snapshot.path], rank)
+        snapshot = snapshot.model_copy(update={"path": place})
+    storage = config.storage.model_copy(update={"paths": paths, "snapshot": snapshot})
     changes = {"output_dir": directory, "storage": storage, "report_to": (), "hub_model_id": None}
     return config.model_copy(update=changes)
 

@@ -100,7 +100,8 @@ class Resharding:
     def of(cls, config: RunConfig, ranks: Ranks, *, before: int, dry_run: bool) -> Resharding | None:
         """The change that a run of `before` ranks needs; None if it begins, or resumes with as many.
 
-        Raises OfAllRanks in a dry run; BadInput if the steps of this number of ranks cannot be those of the run.
+        Raises OfAllRanks in a dry run; BadInput if there is a snapshot of those, or if the steps of this number of
+        ranks cannot be those of the run.
         """
         if before in (0, ranks.size):
             return None
@@ -109,6 +110,14 @@ class Resharding:
                 f"the run has {counted(before, 'rank')}: to go on with {ranks.size}, its stores must change",
                 f"leave out --dry-run; or use --ranks {before}; `ratel plan --ranks {ranks.size}` predicts what it "
                 "takes",
+            )
+        snapshot = config.storage.snapshot
+        copied = None if snapshot is None or ranks.rank else stored_rank_slice([snapshot.path])
+        if snapshot is not None and copied is not None and copied.size != ranks.size:
+            raise BadInput(
+                f"storage.snapshot.path: the snapshot in {snapshot.path} is one of {counted(copied.size, 'rank')}, and "
+                f"this command has {ranks.size}",
+                "set storage.snapshot.path to another directory; the old snapshot is of use until a new one is made",
             )
         was = None if ranks.rank else _as_of_ranks_before(config, before=before, size=ranks.size)
         return cls(ranks=ranks, before=before, was=was)

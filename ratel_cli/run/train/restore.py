@@ -5,6 +5,9 @@
     3. if a store will be replaced, read and check every byte of the snapshot first
     4. create the new store, copy the snapshot into it, checking every byte, and commit it as the first generation
 
+Of several ranks, each has its slices in a snapshot of its own, and all are restored at the newest step that all have; a
+store that has it already stays.
+
 Invariants: a store of another run is never replaced; one of this run only by a snapshot that is whole, and, unless
 `overwrite` is set, newer. Until the last byte is copied the new store counts as unfinished, and no run resumes from it.
 """
@@ -23,18 +26,21 @@ from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import forget_deleted_store
-from ratel_cli.run.files.run_directory import place_of
+from ratel_cli.run.files.run_directory import config_with_store_of, paths_in, place_of
 from ratel_cli.run.inputs.base import check_model
 from ratel_cli.run.inputs.base_kinds import read_base
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.settings import new_geometry
+from ratel_cli.run.train.open import snapshot_of_all
 from ratel_cli.run.train.store import prepare_store, reject_restoring_over_other_run
 from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.open import stored_identity, stored_step
 from ratel_cli.store.store import Store
 
 
 def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog) -> int:
-    """Copy the snapshot in `directory` to the config's storage. Returns its step. Raises RatelError."""
+    """Copy the snapshot in `directory` to the config's storage; that of each rank, to its own. Returns its step. Raises
+    RatelError."""
     prepare_process()
     _reject_same_directory(config, directory)
     reject_restoring_over_other_run(config)
@@ -43,19 +49,28 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
     base = read_base(config, log)
     with open_context(config, log) as context:
         context.listen()
-        snapshot = _open(context, directory)
-        check_model(snapshot, config, base.model.spec, directory)
-        if Store.exists(config.storage.paths):
-            if not overwrite:
-                _reject_loss(context, snapshot)
-            with context.bar("verifying the snapshot", snapshot.generation_bytes) as advance:
-                snapshot.current().check_all(context.pool, progress=advance)
-        with _make(context, snapshot) as store:
-            with context.bar("copying the snapshot", snapshot.generation_bytes) as advance:
-                copy_generation(snapshot.current(), store.shadow(), context.pool, progress=advance)
-            store.commit_import(snapshot.progress)
+        snapshots = _open(context, directory)
+        check_model(snapshots[0], config, base.model.spec, directory)
+        generations = snapshot_of_all(snapshots)
+        of_ranks = [replace(context, config=config_with_store_of(config, rank)) for rank in range(len(snapshots))]
+        missing = [
+            rank
+            for rank, (snapshot, of_rank) in enumerate(zip(snapshots, of_ranks, strict=True))
+            if not _is_restored(of_rank, snapshot, generations[rank].progress.step, has_others=len(snapshots) > 1)
+        ]
+        replaced = [rank for rank in missing if Store.exists(of_ranks[rank].config.storage.paths)]
+        for rank in replaced if not overwrite else ():
+            _reject_loss(of_ranks[rank], snapshots[rank], generations[rank].progress.step)
+        for rank in replaced:
+            with context.bar("verifying the snapshot", snapshots[rank].generation_bytes) as advance:
+                generations[rank].check_all(context.pool, progress=advance)
+        for rank in missing:
+            with _make(of_ranks[rank], snapshots[rank]) as store:
+                with context.bar("copying the snapshot", snapshots[rank].generation_bytes) as advance:
+                    copy_generation(generations[rank], store.shadow(), context.pool, progress=advance)
+                store.commit_import(generations[rank].progress)
         forget_deleted_store(config)
-        return snapshot.progress.step
+        return generations[0].progress.step
 
 
 def _reject_same_directory(config: RunConfig, directory: Path) -> None:
@@ -63,9 +78,12 @@ def _reject_same_directory(config: RunConfig, directory: Path) -> None:
         raise BadInput(f"the snapshot and the store to restore are in the same directory, {directory}")
 
 
-def _open(context: RunContext, directory: Path) -> Store:
+def _open(context: RunContext, directory: Path) -> list[Store]:
+    """The snapshots of all ranks."""
     try:
-        return context.open_store([directory], read_only=True)
+        first = context.open_store([directory], read_only=True)
+        others = [paths_in([directory], rank) for rank in range(1, first.rank_slice.size)]
+        return [first, *(context.open_store(paths, read_only=True) for paths in others)]
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(
             f"the snapshot cannot be used: {failure.message}",
@@ -73,7 +91,13 @@ def _open(context: RunContext, directory: Path) -> Store:
         ) from failure
 
 
-def _reject_loss(context: RunContext, snapshot: Store) -> None:
+def _is_restored(context: RunContext, snapshot: Store, step: int, *, has_others: bool) -> bool:
+    """Whether the rank's store has the step already. What others have may still have to be restored."""
+    paths = context.config.storage.paths
+    return has_others and stored_identity(paths) == snapshot.identity and stored_step(paths) == step
+
+
+def _reject_loss(context: RunContext, snapshot: Store, to_step: int) -> None:
     """Raise BadInput unless the existing store belongs to the snapshot's run and is at an earlier step."""
     paths = context.config.storage.paths
     where, hint = place_of(context.config), "use --overwrite to replace it with the snapshot"
@@ -84,10 +108,8 @@ def _reject_loss(context: RunContext, snapshot: Store) -> None:
         raise BadInput(f"there is a store in {where} that cannot be opened: {failure.message}", hint) from failure
     if replace(identity, software="") != replace(snapshot.identity, software=""):
         raise BadInput(f"the store in {where} and the snapshot belong to different runs", hint)
-    if step >= snapshot.progress.step:
-        raise BadInput(
-            f"the store in {where} is at step {step}, and the snapshot at step {snapshot.progress.step}", hint
-        )
+    if step >= to_step:
+        raise BadInput(f"the store in {where} is at step {step}, and the snapshot at step {to_step}", hint)
 
 
 def _make(context: RunContext, snapshot: Store) -> Store:
@@ -97,5 +119,5 @@ def _make(context: RunContext, snapshot: Store) -> Store:
     if len(paths) > 1:
         existing = [nearest_existing(path) for path in paths]
         shares = measure_drives(existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
-    geometry = new_geometry(context.config, snapshot.blocks, shares=shares)
+    geometry = new_geometry(context.config, snapshot.blocks, shares=shares, rank_slice=snapshot.rank_slice)
     return prepare_store(context, paths, geometry, identity=snapshot.identity, overwrite=True)

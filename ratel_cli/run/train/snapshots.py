@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.sections import SnapshotConfig
+from ratel_cli.engine.ranks.commits import newest_common
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
@@ -25,11 +26,13 @@ from ratel_cli.run.train.start import Start, StartOver
 from ratel_cli.run.train.store import describe_store, prepare_store, reject_replacing
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.open import stored_rank_slice
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.snapshots import Snapshots
-from ratel_cli.units import format_rate
+from ratel_cli.units import counted, format_rate
 
+_NONE = -1
 _SHARE = 0.25
 """The share of the drives' read rate that a copy may take from training."""
 
@@ -57,6 +60,13 @@ def find_snapshot(context: RunContext, identity: StoreIdentity, start: Start, *,
             "restore the store with `ratel restore CONFIG`, or start over with --resume no, which replaces the "
             "snapshot, too",
         )
+    stored = stored_rank_slice([wanted.path])
+    if stored is not None and stored != context.ranks.slice:
+        raise BadInput(
+            f"storage.snapshot.path: the snapshot in {wanted.path} is one of {counted(stored.size, 'rank')}, and this "
+            f"run has {context.ranks.size}",
+            "set storage.snapshot.path to another directory",
+        )
     return _open(context, wanted, identity)
 
 
@@ -75,7 +85,9 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
     wanted = context.config.storage.snapshot
     if wanted is None:
         return None
-    geometry = Geometry(blocks=spec.stored_blocks, num_slots=SNAPSHOT_SLOTS, shares=(1,))
+    rank_slice = context.ranks.slice
+    own = spec.sliced(rank_slice)
+    geometry = Geometry(blocks=own.stored_blocks, num_slots=SNAPSHOT_SLOTS, shares=(1,), rank_slice=rank_slice)
     try:
         return prepare_store(
             context,
@@ -97,9 +109,11 @@ def start_snapshots(
 
     `is_new`: the snapshot holds no generation yet.
     """
-    wanted, log = context.config.storage.snapshot, context.log
+    wanted, log, ranks = context.config.storage.snapshot, context.log, context.ranks
     if wanted is None or target is None:
         return None
+    if ranks.size > 1:
+        _go_to_common_step(context, target, is_new=is_new)
     return context.resources.enter_context(
         Snapshots(
             store,
@@ -110,8 +124,19 @@ def start_snapshots(
             notice=log.notice,
             warn=log.warn,
             after_copy=lambda step: log.say(snapshot_line(step)),
+            may_all=lambda may_begin: all(may for (may,) in ranks.gathered([may_begin])),
         )
     )
+
+
+def _go_to_common_step(context: RunContext, target: Store, *, is_new: bool) -> None:
+    """Let the snapshots of all ranks be of the same step, if they have one in common, so that all keep it while they
+    copy the next one."""
+    before = _NONE if target.step_before is None else target.step_before
+    known = context.ranks.gathered([_NONE, _NONE] if is_new else [target.progress.step, before])
+    newest = newest_common([{int(step) for step in steps} - {_NONE} for steps in known])
+    if newest is not None and newest != target.progress.step:
+        target.fall_back(context.pool)
 
 
 def _reject_other_run(config: RunConfig, path: Path, start: Start) -> None:

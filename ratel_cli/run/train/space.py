@@ -93,17 +93,18 @@ def spaces_of(
     spaces: list[Space] = []
     if config.storage.snapshot is not None:
         path = config.storage.snapshot.path
-        beside = _to_come(config, nvme_bytes, weights)[device_of(path)]
+        beside = _to_come(config, nvme_bytes, weights, num_sharing=layout.on_drives)[device_of(path)]
+        free = max(0, free_bytes([nearest_existing(path)]) - beside) // layout.on_machine
         snapshot = Space(
             name="snapshot",
             option="storage.snapshot.path",
             path=path,
-            need_bytes=store_bytes(spec, num_slots=SNAPSHOT_SLOTS),
-            available_bytes=max(0, free_bytes([nearest_existing(path)]) + _file_bytes(path) - beside),
+            need_bytes=store_bytes(own or spec, num_slots=SNAPSHOT_SLOTS),
+            available_bytes=free + _file_bytes(path),
             is_shared=beside > 0,
         )
         spaces.append(snapshot)
-        taken[device_of(path)] += max(0, snapshot.need_bytes - _file_bytes(path))
+        taken[device_of(path)] += layout.on_machine * max(0, snapshot.need_bytes - _file_bytes(path))
     beside = taken[device_of(export)]
     available_bytes = max(0, space_for_export(export) - beside)
     spaces.append(

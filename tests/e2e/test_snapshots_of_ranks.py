@@ -1,0 +1,115 @@
+"""Snapshots of several ranks: all have the same step, and `ratel restore` makes all stores again from them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.store import Store
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    assert_same_result,
+    finetune,
+    output_of,
+    ratel,
+    start_ranks,
+    stderr_of,
+    store_of,
+    succeed_ranks,
+    wait,
+)
+
+CHANGES: dict[str, object] = {"max_steps": 8, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture
+def copied(make_config: MakeConfig, tmp_path: Path) -> Path:
+    """The config of a run of two ranks that has done four steps, of which step 4 is in the snapshot."""
+    storage = {"engine": "threads", "snapshot": {"path": str(tmp_path / "snapshot"), "every": 2}}
+    config = make_config("copied", **CHANGES, storage=storage)
+    succeed_ranks(config, 2, "max_steps=4")
+    return config
+
+
+def snapshots_of(config: Path) -> list[Path]:
+    first = config.parents[1] / "snapshot"
+    return [first, first / "rank-1.store"]
+
+
+def steps_of(config: Path) -> list[int]:
+    steps = []
+    for directory in snapshots_of(config):
+        with (
+            open_queue("threads", notice=pytest.fail) as queue,
+            Store.open([directory], queue=queue, identity=None, read_only=True) as store,
+        ):
+            steps.append(store.progress.step)
+    return steps
+
+
+@pytest.mark.full
+def test_a_lost_store_of_one_rank(copied: Path, make_config: MakeConfig) -> None:
+    """All go back to the snapshot's step, and end with the weights of a run that lost nothing."""
+    assert steps_of(copied) == [4, 4]
+    processes = start_ranks(copied, 2, kill_at={0: "commit.written:2"})
+    assert [wait(process) for process in processes] == [-9, 75]
+    shutil.rmtree(store_of(copied).parent / "rank-1.store")
+    processes = start_ranks(copied, 2)
+    assert [wait(process) for process in processes] == [2, 2]
+    assert "rank 1 has no store" in stderr_of(copied)
+    assert_rejected(ratel("restore", copied), 2, "is at step 5, and the snapshot at step 4")
+    ended = ratel("restore", copied, "--overwrite")
+    assert ended.code == 0 and "restored step 4 from" in ended.stderr, ended.stderr
+    succeed_ranks(copied, 2)
+    whole = make_config("whole", **CHANGES)
+    succeed_ranks(whole, 2)
+    assert_same_result(copied, whole)
+    assert ratel("verify", copied).code == 0
+
+
+@pytest.mark.full
+def test_the_newest_step_that_all_have(copied: Path) -> None:
+    """One had ended its copy when all were killed, and the other had not. Restoring twice changes nothing."""
+    with (
+        open_queue("threads", notice=pytest.fail) as queue,
+        Store.open([snapshots_of(copied)[1]], queue=queue, identity=None) as store,
+        BufferPool(None) as pool,
+    ):
+        store.fall_back(pool)
+    assert steps_of(copied) == [4, 2]
+    assert ratel("verify", copied).code == 0
+    shutil.rmtree(store_of(copied).parent)
+    for _ in range(2):
+        ended = ratel("restore", copied)
+        assert ended.code == 0 and "restored step 2 from" in ended.stderr, ended.stderr
+    succeed_ranks(copied, 2, "max_steps=5")
+    assert "resuming from step 2" in stderr_of(copied)
+    assert steps_of(copied) == [4, 4]
+
+
+@pytest.mark.full
+def test_another_number_of_ranks_has_another_snapshot(copied: Path, tmp_path: Path) -> None:
+    one = ("gradient_accumulation_steps=4", "max_steps=6")
+    assert_rejected(finetune(copied, *one), 2, "is one of 2 ranks, and this command has 1")
+    assert steps_of(copied) == [4, 4]
+    ended = finetune(copied, *one, f"storage.snapshot.path={tmp_path / 'other'}")
+    assert ended.code == 0, ended.stderr
+    assert_rejected(ratel("restore", copied, "--from", str(tmp_path / "snapshot")), 2, "different runs")
+    assert Store.exists(snapshots_of(copied)[:1]) and Store.exists([tmp_path / "other"])
+    (snapshots_of(copied)[0] / "ratel.store").unlink()
+    processes = start_ranks(copied, 4, "gradient_accumulation_steps=1", "max_steps=7")
+    assert {wait(process) for process in processes} == {2, 75}
+    assert "is one of 2 ranks, and this run has 4" in "".join(stderr_of(copied, rank) for rank in range(4))
+
+
+@pytest.mark.full
+def test_clean_deletes_those_of_all_ranks(copied: Path) -> None:
+    assert ratel("clean", output_of(copied), "--store", "--yes").code == 0
+    assert all(Store.exists([each]) for each in snapshots_of(copied))
+    assert ratel("clean", output_of(copied), "--yes").code == 0
+    assert list(snapshots_of(copied)[0].iterdir()) == []
