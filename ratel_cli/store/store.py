@@ -366,8 +366,9 @@ class Store(Closing):
         before = self._commits.manifest.before
         return None if before is None else before.progress.step
 
-    def fall_back(self, pool: BufferPool, *, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Make the generation before the current one current, because other ranks have no later one.
+    def fall_back(self, pool: BufferPool | None, *, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Make the generation before the current one current, because other ranks have no later one. `pool`: for memory
+        to check it; None: that is done by who reads it.
 
         Raises IntegrityFailure if it is damaged. `progress` as in `ensure_whole`.
         """
@@ -375,8 +376,15 @@ class Store(Closing):
         assert self._phase is _Phase.READY
         before = self._commits.manifest.before
         assert before is not None
-        self._generation(before).check_all(pool, progress=progress)
+        if pool is not None:
+            self._generation(before).check_all(pool, progress=progress)
         self._go_to(before)
+
+    def forget_before(self) -> None:
+        """Let the generation before the current one go for good: nobody may fall back on it from now on."""
+        self._commits.check_usable()
+        if self._commits.manifest.before is not None:
+            self._publish(replace(self._commits.manifest, before=None))
 
     def ensure_whole(self, pool: BufferPool, *, progress: Callable[[int], None], notice: Callable[[str], None]) -> None:
         """Check every byte of the current generation before training resumes from it.

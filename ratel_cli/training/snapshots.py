@@ -44,14 +44,16 @@ class Snapshots(Closing):
         notice: Callable[[str], None],
         warn: Callable[[str], None],
         after_copy: Callable[[int], None] = lambda step: None,
-        may_all: Callable[[bool], bool] = lambda may_begin: may_begin,
+        of_all: Callable[[bool, bool], tuple[bool, bool]] = lambda is_busy, is_over: (is_busy, is_over),
+        meet: Callable[[], None] = lambda: None,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
         """`target` holds an earlier snapshot of this run; with `is_new`, nothing was committed to it yet.
 
         Every N-th step is copied, N being `every`, at `bytes_per_second` at most. `after_copy` is called with each step
-        whose copy is complete. `may_all` is called at each step that is due, in all ranks, with whether this rank may
-        begin a copy; it returns whether all may.
+        whose copy is complete. In all ranks, `of_all` is called at each step that is due, with whether this rank is
+        copying and whether its snapshots are over, and returns whether any rank's are; and `meet`, which returns when
+        all have called it, when copies have been waited for.
         """
         assert every > 0 and bytes_per_second > 0
         self._source = source
@@ -62,7 +64,8 @@ class Snapshots(Closing):
         self._notice = notice
         self._warn = warn
         self._after_copy = after_copy
-        self._may_all = may_all
+        self._of_all = of_all
+        self._meet = meet
         self._patience_seconds = patience_seconds
         self._pool = BufferPool(COPY_BYTES)
         self._stop = Event()
@@ -77,10 +80,13 @@ class Snapshots(Closing):
         if not step or step % self._every:
             return
         # While any rank copies, the generations before that one are what all have in common.
-        may_begin = self._may_all(self._copy is None and not self._is_over)
+        is_busy, is_over = self._of_all(self._copy is not None, self._is_over)
+        if is_over and not self._is_over:
+            self._is_over = True
+            self._warn("another rank cannot copy to its snapshot; training continues without snapshots")
         if self._is_over or (self._copy is not None and self._copy.generation.progress.step == step):
             return
-        if not may_begin:
+        if is_busy:
             self._notice(
                 "copying a snapshot takes longer than the steps between two snapshots (storage.snapshot.every); "
                 "some snapshots are skipped"
@@ -95,8 +101,10 @@ class Snapshots(Closing):
         """
         self._bytes_per_second = math.inf
         self._wait(check_stop)
+        self._meet()
         self.after_commit()
         self._wait(check_stop)
+        self._meet()
 
     def close(self) -> None:
         """Abandon the copy that is running; the snapshot before it stays. Idempotent."""
@@ -189,6 +197,7 @@ class _Copy(Thread):
         """Phase 2."""
         try:
             if not self._is_first:
+                self._snapshot.forget_before()  # its slot is written now
                 self._snapshot.begin_step()
             copy_generation(self.generation, self._snapshot.shadow(), self._pool, progress=self._wait)
             commit = self._snapshot.commit_import if self._is_first else self._snapshot.commit

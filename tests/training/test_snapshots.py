@@ -42,14 +42,14 @@ class Machine:
         bytes_per_second: float = 1e12,
         is_new: bool = True,
         patience_seconds: float = 10.0,
-        may_all: Callable[[bool], bool] = lambda may_begin: may_begin,
+        of_all: Callable[[bool, bool], tuple[bool, bool]] = lambda is_busy, is_over: (is_busy, is_over),
     ) -> Snapshots:
         return self._resources.enter_context(
             Snapshots(
                 self.source,
                 target,
                 patience_seconds=patience_seconds,
-                may_all=may_all,
+                of_all=of_all,
                 is_new=is_new,
                 every=every,
                 bytes_per_second=bytes_per_second,
@@ -139,20 +139,38 @@ def test_a_snapshot_that_was_due_when_the_run_was_killed_is_made_at_the_start(
         again.close()
 
 
-def test_a_copy_begins_when_all_ranks_may(machine: Machine, target: Store) -> None:
-    """Each is asked at each step that is due, whether it could or not."""
-    asked: list[bool] = []
+def test_a_copy_begins_when_no_rank_copies(machine: Machine, target: Store) -> None:
+    """Each is asked at each step that is due. When those of one are over, all are."""
+    asked: list[tuple[bool, bool]] = []
+    answers = iter([(True, False), (False, False), (False, True), (False, False)])
 
-    def may_all(may_begin: bool) -> bool:
-        asked.append(may_begin)
-        return len(asked) > 1
+    def of_all(is_busy: bool, is_over: bool) -> tuple[bool, bool]:
+        asked.append((is_busy, is_over))
+        return next(answers)
 
-    snapshots = machine.begin(target, may_all=may_all)
+    snapshots = machine.begin(target, of_all=of_all)
     machine.run(snapshots, 2)
-    assert (asked, target.progress.step) == ([True], 0)
+    assert target.progress.step == 0
     machine.run(snapshots, 2)
     wait_for(target, 4)
-    assert asked == [True, True]
+    machine.run(snapshots, 4)
+    assert asked[0] == (False, False) and asked[3] == (False, True) and len(asked) == 4
+    assert target.progress.step == 4
+    warnings = [text for text in machine.messages if text.startswith("warning")]
+    assert warnings == ["warning: another rank cannot copy to its snapshot; training continues without snapshots"]
+
+
+def test_what_is_overwritten_is_no_snapshot(machine: Machine, target: Store) -> None:
+    snapshots = machine.begin(target)
+    machine.run(snapshots, 2)
+    snapshots.finish(lambda: None)
+    machine.run(snapshots, 2)
+    snapshots.finish(lambda: None)
+    assert (target.progress.step, target.step_before) == (4, 2)
+    target.forget_before()
+    target.begin_step()
+    assert (target.progress.step, target.step_before) == (4, None)
+    target.discard()
 
 
 def test_the_import_is_not_copied(machine: Machine, target: Store) -> None:

@@ -255,6 +255,8 @@ def _own_stores(config: RunConfig, kept: list[str], extent: Extent) -> Iterator[
     elif any(map(_is_store, paths)):
         kept.append(f"the store in {', '.join(map(str, paths))} belongs to another run")
     snapshot = config.storage.snapshot
+    if snapshot is not None and extent != "store":
+        yield from _snapshots_of_other_ranks(config, snapshot.path)
     if snapshot is None or not _is_store(snapshot.path):
         return
     identity = stored_identity([snapshot.path])
@@ -263,7 +265,6 @@ def _own_stores(config: RunConfig, kept: list[str], extent: Extent) -> Iterator[
         if extent == "store":
             kept.append(f"the snapshot in {snapshot.path}; `ratel restore CONFIG` makes the store again from it")
         else:
-            yield from _snapshots_of_other_ranks(config, snapshot.path)
             yield snapshot.path
     else:
         kept.append(f"the snapshot in {snapshot.path} belongs to another run")

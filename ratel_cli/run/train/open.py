@@ -119,11 +119,19 @@ def slices_of(stores: Sequence[Store], step: int | None) -> list[Generation]:
     return [store.pinned(step) for store in stores]
 
 
+def newest_snapshot(known: Sequence[tuple[int, int | None]]) -> int | None:
+    """The step of which the ranks have a snapshot: the current one if it is the same in all; else, where some have
+    copied the next one already, the newest that all have. `known`: of each, its current step and the one before."""
+    current = {step for step, _ in known}
+    if len(current) == 1:
+        return current.pop()
+    return newest_common([{step for step in steps if step is not None} for steps in known])
+
+
 def snapshot_of_all(stores: Sequence[Store]) -> list[Generation]:
     """What each rank has of the newest step of which all have a snapshot in these stores. Raises BadInput if there is
     none."""
-    known = [{step for step in (store.progress.step, store.step_before) if step is not None} for store in stores]
-    newest = newest_common(known)
+    newest = newest_snapshot([(store.progress.step, store.step_before) for store in stores])
     for rank, store in enumerate(stores):
         if newest is None or store.rank_slice != RankSlice(rank, len(stores)):
             raise BadInput("the snapshots of the ranks belong to different runs, or have no step in common")

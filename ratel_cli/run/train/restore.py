@@ -26,7 +26,7 @@ from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import forget_deleted_store
-from ratel_cli.run.files.run_directory import config_with_store_of, paths_in, place_of
+from ratel_cli.run.files.run_directory import config_to_restore, paths_in, place_of
 from ratel_cli.run.inputs.base import check_model
 from ratel_cli.run.inputs.base_kinds import read_base
 from ratel_cli.run.inputs.process import prepare_process
@@ -52,16 +52,17 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
         snapshots = _open(context, directory)
         check_model(snapshots[0], config, base.model.spec, directory)
         generations = snapshot_of_all(snapshots)
-        of_ranks = [replace(context, config=config_with_store_of(config, rank)) for rank in range(len(snapshots))]
-        missing = [
-            rank
-            for rank, (snapshot, of_rank) in enumerate(zip(snapshots, of_ranks, strict=True))
-            if not _is_restored(of_rank, snapshot, generations[rank].progress.step, has_others=len(snapshots) > 1)
-        ]
+        of_ranks = [replace(context, config=config_to_restore(config, rank)) for rank in range(len(snapshots))]
+        for rank, of_rank in enumerate(of_ranks[1:], start=1):
+            _reject_same_directory(of_rank.config, *paths_in([directory], rank))
+            reject_restoring_over_other_run(of_rank.config)
+        step, missing = generations[0].progress.step, list(range(len(snapshots)))
+        if len(snapshots) > 1 and not overwrite:
+            missing = [rank for rank in missing if not _is_restored(of_ranks[rank], snapshots[rank], step)]
         replaced = [rank for rank in missing if Store.exists(of_ranks[rank].config.storage.paths)]
         for rank in replaced if not overwrite else ():
-            _reject_loss(of_ranks[rank], snapshots[rank], generations[rank].progress.step)
-        for rank in replaced:
+            _reject_loss(of_ranks[rank], snapshots[rank], step)
+        for rank in missing if replaced else ():
             with context.bar("verifying the snapshot", snapshots[rank].generation_bytes) as advance:
                 generations[rank].check_all(context.pool, progress=advance)
         for rank in missing:
@@ -70,7 +71,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
                     copy_generation(generations[rank], store.shadow(), context.pool, progress=advance)
                 store.commit_import(generations[rank].progress)
         forget_deleted_store(config)
-        return generations[0].progress.step
+        return step
 
 
 def _reject_same_directory(config: RunConfig, directory: Path) -> None:
@@ -91,10 +92,18 @@ def _open(context: RunContext, directory: Path) -> list[Store]:
         ) from failure
 
 
-def _is_restored(context: RunContext, snapshot: Store, step: int, *, has_others: bool) -> bool:
-    """Whether the rank's store has the step already. What others have may still have to be restored."""
+def _is_restored(context: RunContext, snapshot: Store, step: int) -> bool:
+    """Whether the rank's store has the step already, whole. What others have may still have to be restored."""
     paths = context.config.storage.paths
-    return has_others and stored_identity(paths) == snapshot.identity and stored_step(paths) == step
+    if stored_identity(paths) != snapshot.identity or stored_step(paths) != step:
+        return False
+    try:
+        with context.open_store(paths, read_only=True) as store:
+            with context.bar("verifying a store that has the step", store.generation_bytes) as advance:
+                store.current().check_all(context.pool, progress=advance)
+            return store.rank_slice == snapshot.rank_slice
+    except (BadInput, IntegrityFailure):
+        return False
 
 
 def _reject_loss(context: RunContext, snapshot: Store, to_step: int) -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.sections import SnapshotConfig
-from ratel_cli.engine.ranks.commits import newest_common
-from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.engine.ranks.ranks import Ranks
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.report.run import snapshot_line
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import is_of_other_run, missing_store
 from ratel_cli.run.files.run_directory import recorded_config
+from ratel_cli.run.train.open import newest_snapshot
 from ratel_cli.run.train.space import SNAPSHOT_SLOTS, Space
 from ratel_cli.run.train.start import Start, StartOver
 from ratel_cli.run.train.store import describe_store, prepare_store, reject_replacing
@@ -113,6 +115,7 @@ def start_snapshots(
     if wanted is None or target is None:
         return None
     if ranks.size > 1:
+        ranks.wait_for_all()  # where a snapshot is new, all of it was written
         _go_to_common_step(context, target, is_new=is_new)
     return context.resources.enter_context(
         Snapshots(
@@ -124,9 +127,15 @@ def start_snapshots(
             notice=log.notice,
             warn=log.warn,
             after_copy=lambda step: log.say(snapshot_line(step)),
-            may_all=lambda may_begin: all(may for (may,) in ranks.gathered([may_begin])),
+            of_all=partial(_of_all, ranks),
+            meet=ranks.wait_for_all,
         )
     )
+
+
+def _of_all(ranks: Ranks, is_busy: bool, is_over: bool) -> tuple[bool, bool]:
+    known = ranks.gathered([is_busy, is_over])
+    return any(busy for busy, _ in known), any(over for _, over in known)
 
 
 def _go_to_common_step(context: RunContext, target: Store, *, is_new: bool) -> None:
@@ -134,9 +143,12 @@ def _go_to_common_step(context: RunContext, target: Store, *, is_new: bool) -> N
     copy the next one."""
     before = _NONE if target.step_before is None else target.step_before
     known = context.ranks.gathered([_NONE, _NONE] if is_new else [target.progress.step, before])
-    newest = newest_common([{int(step) for step in steps} - {_NONE} for steps in known])
-    if newest is not None and newest != target.progress.step:
-        target.fall_back(context.pool)
+    newest = newest_snapshot([(int(step), None if before == _NONE else int(before)) for step, before in known])
+    if newest not in (None, _NONE, target.progress.step):
+        try:
+            target.fall_back(None)
+        except RatelError as failure:  # the next copy reports what is wrong with the device
+            context.log.warn(f"the snapshot is not that of the other ranks: {failure.message}")
 
 
 def _reject_other_run(config: RunConfig, path: Path, start: Start) -> None:
