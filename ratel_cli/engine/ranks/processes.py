@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, Queue
 from threading import Thread
+from time import sleep
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from ratel_cli.errors import EnvironmentFailure, Interrupted, RankLost, RatelErr
 
 _REPORTER = "who reports"
 _LINGER_SECONDS = 2.0
-"""Where torchrun's store does not answer, a rank keeps its connections for so long, so that all see which one it was
-that ended."""
+"""For so long a rank waits for torchrun's store; and it keeps its connections when another has ended, so that all see
+which one it was, and that one ends before it."""
 _PATIENCE = timedelta(days=7)
 
 
@@ -93,6 +94,8 @@ def open_ranks(*, timeout_seconds: float) -> Iterator[Ranks]:
         first = first_reporter(store, 0 if is_of_all else rank)
         if isinstance(error, RatelError) and first is not None and not is_of_all:
             error.reported_by = first
+        if isinstance(error, RankLost):
+            sleep(_LINGER_SECONDS)  # the launcher has the exit code of the rank that ends first
         raise
     finally:
         dist.destroy_process_group()
