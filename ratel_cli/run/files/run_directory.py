@@ -157,18 +157,6 @@ def store_of_rank(config: RunConfig, rank: int) -> tuple[Path, ...]:
     return paths_in(config.storage.paths, rank) if recorded is None else recorded.storage.paths
 
 
-def config_to_restore(config: RunConfig, rank: int) -> RunConfig:
-    """The run's config with the output directory of a rank, and its store: where it was, if that of rank 0 is where it
-    was; else in that."""
-    if not rank:
-        return config
-    recorded = recorded_config(config.output_dir)
-    stays = recorded is not None and same_places(config.storage.paths, recorded.storage.paths)
-    paths = store_of_rank(config, rank) if stays else paths_in(config.storage.paths, rank)
-    storage = config.storage.model_copy(update={"paths": paths})
-    return config.model_copy(update={"output_dir": rank_directory(config.output_dir, rank), "storage": storage})
-
-
 def paths_in(paths: Sequence[Path], rank: int) -> tuple[Path, ...]:
     """The directories of a rank's store in those of the run."""
     return tuple(path / f"rank-{rank}.store" for path in paths) if rank else tuple(paths)

@@ -26,7 +26,14 @@ from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import forget_deleted_store
-from ratel_cli.run.files.run_directory import config_to_restore, paths_in, place_of
+from ratel_cli.run.files.run_directory import (
+    paths_in,
+    place_of,
+    rank_directory,
+    recorded_config,
+    same_places,
+    store_of_rank,
+)
 from ratel_cli.run.inputs.base import check_model
 from ratel_cli.run.inputs.base_kinds import read_base
 from ratel_cli.run.inputs.process import prepare_process
@@ -52,7 +59,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
         snapshots = _open(context, directory)
         check_model(snapshots[0], config, base.model.spec, directory)
         generations = snapshot_of_all(snapshots)
-        of_ranks = [replace(context, config=config_to_restore(config, rank)) for rank in range(len(snapshots))]
+        of_ranks = [replace(context, config=_of_rank(config, rank)) for rank in range(len(snapshots))]
         for rank, of_rank in enumerate(of_ranks[1:], start=1):
             _reject_same_directory(of_rank.config, *paths_in([directory], rank))
             reject_restoring_over_other_run(of_rank.config)
@@ -72,6 +79,18 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
                 store.commit_import(generations[rank].progress)
         forget_deleted_store(config)
         return step
+
+
+def _of_rank(config: RunConfig, rank: int) -> RunConfig:
+    """The run's config with the output directory of a rank, and its store: where it was, if that of rank 0 is where it
+    was; else in that."""
+    if not rank:
+        return config
+    recorded = recorded_config(config.output_dir)
+    stays = recorded is not None and same_places(config.storage.paths, recorded.storage.paths)
+    paths = store_of_rank(config, rank) if stays else paths_in(config.storage.paths, rank)
+    storage = config.storage.model_copy(update={"paths": paths})
+    return config.model_copy(update={"output_dir": rank_directory(config.output_dir, rank), "storage": storage})
 
 
 def _reject_same_directory(config: RunConfig, directory: Path) -> None:
