@@ -348,7 +348,7 @@ def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, envir
 def wait_for_step(config: Path, step: int, process: ForkServerProcess) -> None:
     """Return when the run's log has that step."""
     path = output_of(config) / "run" / "metrics.jsonl"
-    wait_until(lambda: path.exists() and len(path.read_text(encoding="utf-8").splitlines()) >= step, config, process)
+    wait_until(lambda: path.exists() and len(json_lines(path)) >= step, config, process)
 
 
 def wait_until(condition: Callable[[], bool], config: Path, process: ForkServerProcess) -> None:
@@ -410,8 +410,13 @@ def file_hash(path: Path) -> str:
 
 def metrics(config: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl."""
-    lines = (output_of(config) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return json_lines(output_of(config) / "run" / "metrics.jsonl")
+
+
+def json_lines(path: Path) -> list[dict[str, float]]:
+    """The whole lines of a log. A run that is killed, or still writes, may leave a part of one more."""
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def curve(config: Path) -> list[tuple[float, float, float]]:

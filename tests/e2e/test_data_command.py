@@ -16,7 +16,7 @@ import pytest
 
 from ratel_cli.console import RunLog
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import CHAT, assert_rejected, output_of, ratel, ratel_command, succeed
+from tests.e2e.runs import CHAT, assert_rejected, metrics, output_of, ratel, ratel_command, succeed
 
 SAMPLE = "<|user|>Which number is 0?<|assistant|>⟦0 is even<|end|>⟧"
 
@@ -40,8 +40,7 @@ def test_the_numbers_are_those_of_the_run(make_config: MakeConfig, rows: Path) -
     config = make_config("run", data_type=CHAT, max_steps=None, num_epochs=1, val_set_size=5)
     before = json.loads(ratel("data", config, "--json").stdout)
     succeed(config)
-    metrics = [json.loads(line) for line in (output_of(config) / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in metrics if "tokens" in row]
+    steps = [row for row in metrics(config) if "tokens" in row]
     assert len(steps) == before["epoch"]["num_steps"]
     assert sum(row["tokens"] for row in steps) == before["epoch"]["num_tokens"]
     assert before["num_held_out"] == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,14 +11,9 @@ from transformers import AutoTokenizer
 from ratel_cli.config.load import load_config
 from ratel_cli.run.inputs.tokenizer import TEMPLATES
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import CHAT, assert_rejected, assert_same_result, finetune, output_of, ratel, succeed
+from tests.e2e.runs import CHAT, assert_rejected, assert_same_result, finetune, metrics, output_of, ratel, succeed
 
 ONE_STEP: dict[str, object] = {"max_steps": 1, "data_type": CHAT}
-
-
-def _metrics(config: Path) -> list[dict[str, object]]:
-    lines = (output_of(config) / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.full
@@ -46,7 +40,7 @@ def test_a_template_from_a_file(make_config: MakeConfig, tmp_path: Path) -> None
     assert AutoTokenizer.from_pretrained(output_of(config)).chat_template == template
     inline = make_config("inline", chat_template_jinja=template, **ONE_STEP)
     succeed(inline)
-    assert _metrics(inline)[0]["loss"] == _metrics(config)[0]["loss"]
+    assert metrics(inline)[0]["loss"] == metrics(config)[0]["loss"]
 
 
 @pytest.mark.full
@@ -111,7 +105,7 @@ def test_evaluation_on_files_of_its_own(make_config: MakeConfig, rows: Path, tmp
     config = make_config("tested", max_steps=2, eval_steps=1, test_datasets=[{"path": str(short)}])
     printed = succeed(config)
     assert f"{short}: type chat_template" in printed
-    assert [row["loss"] for row in _metrics(config)] == [row["loss"] for row in _metrics(plain)]
+    assert [row["loss"] for row in metrics(config)] == [row["loss"] for row in metrics(plain)]
     written = load_config(output_of(config) / "run" / "config.yaml").config
     asked = load_config(config).config
     assert (written.datasets, written.test_datasets) == (asked.datasets, asked.test_datasets)
@@ -122,10 +116,10 @@ def test_a_streamed_run_resumes(make_config: MakeConfig) -> None:
     """Its tokens are thrown away in between: they are read again, and are the same."""
     config = make_config("run", streaming=True, max_steps=2, save_steps=1, save_total_limit=2)
     succeed(config)
-    before = _metrics(config)
+    before = metrics(config)
     shutil.rmtree(output_of(config) / "run" / "tokens")
     succeed(config, "--resume", "1")
-    assert [row["loss"] for row in _metrics(config)] == [row["loss"] for row in before]
+    assert [row["loss"] for row in metrics(config)] == [row["loss"] for row in before]
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from tests.e2e.runs import (
     exported,
     file_hash,
     finetune,
+    json_lines,
     load_data,
     metrics,
     output_of,
@@ -94,7 +95,7 @@ def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path, 
     assert [line["grad_norm"] for line in lines] == list(wanted.norms)
     for rank in range(1, size):
         of_rank = output_of(config) / "run" / "ranks" / str(rank) / "run" / "metrics.jsonl"
-        of_others = [json.loads(line) for line in of_rank.read_text().splitlines()]
+        of_others = json_lines(of_rank)
         assert len(of_others) == NUM_STEPS
         for key in ("slowest_rank", "slowest_bottleneck"):
             assert [line[key] for line in of_others] == [line[key] for line in lines]
@@ -154,7 +155,7 @@ def test_a_signal_to_one_is_a_stop_of_all(make_config: MakeConfig, undisturbed: 
     assert [wait(process) for process in processes] == [130, 130]
     assert "Stopped at step" in stderr_of(config) and stderr_of(config, 1) == ""
     steps = [
-        len((directory / "run" / "metrics.jsonl").read_text().splitlines())
+        len(json_lines(directory / "run" / "metrics.jsonl"))
         for directory in (output_of(config), output_of(config) / "run" / "ranks" / "1")
     ]
     assert steps[0] == steps[1]
@@ -192,7 +193,7 @@ def test_the_command_passes_signals_on(make_config: MakeConfig, number: signal.S
     command = [str(ratel_command()), "finetune", str(config), "--ranks", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         log = output_of(config) / "run" / "metrics.jsonl"
-        while not log.exists() or len(log.read_text().splitlines()) < 2:
+        while not log.exists() or len(json_lines(log)) < 2:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
@@ -200,7 +201,7 @@ def test_the_command_passes_signals_on(make_config: MakeConfig, number: signal.S
     assert process.returncode == code, stderr
     assert stderr.count("Stopped at step") == 1 and "error" not in stderr and "W1" not in stderr
     other = output_of(config) / "run" / "ranks" / "1" / "run" / "metrics.jsonl"
-    assert len(log.read_text().splitlines()) == len(other.read_text().splitlines())
+    assert len(json_lines(log)) == len(json_lines(other))
 
 
 @pytest.mark.full

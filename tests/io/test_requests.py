@@ -73,9 +73,11 @@ def test_an_error_of_any_request_fails_the_ticket_with_its_cause(
 
 
 def test_a_failing_thread_breaks_the_lane_and_ends_every_ticket() -> None:
-    with FaultyQueue({1: Fault(failure=ValueError("bug"))}, files={7: bytearray()}) as queue, BufferPool(None) as pool:
+    faults = {0: Fault(hangs=True), 1: Fault(failure=ValueError("bug"))}
+    with FaultyQueue(faults, files={7: bytearray()}) as queue, BufferPool(None) as pool:
         extent = Extent(fd=7, offset=0, memory=pool.lease(PAGE_BYTES, "test").memory)
         tickets = [queue.write([extent]) for _ in range(4)]
+        queue.release()  # only now: a broken lane takes no more
         tickets[0].wait()
         for ticket in tickets[1:]:
             with pytest.raises(IntegrityFailure, match="transfers have stopped: bug") as raised:
