@@ -49,6 +49,12 @@ def format_bytes(num_bytes: float) -> str:
     return f"{_three_digits(value)} {units[0]}"
 
 
+def parameter_words(number: int, num_trained: int | None) -> str:
+    """So many parameters, and how many of them are trained if not all (None) are."""
+    words = f"{format_count(number)} parameters"
+    return words if num_trained is None or num_trained == number else f"{words} ({format_count(num_trained)} trained)"
+
+
 def format_count(count: float) -> str:
     """A large count in decimal units with three significant digits: `1.10B`, `350M`, `512`."""
     number, unit = _scaled(count, ["", "K", "M", "B", "T"])

@@ -51,6 +51,8 @@ class Recipe:
     loss_scale: float = 1.0
     fresh: bool = False
     """Whether each micro-batch goes through a copy of the model that has not run yet."""
+    unfrozen: tuple[str, ...] | None = None
+    """How the names of the parameters begin that are trained; None: all that the model's own code has not frozen."""
     kept: frozenset[str] = frozenset()
     """Parameters and buffers that stay in fp32 in a 16-bit model: see `kept_in_fp32`."""
     device: str = "cpu"
@@ -92,6 +94,9 @@ def train_in_memory(
     model.load_state_dict(buffers or {}, strict=False)
     model.to(recipe.device).train()
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
+    for name, parameter in model.named_parameters():
+        if recipe.unfrozen is not None and not name.startswith(recipe.unfrozen):
+            parameter.requires_grad_(False)
     # The method does not look at its Trainer, which would need a whole training setup.
     names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
 

@@ -85,7 +85,9 @@ _QUANTISED = Foreign(
     fate="impossible", reason="it quantises the model", hint="remove it; Ratel trains every weight in full precision"
 )
 _FREEZING = Foreign(
-    fate="impossible", reason="it trains a part of the weights", hint="remove it; Ratel trains every weight"
+    fate="impossible",
+    reason="it trains a part of the weights, which `unfrozen_parameters` names here",
+    hint="remove it, and name them; without them Ratel trains every weight",
 )
 _OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it; Ratel has AdamW")
 _METHOD = Foreign(
@@ -251,7 +253,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (
         _FREEZING,
-        """unfrozen_parameters freeze_vision_tower freeze_multi_modal_projector freeze_language_model
+        """freeze_vision_tower freeze_multi_modal_projector freeze_language_model
         freeze_trainable_layers freeze_trainable_modules freeze_extra_modules freeze_mm_modules use_badam lisa_n_layers
         lisa_step_interval lisa_layers_attribute mixture_of_depths""",
     ),

@@ -76,6 +76,12 @@ class RunConfig(Section):
     random_init: bool = False
     """Draw the weights from the model's own initialiser, with `seed`, instead of reading them. `base_model` then needs
     no safetensors files."""
+    unfrozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Train only the parameters whose names match one of these regular expressions from their beginning, as in axolotl:
+    `lm_head`, or `model.layers.2[0-9]+.mlp` (a dot is a dot). The others are frozen: they have no gradient and no
+    state, no step writes them, and backward ends where nothing below is trained. Default: all are trained."""
+    frozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Freeze the parameters whose names match one of these, also among `unfrozen_parameters`. Default: none."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.

@@ -162,7 +162,7 @@ class _PackedUnit:
         self._uploaded = [upload.give_up().wait for upload in self.uploads.values()]
         self.uploads = {}
         return Unit(
-            leaf=next(tensors).requires_grad_(),
+            leaf=next(tensors),
             offloaded={index: tuple(islice(tensors, len(places))) for index, places in self.offloaded.items()},
         )
 
@@ -223,6 +223,8 @@ class ActivationOffloader:
         """Spilled units that are in a buffer, in the order in which they got it."""
         self._to_read: list[_PackedUnit] = []
         """Spilled units that are in no buffer. Backward reads the last first."""
+        self._num_skipped = 0
+        """Units of layers that backward does not reach: the plan counts them, and they take nothing."""
         self._end = 0
         """Bytes of the scratch file in use."""
         self.put_bytes = 0
@@ -239,10 +241,15 @@ class ActivationOffloader:
         if self._units is not None:
             self._device.free_downloads(max(0, self._units.forward_bytes - self._made_bytes))
 
+    def skip(self, number: int) -> None:
+        """The layer has no units, since backward does not reach it: so many are counted, before any is put."""
+        assert not self._order
+        self._num_skipped += number
+
     def put(self, block: int, micro_batch: int, unit: Unit) -> None:
         """Offload a unit until it is fetched. Its tensors must not be changed afterwards."""
         key = block, micro_batch
-        number = len(self._order)
+        number = self._num_skipped + len(self._order)
         is_spilled = number < self._spilled_units
         stays_in_place = self._in_place_from is not None and number >= self._in_place_from
         self._order.append(key)
@@ -268,7 +275,7 @@ class ActivationOffloader:
     def fetch(self, block: int, micro_batch: int) -> Iterator[Unit]:
         """Give out the unit on the compute device, inside the `with` statement only.
 
-        Its `leaf` is a new leaf that requires a gradient. Raises RatelError if the read failed, IntegrityFailure if
+        Its `leaf` is a new one. Raises RatelError if the read failed, IntegrityFailure if
         the bytes are not those that were put.
         """
         key = block, micro_batch
@@ -278,7 +285,7 @@ class ActivationOffloader:
         if unit is not None:
             self._read_ahead()
             self._prepare()
-            yield Unit(leaf=unit.leaf.requires_grad_(), offloaded=unit.offloaded)
+            yield unit
             return
         packed = self._packed[key]
         self._bring_to_memory(packed)
@@ -353,7 +360,7 @@ class ActivationOffloader:
         self._to_write = None
         self._window.clear()
         self._to_read.clear()
-        self._end = self.put_bytes = 0
+        self._end = self.put_bytes = self._num_skipped = 0
 
     def _start_writing(self) -> None:
         """Phase 2, for the unit that was put last, if it is spilled."""

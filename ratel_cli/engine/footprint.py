@@ -104,6 +104,7 @@ def _measured_traits(program: Program[AnyBatch]) -> LayerTraits:
         with mode if program.spec.sample_tokens else contextlib.nullcontext(), torch.no_grad():
             embedded = program.begin(batch)
         measured = _layers(program, embedded, mode)
+        measured = measured[max(0, program.spec.first_trained - 1) :] or measured
         activations = _shared_out(_most([activations for activations, _ in measured]), shared_by)
         activations = replace(activations, rests=tuple(_shared_out(each, shared_by) for each in activations.rests))
         traits = replace(program.traits, activations=activations)

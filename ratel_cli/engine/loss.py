@@ -83,17 +83,17 @@ def loss_and_gradients(
     *,
     mean: MeanLoss,
     chunk_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss of one micro-batch, and its gradients through the last segment.
 
     `leaf`: the hidden states that `finished` was made of. `take` is called for each chunk, and for what comes before
     them, with the gradients of `parameters`, in their order and shapes, so that only one set of them exists at a time.
-    Returns the sum of the losses (fp64 scalar) and the gradient of `leaf`.
+    Returns the sum of the losses (fp64 scalar) and the gradient of `leaf`, None if it needs none.
     """
     total, gradient = _through_chunks(finished, parameters, take, mean, chunk_tokens=chunk_tokens)
-    if finished.hidden is leaf:
+    if finished.hidden is leaf or gradient is None:
         return total, gradient
-    first, *others = torch.autograd.grad(finished.hidden, (leaf, *parameters), gradient, allow_unused=True)
+    first, others = _gradients(finished.hidden, leaf, parameters, gradient)
     take(others)
     return total, first
 
@@ -114,20 +114,32 @@ def _through_chunks(
     mean: MeanLoss,
     *,
     chunk_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the losses, and the gradient of the finished hidden states."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum of the losses, and the gradient of the finished hidden states, None if they need none."""
     hidden = finished.hidden
-    gradient = hidden.new_empty(_flat(hidden).shape)
+    gradient = hidden.new_empty(_flat(hidden).shape) if hidden.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for start, part in _chunks(_flat(hidden.detach()), chunk_tokens):
-        chunk = part.requires_grad_()
+        chunk = part.requires_grad_(hidden.requires_grad)
         loss = finished.loss_sum(chunk, start)
-        first, *others = torch.autograd.grad(mean.of(loss), (chunk, *parameters), allow_unused=True)
-        gradient[:, start : start + chunk_tokens] = first
+        first, others = _gradients(mean.of(loss), chunk, parameters)
+        if gradient is not None and first is not None:
+            gradient[:, start : start + chunk_tokens] = first
         take(others)
         del others
         total += loss.detach()  # not read here: on a GPU that would wait for it
-    return total, gradient.view_as(hidden)
+    return total, None if gradient is None else gradient.view_as(hidden)
+
+
+def _gradients(
+    output: torch.Tensor, leaf: torch.Tensor, parameters: Sequence[nn.Parameter], gradient: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
+    """The gradient of the leaf, None if it needs none, and those of the parameters. `gradient`: that of the output,
+    1 if None."""
+    if leaf.requires_grad:
+        first, *others = torch.autograd.grad(output, (leaf, *parameters), gradient, allow_unused=True)
+        return first, others
+    return None, torch.autograd.grad(output, parameters, gradient, allow_unused=True)
 
 
 def _flat(hidden: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ A block's weights cross the link and the drives once for all micro-batches, so o
                  gradient over to the update
     4. backward  for each layer downwards: bind its weights; fetch and replay each micro-batch; sum the gradients as
                  autograd makes them, let each leave with the last micro-batch, and hand them over
-    5. embedding run the embedding's backward and hand its gradient over, with the head's part if the head borrows it
+    5. embedding run the embedding's backward and hand its gradient over, with the head's part if the head borrows it;
+                 where the embedding or layers are frozen, backward ends at the first segment that is trained
     6. decide    compute the global norm: is it finite, must it be clipped? (engine.optimizer.update)
 
 Overlapped with these run the reads of the next blocks' weights (engine.weights) and the optimizer
@@ -221,10 +222,11 @@ class StepEngine(Closing, Generic[AnyBatch]):
             begin()
 
         loss, gradients, lookup_sum = self._head(state, hidden, begin_updates)
-        for layer in reversed(layers):
+        for layer in filter(self._program.spec.has_backward, reversed(layers)):
             self._check_stop()
             self._backward(state, layer, gradients)
-        self._embedding_backward(state, gradients, lookup_sum)
+        if self._program.spec.has_backward(self._program.spec.embedding):
+            self._embedding_backward(state, gradients, lookup_sum)
         self._exchange.finish()
         self._updates.wait_pending()  # of what was exchanged last
         loss_total = sum(of_rank for (of_rank,) in self._ranks.gathered([float(loss)]))
@@ -272,11 +274,21 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """Phase 2 for one layer: replace `hidden`, `[batch, tokens, hidden]` for each micro-batch, by its output.
 
         The last micro-batch runs first: backward begins with the first, and fetches in the opposite order of `put`.
+        A layer that backward does not reach has no units.
         """
+        has_backward = self._program.spec.has_backward(layer)
+        if not has_backward:
+            self._activations.skip(len(state.batches))
         with self._reader.open(layer) as weights:
             for number in reversed(range(len(state.batches))):
+                if not has_backward:
+                    with self._computing(layer, "forward"):
+                        state.seed_draws(layer.index, number)
+                        run = partial(self._program.run, layer.index - 1, hidden[number])
+                        hidden[number] = state.carried[number].forward(layer.index - 1, run)
+                    continue
                 with self._computing(layer, "forward"):
-                    leaf = hidden[number].requires_grad_()
+                    leaf = hidden[number].requires_grad_(self._program.spec.passes_on(layer))
                     hidden[number], offloaded = self._run_unit(state, weights, number, leaf)
                 self._activations.put(layer.index, number, Unit(leaf=leaf, offloaded=offloaded))
                 del leaf, offloaded
@@ -336,9 +348,9 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """Phase 3, for all micro-batches.
 
         `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch, removed one by one. Returns the
-        sum of all losses (fp64 scalar), the gradients of these outputs, and the sum of the gradient of what the head
-        borrows of the embedding. Calls `begin_updates` at once if the update of the step before is written, otherwise
-        after the head is computed.
+        sum of all losses (fp64 scalar), the gradients of these outputs if something below is trained, and the sum of
+        the gradient of what the head borrows of the embedding. Calls `begin_updates` at once if the update of the step
+        before is written, otherwise after the head is computed.
         """
         head, scale = self._program.spec.head, state.gradient_scale
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
@@ -364,7 +376,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
             for number, batch in enumerate(state.batches):
                 with self._computing(head, "backward"):
                     state.seed_draws(head.index, number)
-                    leaf = hidden.pop(0).requires_grad_()
+                    leaf = hidden.pop(0).requires_grad_(self._program.spec.passes_on(head))
                     loss, gradient = loss_and_gradients(
                         self._program.finish(leaf, batch),
                         leaf,
@@ -377,7 +389,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
                         lookup_sum.end_micro_batch()
                     state.partial_sums.begin(head, shared_sums.take(), number)
                     total += loss
-                    gradients.append(gradient)
+                    if gradient is not None:
+                        gradients.append(gradient)
                     del leaf, gradient
             del parameters, lent, shared
             if not begins_early:
@@ -390,7 +403,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
 
     def _backward(self, state: StepState[AnyBatch], layer: Segment, gradients: list[torch.Tensor]) -> None:
         """Phase 4 for one layer: replace the `gradients` of its output, `[batch, tokens, hidden]` for each micro-batch,
-        by those of its input."""
+        by those of its input, if something below is trained."""
         single = len(state.batches) == 1
         self._activations.catch_up()
         of_layer = self._gradient_sums.of_layer(layer, single=single, scale=state.gradient_scale)
@@ -400,6 +413,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
                 if is_last:
                     total.expect_last()
                 with self._activations.fetch(layer.index, number) as unit, self._computing(layer, "backward"):
+                    passes_on = self._program.spec.passes_on(layer)
+                    unit.leaf.requires_grad_(passes_on)
                     output, roots = self._replay(state, layer, number, unit)
                     with (
                         gradient_of_input(unit.leaf) as taken,
@@ -407,12 +422,19 @@ class StepEngine(Closing, Generic[AnyBatch]):
                         self._activations.preparing_more(layer, weights.trained),
                         state.partial_sums.added_to(weights, number) as shared_roots,
                     ):
-                        torch.autograd.backward(
-                            [output, *roots.tensors, *shared_roots.tensors],
-                            [gradients[number], *roots.gradients, *shared_roots.gradients],
-                            inputs=[unit.leaf, *weights.trained, *roots.inputs, *shared_roots.inputs],
-                        )
-                    gradients[number] = taken()
+                        if output.requires_grad:  # unless all that is trained was not used, such as experts
+                            roots.tensors.insert(0, output)
+                            roots.gradients.insert(0, gradients[number])
+                        inputs = [*([unit.leaf] if passes_on else []), *weights.trained]
+                        if tensors := [*roots.tensors, *shared_roots.tensors]:
+                            torch.autograd.backward(
+                                tensors,
+                                [*roots.gradients, *shared_roots.gradients],
+                                inputs=[*inputs, *roots.inputs, *shared_roots.inputs],
+                            )
+                        del tensors
+                    if passes_on:
+                        gradients[number] = taken()
                     del unit, output, roots, shared_roots, taken
             self._hand_over(total, weights)
 

@@ -141,9 +141,11 @@ def _summary(card: Card, spec: ModelSpec, dtype: DtypeName, num_updates: int) ->
     made = f"fine-tuned from {base}"
     if card.is_random:
         made = f"trained from random weights in the shape of {base}"
+    is_whole = spec.num_trained == spec.num_parameters
+    trained = "all parameters" if is_whole else f"{format_count(spec.num_trained)} of them"
     text = (
         f"{spec.architecture} with {format_count(spec.num_parameters)} parameters in {dtype}, {made} with Ratel: "
-        f"all parameters, {counted(num_updates, 'optimizer update')}."
+        f"{trained}, {counted(num_updates, 'optimizer update')}."
     )
     return text if card.origin is None else f"{text} The run started from {printable(card.origin)}."
 

@@ -8,7 +8,7 @@ Invariant: the parameters of the skeleton are those of `from_pretrained`, under 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,15 @@ def build_denoiser(config: DenoiserConfig, *, dtype: DtypeName) -> nn.Module:
 
 
 def denoiser_model(
-    config: DenoiserConfig, *, name: str, dtype: DtypeName, gradient_dtype: DtypeName | None = None
+    config: DenoiserConfig,
+    *,
+    name: str,
+    dtype: DtypeName,
+    gradient_dtype: DtypeName | None = None,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> StackModel:
-    """The program of a denoiser of this configuration. Raises BadInput."""
+    """The program of a denoiser of this configuration. `prepare` gets the module before its layers are found. Raises
+    BadInput."""
     example = SampleBatch(
         inputs={
             "hidden_states": torch.zeros(1, *config.latent_shape, dtype=DTYPES[dtype]),
@@ -79,8 +85,10 @@ def denoiser_model(
             "class_labels": torch.zeros(1, dtype=torch.long),
         }
     )
+    denoiser = build_denoiser(config, dtype=dtype)
+    prepare(denoiser)
     return find_layers(
-        build_denoiser(config, dtype=dtype),
+        denoiser,
         example,
         blocks=_BLOCKS,
         name=name,

@@ -227,7 +227,7 @@ def _input_and_output(skeleton: PreTrainedModel, *, has_output: bool) -> tuple[n
         embedding, head = None, None
     for module, role in ((embedding, "input embedding"), *([(head, "output head")] if has_output else [])):
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or (module is embedding and not weight.requires_grad):
+        if not isinstance(weight, nn.Parameter):
             raise BadInput(f"{type(skeleton).__name__} has no {role}; only language models can be fine-tuned")
     assert embedding is not None
     return embedding, head if has_output else None

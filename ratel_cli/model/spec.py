@@ -13,7 +13,7 @@ from typing import Self
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.schedule.blocks import BlockSpec, block_from_json
-from ratel_cli.schedule.segments import Segment, segments_of
+from ratel_cli.schedule.segments import Segment, first_trained, segments_of
 from ratel_cli.schedule.slices import slices_of
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, RankSlice, StoredBlock
@@ -64,6 +64,11 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Elements of all parameters; a tied embedding counts once."""
         return sum(block.num_parameters for block in self.blocks)
+
+    @property
+    def num_trained(self) -> int:
+        """The part of these that are trained."""
+        return sum(block.num_parameters for block in self.blocks if block.is_trained)
 
     @cached_property
     def block_elements(self) -> tuple[int, ...]:
@@ -140,6 +145,19 @@ class ModelSpec:
     def shared_blocks(self) -> tuple[BlockSpec, ...]:
         """The blocks whose gradients are added up from segment to segment, for each micro-batch."""
         return tuple(block for block in self.blocks if block.has_partial_sums)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The index of the segment at which backward ends: nothing below is trained."""
+        return first_trained(self.segments)
+
+    def has_backward(self, segment: Segment) -> bool:
+        """Whether backward reaches it."""
+        return segment.index >= self.first_trained
+
+    def passes_on(self, segment: Segment) -> bool:
+        """Whether backward goes on below it, so that its input has a gradient."""
+        return segment.index > self.first_trained
 
     @property
     def embedding(self) -> Segment:

@@ -164,6 +164,15 @@ def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     return 2 * tokens * sum(each.num_elements for each in spec.head.parameters if len(each.shape) > 1)
 
 
+def frozen_head_flops(spec: ModelSpec, *, tokens: int) -> int:
+    """What backward leaves out of twice that: gradients of frozen matrices, and of hidden states if nothing below is
+    trained."""
+    trained = {parameter.name for block in spec.head.bound if block.is_trained for parameter in block.parameters}
+    matrices = [each for each in spec.head.parameters if len(each.shape) > 1]
+    frozen = sum(each.num_elements for each in matrices if each.name not in trained)
+    return 2 * tokens * (frozen + (0 if spec.passes_on(spec.head) else sum(each.num_elements for each in matrices)))
+
+
 def head_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
     """Bytes of the device's memory that a step reads and writes to add up the head's gradients, chunk by chunk.
 
@@ -184,10 +193,13 @@ def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits
     known: dict[object, int] = {}
     layers = []
     for layer in spec.layers:
-        kind = layer.block_kinds, *((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
+        has_backward = spec.has_backward(layer)
+        shapes = ((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
+        kind = has_backward, layer.block_kinds, *shapes
         if kind not in known:
             known[kind] = len(profiles)
-            profiles.append(_layer_profile(spec, layer, workload, traits))
+            profile = _layer_profile(spec, layer, workload, traits)
+            profiles.append(profile if has_backward else profile.forward_only())
         layers.append(known[kind])
     tokens, norm = workload.micro_batch_tokens, traits.norm
     if norm is None:
@@ -202,6 +214,7 @@ def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits
         flops_head=head_flops(spec, tokens=workload.micro_batch_tokens),
         norm_held_bytes=tokens * norm.held_per_token,
         norm_bytes=tokens * norm.most_per_token,
+        frozen_head_flops=frozen_head_flops(spec, tokens=tokens),
         head_moved_bytes=tokens * traits.moved.head_per_token if traits.moved else 0,
     )
 
@@ -234,6 +247,7 @@ def _layer_profile(spec: ModelSpec, layer: Segment, workload: Workload, traits: 
             0, _attention_candidate(traits, spec.dtype_bytes, tokens=tokens, sequence_len=workload.sequence_len)
         )
     flops_recomputed = sum(candidate.flops for candidate in candidates)
+    frozen = {name_in_layer(each.name) for block in layer.bound if not block.is_trained for each in block.parameters}
     pairs = tokens * workload.sequence_len
     saved_bytes = tokens * found.saved_per_token + pairs * found.saved_per_pair
     unit_bytes, moved = input_bytes(spec, tokens=tokens), traits.moved
@@ -257,6 +271,7 @@ def _layer_profile(spec: ModelSpec, layer: Segment, workload: Workload, traits: 
             )
             for rest in found.rests
         ),
+        frozen_flops=sum(_flops(product, tokens) for product in products if product.parameter in frozen),
         forward_moved_bytes=tokens * moved.forward_per_token + pairs * moved.forward_per_pair if moved else 0,
         backward_moved_bytes=tokens * moved.backward_per_token + pairs * moved.backward_per_pair if moved else 0,
     )

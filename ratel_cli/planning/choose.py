@@ -228,14 +228,14 @@ def _depths(problem: Problem) -> list[tuple[int, int]]:
 def _defer(problem: Problem, chosen: Evaluation, objective: Objective) -> Evaluation:
     """Defer the updates of more segments while that gains.
 
-    A segment has to gain its share, by parameters, of the 2 % that deferral must gain.
+    A segment has to gain its share, by trained parameters, of the 2 % that deferral must gain.
     """
     segments = problem.spec.segments
     while len(chosen.placement.deferred) < len(segments):
         segment = segments[-1 - len(chosen.placement.deferred)]
         placement = replace(chosen.placement, deferred=chosen.placement.deferred | {segment.index})
         more = problem.attempt(placement, chosen.swap.num_outputs)
-        share = segment.num_parameters / problem.spec.num_parameters
+        share = segment.trained_elements / problem.spec.trained_elements
         if more is None:
             return chosen
         before, after = (_cost(problem, objective, each) for each in (chosen, more))

@@ -5,7 +5,7 @@ backward and, with a separate optimizer, the update after it follow each other. 
 decides:
 
     compute     measured seconds, or FLOPs and the bytes that other operators than products move; in backward twice the
-                FLOPs, and what is recomputed
+                FLOPs, less gradients of frozen matrices, and what is recomputed
     up, down    weights once for all micro-batches, gradients and offloaded activations, at the link's rates, both
                 directions at once, except for what stays on the GPU; nothing where the CPU computes. Of the embedding
                 and its gradient, the rows of the step's tokens. Where host memory has the sums of gradients, the
@@ -109,11 +109,12 @@ def compute_seconds(
         backward += outside / 2 + head
     else:
         rate = hardware.gpu.flops_per_second
-        forward, head = sum(layer.flops_forward for layer in layers) / rate, 3 * profile.flops_head / rate
-        backward = 2 * forward + sum(layer.flops_recomputed for layer in layers) / rate
+        forward = sum(layer.flops_forward for layer in layers) / rate
+        head = (3 * profile.flops_head - profile.frozen_head_flops) / rate
+        backward = sum(layer.flops_backward + layer.flops_recomputed for layer in layers) / rate
         memory_rate = _memory_rate(hardware)
-        moved_again = sum(layer.forward_moved_bytes for layer in layers) / memory_rate
-        forward += moved_again
+        forward += sum(layer.forward_moved_bytes for layer in layers) / memory_rate
+        moved_again = sum(layer.forward_moved_bytes for layer in layers if layer.input_bytes) / memory_rate
         head += profile.head_moved_bytes / memory_rate
         backward += moved_again + sum(layer.backward_moved_bytes for layer in layers) / memory_rate + head
     number, adding = workload.num_micro_batches, 0.0
@@ -472,14 +473,15 @@ def _update_edges(
     The optimizer reads the group that it updates next and those that are read ahead of it before the embedding's
     gradient is there, and as many may still be written when everything is updated (engine/optimizer/pipeline.py).
     """
-    first = next(block for block in spec.blocks if block.is_trained)
+    first = spec.segments[spec.first_trained].trained[0]
     ahead = (placement.groups.in_flight + 1) * placement.groups.elements
     stays = first.segment in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.segment in placement.resident_states else beyond
     moved = first.record.state_bytes(read), first.record.num_bytes(beyond if stays else first.num_elements)
     updated_per_second = placement.adamw_threads * hardware.host.adam_parameters_per_second
-    pending = sum(segment.record_bytes for segment in spec.segments[: placement.pending_updates])
+    trained = [segment for segment in spec.segments if segment.trained]
+    pending = sum(segment.record_bytes for segment in trained[: placement.pending_updates])
     deferred_share = len(placement.deferred) / max(1, spec.num_layers)
     return _UpdateEdges(
         begin_seconds=head_seconds + deferred_share * max(0.0, backward_seconds - head_seconds),

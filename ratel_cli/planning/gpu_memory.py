@@ -193,7 +193,8 @@ class GpuMemory:
         available_bytes -= more_bytes
         num_micro_batches = self._workload.num_micro_batches
         units_from = num_micro_batches * len(unit_bytes)
-        for size in reversed(unit_bytes):
+        num_skipped = num_micro_batches * max(0, self._spec.first_trained - 1)  # no units: backward does not come
+        for size in reversed(unit_bytes[num_skipped // num_micro_batches :]):
             fitting = min(num_micro_batches, available_bytes // size)
             units_from -= fitting
             available_bytes -= fitting * size
@@ -206,7 +207,7 @@ class GpuMemory:
                 break
             weights.append(layer.index)
         return GpuResident(
-            units_from=max(1, units_from),
+            units_from=max(1 + num_skipped, units_from),
             weights=frozenset(weights),
             window_bytes=held.window_bytes,
             holds_sums=held.sums,

@@ -168,6 +168,8 @@ class Uses:
     def _backward(self) -> _Backward:
         """The most that a use of backward takes."""
         uses = [self._of_backward(each) for each in self._positions if each > self._head_position]
+        if not uses:  # only the head is trained
+            return _Backward(0, 0, 0)
         return _Backward(*(self._batch_bytes + max(each) for each in zip(*uses, strict=True)))
 
     @property
@@ -249,7 +251,7 @@ class Uses:
 
     def _of_backward(self, position: int) -> _Backward:
         segment = self._schedule[position]
-        is_embedding = position == len(self._schedule) - 1
+        is_embedding = segment.index == 0
         is_summed = self._workload.num_micro_batches > 1 or (self._spec.tied and is_embedding)
         made_bytes = self._gradient(segment, is_summed=is_summed)
         replay_bytes = replay_held_bytes = begun_bytes = 0

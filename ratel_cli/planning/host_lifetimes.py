@@ -163,6 +163,10 @@ class PlacedStep:
         self._updates = updates
         self._head = spec.head.index
         self._turn = len(memory.uses)
+        self._backward = range(spec.first_trained, self._head + 1)
+        """The segments that backward reaches. The last one opens it, and the first one ends it."""
+        self._handed_over = [segment.index for segment in reversed(spec.segments) if segment.trained]
+        """The segments that are updated, in the order of their gradients."""
         read = [
             weights
             for weights in memory.weight_lifetimes(placement.prefetch_blocks)
@@ -201,7 +205,7 @@ class PlacedStep:
         taken = [*self._weights, Taken("runtime", RUNTIME_BYTES, 0, last), Taken("rows", self._rows_bytes, 0, 0)]
         taken += [Taken("activations", self._memory.activations[each], each, each) for each in range(self._head)]
         is_deferred, last_written = "forward" in updates, -1
-        pending = placement.pending_updates if "backward" in updates else 0
+        pending = self._handed_over[::-1][: placement.pending_updates] if "backward" in updates else []
         for index, num_bytes in enumerate(self._updated):
             issued = index - placement.prefetch_blocks
             if is_deferred:
@@ -209,24 +213,26 @@ class PlacedStep:
             if updates[index] == "forward":  # it is updated when it is issued, and opens when it is updated
                 taken.append(Taken("gradients", num_bytes, issued, index))
                 taken += self._being_written(index)
-            elif index < pending:  # it is read when it is written
+            elif index in pending:  # it is read when it is written
                 taken.append(Taken("gradients", num_bytes, 0, index))
                 taken.append(Taken("weights", self._updated_bytes(index), 0, issued - 1))
-            if updates[index] == "forward" or (index < pending and index in placement.resident_weights):
+            if updates[index] == "forward" or (index in pending and index in placement.resident_weights):
                 last_written = last  # nothing waits for the last groups before the head is open
-            elif index < pending:
+            elif index in pending:
                 last_written = max(last_written, index)
         return StepPart(range(self._head), [*taken, Taken("states", self._groups_bytes, 0, last_written)])
 
     def backward(self) -> StepPart:
         """What the head takes, the uses of backward, and what comes behind them."""
         memory, head, last = self._memory, self._head, self._turn - 1
+        reaches_embedding = 0 in self._backward
         end = self._turn + (len(self._segments) - 1 if self._is_separate else 0)
         taken = [*self._weights, Taken("runtime", RUNTIME_BYTES, head, end)]
         deferred = (index for index in range(head) if self._updates[index] == "forward")
         taken += chain.from_iterable(map(self._being_written, deferred))
         taken.append(Taken("activations", memory.logits, head, head))
-        taken.append(Taken("rows", self._rows_bytes, last - 1, last))
+        if reaches_embedding:
+            taken.append(Taken("rows", self._rows_bytes, last - 1, last))
         taken += [
             Taken("partial sums", memory.partial_bytes(sums.of), sums.first, sums.last)
             for sums in partial_sum_lifetimes(memory.uses)
@@ -237,9 +243,9 @@ class PlacedStep:
         behind = EXCHANGED_BEHIND if self._is_exchanged else 0
         if self._is_exchanged:
             taken += self._exchanged()
-        for index, num_bytes in enumerate(self._updated):
-            arrives = last - index
-            pending = arrives + behind + self._placement.pending_updates
+        for index in self._backward:
+            num_bytes, arrives = self._updated[index], self._arrival(index)
+            pending = self._written_at(index) + behind
             updated = end
             if self._is_separate:  # groups bring the weights with them; a gradient comes back whole
                 pending, updated = min(pending, last), self._turn + index - 1
@@ -261,8 +267,8 @@ class PlacedStep:
         all ranks, with all rows of a matrix of which only some came from a GPU."""
         spec, own, last = self._memory.spec, self._memory.own, self._turn - 1
         most_received = 0
-        for segment in spec.segments:
-            arrives = last - segment.index
+        for segment in spec.segments[self._backward.start :]:
+            arrives = self._arrival(segment.index)
             yield Taken("exchange", segment.sum_bytes, arrives + 1, arrives + EXCHANGED_BEHIND)
             for block in segment.trained:
                 received = 4 * self._memory.num_ranks * own.blocks[block.index].num_elements
@@ -270,6 +276,19 @@ class PlacedStep:
         yield Taken("exchange", most_received, self._head, last + 1)
         if self._gradients[0] != spec.embedding.gradient_bytes:
             yield Taken("exchange", spec.embedding.sum_bytes, last, last + EXCHANGED_BEHIND)
+
+    def _arrival(self, index: int) -> int:
+        """The position at which backward is in a segment, which makes its gradients."""
+        return 2 * self._head - index
+
+    def _written_at(self, index: int) -> int:
+        """The position from which on a segment's update is not pending any more: so many others have been handed over
+        behind it."""
+        if index not in self._handed_over:
+            return self._arrival(index)
+        number = self._handed_over.index(index) + self._placement.pending_updates
+        excess = number - len(self._handed_over)
+        return self._turn + excess if excess >= 0 else self._arrival(self._handed_over[number])
 
     def _head_sums(self) -> Iterator[Taken]:
         """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the

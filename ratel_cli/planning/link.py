@@ -160,10 +160,10 @@ def _exposed_unit(
     forward_seconds, backward_seconds = costs.forward_seconds, costs.backward_seconds
     if forward_seconds is None or backward_seconds is None:
         forward_seconds = costs.flops_forward / hardware.gpu.flops_per_second
-        backward_seconds = 2 * forward_seconds
+        backward_seconds = costs.flops_backward / hardware.gpu.flops_per_second
     tensor_bytes = [costs.input_bytes, *(candidate.num_bytes for candidate in swapped)]
     made_share = sum(candidate.flops for candidate in swapped) / max(1, costs.flops_forward)
-    rest_shares = {rest.after: rest.flops / max(1, 2 * costs.flops_forward) for rest in costs.rests}
+    rest_shares = {rest.after: min(1.0, rest.flops / max(1, costs.flops_backward)) for rest in costs.rests}
     return ExposedUnits(
         down_bytes=waited_unit_bytes(
             sum(tensor_bytes),

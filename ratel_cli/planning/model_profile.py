@@ -16,7 +16,7 @@ from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields, read_as
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 Source = Literal["analytic", "recorded"]
 
 
@@ -82,6 +82,8 @@ class LayerProfile:
     candidates: tuple[SwapCandidate, ...]
     rests: tuple[RestCosts, ...] = ()
     """Where backward begins to take less, in its order."""
+    frozen_flops: int = 0
+    """What backward leaves out of twice the FLOPs of forward: gradients of matrices that are frozen, or all of it."""
     forward_moved_bytes: int = 0
     """Bytes that forward moves in the device's memory besides products, as far as they are known."""
     backward_moved_bytes: int = 0
@@ -90,6 +92,30 @@ class LayerProfile:
     recomputed_seconds: float | None = None
     backward_seconds: float | None = None
     """Recomputation not included."""
+
+    @property
+    def flops_backward(self) -> int:
+        """Recomputation not included."""
+        return 2 * self.flops_forward - self.frozen_flops
+
+    def forward_only(self) -> LayerProfile:
+        """The same layer where backward does not reach it: nothing is kept for it."""
+        return replace(
+            self,
+            input_bytes=0,
+            saved_bytes=0,
+            backward_bytes=0,
+            making_bytes=0,
+            replay_bytes=0,
+            replay_held_bytes=0,
+            flops_recomputed=0,
+            candidates=(),
+            rests=(),
+            frozen_flops=2 * self.flops_forward,
+            backward_moved_bytes=0,
+            recomputed_seconds=None if self.recomputed_seconds is None else 0.0,
+            backward_seconds=None if self.backward_seconds is None else 0.0,
+        )
 
 
 _Costs = TypeVar("_Costs", "ModelProfile", LayerProfile, SwapCandidate, RestCosts)
@@ -117,6 +143,8 @@ class ModelProfile:
     """Forward and backward."""
     head_seconds: float | None = None
     """Forward and backward, and the loss."""
+    frozen_head_flops: int = 0
+    """As `LayerProfile.frozen_flops`, of the final norm and the head."""
     head_moved_bytes: int = 0
     """Bytes that forward and backward of the final norm and the loss move, besides products."""
     adamw_share: float | None = None

@@ -135,6 +135,8 @@ def make_plan(problem: Problem) -> Plan:
         workload=workload,
         decisions=decisions,
         flops_forward=number * (sum(layer.flops_forward for layer in layers) + profile.flops_head),
+        num_trained=spec.num_trained,
+        frozen_flops=number * (sum(layer.frozen_flops for layer in layers) + profile.frozen_head_flops),
         flops_recomputed=number * (sum(layer.flops_recomputed for layer in layers) - chosen.swap.flops),
         swappable_bytes=swappable_bytes,
         inter_block_bytes=inter_block_bytes,

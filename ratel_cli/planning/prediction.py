@@ -68,6 +68,10 @@ class Prediction:
     """Everything on NVMe: model states and what is spilled."""
     curve: tuple[tuple[int, float], ...]
     """Bytes offloaded, and the step's seconds then."""
+    num_trained: int | None = None
+    """The part of `num_parameters` that are trained; None: all."""
+    frozen_flops: int = 0
+    """What backward leaves out of twice `flops_forward`: gradients of what is frozen."""
     gpu_activation_bytes: int = 0
     """The part of `gpu_bytes` that layers' activations take at their peak; 0 where the CPU computes."""
     unclipped_seconds: float | None = None
@@ -80,6 +84,11 @@ class Prediction:
     wear: WearTrade | None = None
     """What `storage.wear` chose among; None if a step of any plan writes only the state, or if the cost model does not
     choose."""
+
+    @property
+    def flops_model(self) -> int:
+        """Forward and backward, recomputation not counted."""
+        return 3 * self.flops_forward - self.frozen_flops
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,25 +107,27 @@ class Prediction:
         """`tflops_model` of a step that is not clipped; None where `unclipped_seconds` is."""
         if self.unclipped_seconds is None:
             return None
-        return self.num_ranks * 3 * self.flops_forward / self.unclipped_seconds / 1e12
+        return self.num_ranks * self.flops_model / self.unclipped_seconds / 1e12
 
     @property
     def tflops_model(self) -> float:
         """10^12 FLOPs of the model per second, recomputation not counted."""
-        return self.num_ranks * 3 * self.flops_forward / self.time.total / 1e12
+        return self.num_ranks * self.flops_model / self.time.total / 1e12
 
     @property
     def tflops_hardware(self) -> float:
         """10^12 FLOPs per second, recomputation included."""
-        return self.num_ranks * (3 * self.flops_forward + self.flops_recomputed) / self.time.total / 1e12
+        return self.num_ranks * (self.flops_model + self.flops_recomputed) / self.time.total / 1e12
 
     def model_json(self) -> dict[str, object]:
         """`model` in plan.json and in `ratel plan --json`, as the next ones are `activations` and so on."""
         return {
             "name": self.model_name,
             "num_parameters": self.num_parameters,
+            "num_trained_parameters": self.num_parameters if self.num_trained is None else self.num_trained,
             "num_blocks": self.num_blocks,
             "flops_forward": self.flops_forward,
+            "flops_backward": self.flops_model - self.flops_forward,
         }
 
     def activations_json(self) -> dict[str, object]:

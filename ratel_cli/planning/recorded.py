@@ -79,16 +79,17 @@ def recorded_profile(
 
     `units` are by block and micro-batch, and hold the same micro-batches of each layer, not necessarily all. `seconds`
     are by block, of `num_micro_batches` together. `estimate` is the profile before the step. It gives what no operator
-    of forward shows: gradients of activations.
+    of forward shows: gradients of activations; and of layers that backward does not reach, which have no units, all but
+    the seconds.
     """
     head, tokens = spec.head.index, workload.micro_batch_tokens
     by_block: dict[int, list[UnitRecord]] = {}
     for (block, _), unit in units.items():
         by_block.setdefault(block, []).append(unit)
-    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    alike: dict[object, list[int]] = {}
     for block, records in sorted(by_block.items()):
         signature = tuple((operator.key, operator.num_bytes) for operator in records[0].operators)
-        alike.setdefault(signature, []).append(block)
+        alike.setdefault((spec.passes_on(spec.segments[block]), signature), []).append(block)
     profiles = [
         _layer_profile(
             _typical([unit for block in blocks for unit in by_block[block]]),
@@ -100,6 +101,13 @@ def recorded_profile(
         for blocks in alike.values()
     ]
     number_of = {block: number for number, blocks in enumerate(alike.values()) for block in blocks}
+    forward_only: dict[int, list[int]] = {}
+    for block in (block for block in range(1, head) if block not in by_block):
+        forward_only.setdefault(estimate.layers[block - 1], []).append(block)
+    for number, blocks in forward_only.items():
+        number_of.update(dict.fromkeys(blocks, len(profiles)))
+        forward_seconds = median(seconds[block].forward for block in blocks) / num_micro_batches
+        profiles.append(replace(estimate.profiles[number].forward_only(), forward_seconds=forward_seconds))
     outside = {block: (seconds[block].forward + seconds[block].backward) / num_micro_batches for block in (0, head)}
     return ModelProfile(
         source="recorded",
@@ -108,6 +116,7 @@ def recorded_profile(
         micro_batch_tokens=tokens,
         sequence_len=workload.sequence_len,
         flops_head=head_flops(spec, tokens=tokens),
+        frozen_head_flops=estimate.frozen_head_flops,
         norm_held_bytes=estimate.norm_held_bytes,
         norm_bytes=estimate.norm_bytes,
         embedding_seconds=outside[0],
@@ -150,6 +159,7 @@ def _layer_profile(
             replace(rest, num_bytes=rest.num_bytes + max(0, more_saved_bytes), flops=int(rest.flops * flops_share))
             for rest in estimate.rests
         ),
+        frozen_flops=int(estimate.frozen_flops * flops_share),
         forward_seconds=forward_seconds,
         recomputed_seconds=seconds_again,
         # An operator may take longer in forward, where its pages are new, than when it is run again.

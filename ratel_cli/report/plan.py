@@ -21,12 +21,12 @@ from ratel_cli.units import (
     KIB,
     counted,
     format_bytes,
-    format_count,
     format_flops,
     format_rate,
     format_seconds,
     format_token_rate,
     format_traffic,
+    parameter_words,
 )
 
 RESOURCE_NAMES: Mapping[str, str] = {
@@ -57,7 +57,8 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
     gpu, nvme, number = hardware.gpu, hardware.nvme, prediction.num_ranks
     drives = counted(nvme.num_devices, "drive")
     rates = f"{format_rate(nvme.read_bytes_per_second)} read, {format_rate(nvme.write_bytes_per_second)} written"
-    parameters = f"{format_count(prediction.num_parameters)} parameters in {counted(prediction.num_blocks, 'block')}"
+    parameters = parameter_words(prediction.num_parameters, prediction.num_trained)
+    parameters += f" in {counted(prediction.num_blocks, 'block')}"
     return [
         ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
         ("step", split_words(prediction.workload, is_planned=not forecast.setting.has_own_split, num_ranks=number)),
@@ -109,7 +110,10 @@ def horizontal_rows(plan: HorizontalPlan, spec: ModelSpec) -> list[tuple[str, st
     largest = max((block.own_bytes for block in blocks), default=0)
     ahead = counted(placement.prefetch_blocks, "block")
     rows = [
-        ("module", f"{spec.name}: {format_count(spec.num_parameters)} parameters in {counted(len(blocks), 'block')}"),
+        (
+            "module",
+            f"{spec.name}: {parameter_words(spec.num_parameters, spec.num_trained)} in {counted(len(blocks), 'block')}",
+        ),
         ("blocks", f"the largest has {format_bytes(largest)} of weights; {ahead} read ahead"),
         ("outside", f"{format_bytes(spec.embedding.own_bytes)} of weights stay in memory"),
         ("RAM", f"{format_bytes(memory.total)}, without the activations that autograd saves"),

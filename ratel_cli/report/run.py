@@ -24,6 +24,7 @@ from ratel_cli.units import (
     format_rate,
     format_seconds,
     format_traffic,
+    parameter_words,
 )
 
 _GAP = "  "
@@ -196,7 +197,7 @@ def run_summary(totals: RunTotals, *, endurance_tb: float | None = None) -> list
 
 
 def _model(spec: ModelSpec, dtype: str) -> str:
-    size = f"{format_count(spec.num_parameters)} parameters in {counted(len(spec.segments), 'block')}"
+    size = f"{parameter_words(spec.num_parameters, spec.num_trained)} in {counted(len(spec.segments), 'block')}"
     return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}, master weights and moments in fp32"
 
 

@@ -136,6 +136,11 @@ class Segment:
         return sum(block.update_bytes for block in self.blocks)
 
 
+def first_trained(segments: Sequence[Segment]) -> int:
+    """The index of the first segment that has something to train: backward ends there. The last one if none has."""
+    return next((index for index, segment in enumerate(segments) if segment.trained), len(segments) - 1)
+
+
 def segments_of(blocks: Sequence[BlockSpec], names: Sequence[str]) -> Iterator[Segment]:
     """The segments of these names, in the order of forward, with the blocks that they bind."""
     own, borrowed = defaultdict[int, list[BlockSpec]](list), defaultdict[int, list[BlockSpec]](list)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.segments import Segment, first_trained
 
 Stage = Literal["forward", "backward", "update"]
-"""`forward`: from the first segment to the last but one. `backward`: the last segment, and down to the first. `update`:
-between that and the next forward; empty unless the optimizer is separate."""
+"""`forward`: from the first segment to the last but one. `backward`: the last segment, and down to the first one that
+is trained. `update`: between that and the next forward; empty unless the optimizer is separate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Use:
 
 def step_uses(segments: Sequence[Segment]) -> list[Use]:
     """Those of one step (P16): forward, the last segment, backward. Its backward follows its forward, so it is used
-    once."""
+    once. Backward ends where nothing below is trained."""
     *below, last = segments
     return [
         *(Use(segment, "forward") for segment in below),
         Use(last, "backward"),
-        *(Use(segment, "backward") for segment in reversed(below)),
+        *(Use(segment, "backward") for segment in reversed(below[first_trained(segments) :])),
     ]
 
 

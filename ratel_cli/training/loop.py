@@ -66,7 +66,8 @@ class LoopSettings:
     """The step that the store was made with: 0, or the step of another run that this one started from."""
     max_bytes_written: int | None
     """End the run before the step that would write more than this to the store."""
-    flops_forward_per_token: float
+    flops_per_token: float
+    """Forward and backward of the model."""
     flops_recomputed_per_token: float
     """The part of the forward that backward computes again."""
     predicted_seconds: float
@@ -320,7 +321,7 @@ class TrainingLoop:
         """`num_computed_tokens` includes padding, which is computed too."""
         settings = self._settings
         tokens = after.tokens - before.tokens
-        flops = 3 * settings.flops_forward_per_token
+        flops = settings.flops_per_token
         slowest_rank, slowest_bottleneck = slowest_rank_of(self._ranks, times)
         tera_tokens_per_second = num_computed_tokens / seconds / 1e12
         return StepMetrics(

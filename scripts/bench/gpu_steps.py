@@ -118,7 +118,7 @@ class GpuSteps:
             seconds=[step.seconds for step in done],
             predicted_seconds=plan.time.total,
             predicted_bottleneck=plan.time.bottleneck,
-            model_flops=3 * plan.flops_forward,
+            model_flops=plan.flops_model,
             gpu_limit_bytes=plan.decisions.device_limit_bytes,
             gpu_peak_bytes=torch.accelerator.max_memory_allocated(device) if on_gpu else 0,
             planned_gpu_bytes=plan.memory.device,

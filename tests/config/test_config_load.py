@@ -16,7 +16,8 @@ from tests.config.config_loading import MINIMAL, Complain, Load
 from tests.test_input_files import compressed
 
 OF_THE_INTERFACE = """
-    base_model model_shape cost_model random_init datasets test_datasets streaming chat_template chat_template_jinja
+    base_model model_shape cost_model random_init unfrozen_parameters frozen_parameters
+    datasets test_datasets streaming chat_template chat_template_jinja
     special_tokens train_on_inputs sequence_len excess_length_strategy sample_packing mlm_probability
     shuffle
     micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate lr_scheduler

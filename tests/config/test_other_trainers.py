@@ -77,7 +77,7 @@ def test_alias_values(load: Load) -> None:
 
 REJECTED = """
     load_in_4bit load_in_8bit adapter lora_r lora_alpha qlora_rank batch_size stage neftune_noise_alpha rope_scaling
-    galore_rank unfrozen_parameters label_smoothing_factor reward_model <<
+    galore_rank use_badam label_smoothing_factor reward_model <<
 """
 IGNORED = """
     deepspeed fsdp fsdp_config wandb_project gradient_checkpointing flash_attention trust_remote_code

@@ -26,6 +26,7 @@ from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
+from ratel_cli.model.freezing import freeze
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base
@@ -264,6 +265,8 @@ def machine(
     """
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
+        if recipe.unfrozen is not None:
+            freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
         model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients)
     groups = GroupShape(elements=group_elements, in_flight=groups_in_flight)

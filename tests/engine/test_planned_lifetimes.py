@@ -19,6 +19,7 @@ from tests.engine.architectures import tiny_config
 from tests.engine.lease_meter import LeaseMeter
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
+from tests.engine.test_frozen_parts import names_of
 from tests.tiers import pairwise
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 2
@@ -64,9 +65,10 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("late_writes")
 @pytest.mark.parametrize(
-    ("family", "clipping", "ahead", "pending", "in_flight", "resident", "defers", "overlap"),
+    ("family", "part", "clipping", "ahead", "pending", "in_flight", "resident", "defers", "overlap"),
     pairwise(
         ["llama", "gpt2", SHARING],
+        [None, "the last layer", "attention", "the middle"],
         ["never", "unclipped", "clipped"],
         [0, 1, 2],
         [0, 1, 3],
@@ -80,6 +82,7 @@ def test_leases_take_no_more_than_the_plan_has(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
+    part: str | None,
     clipping: str,
     ahead: int,
     pending: int,
@@ -97,6 +100,8 @@ def test_leases_take_no_more_than_the_plan_has(
             placement, deferred=frozenset(range(config.num_hidden_layers - 1, config.num_hidden_layers + 2))
         )
     recipe = mixed_recipe(family, "bfloat16", max_grad_norm=CLIPPING[clipping])
+    if part is not None:
+        recipe = replace(recipe, unfrozen=names_of(config, part))
     steps = random_steps(NUM_STEPS, NUM_MICRO_BATCHES, packed=False)
     with machine(
         tmp_path,

@@ -13,11 +13,13 @@ from ratel_cli.engine.replay.profiling import BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.find_blocks import find_blocks
+from ratel_cli.model.freezing import freeze
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.recorded import recorded_profile
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
+from tests.engine.test_frozen_parts import PARTS, names_of
 from tests.engine.test_swap import estimate_of, recorded, workload_of
 from tests.reference import Recipe
 from tests.tiers import sample, thinned
@@ -45,15 +47,25 @@ def timeless(profile: ModelProfile) -> list[LayerProfile]:
 
 @pytest.mark.parametrize("architecture", thinned(sample(ARCHITECTURES, every=4, offset=1), every=2))
 def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str) -> None:
+    check_profile(tmp_path, architecture)
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+def test_of_a_model_of_which_a_part_is_trained(tmp_path: Path, part: str) -> None:
+    check_profile(tmp_path, "llama", part)
+
+
+def check_profile(tmp_path: Path, architecture: str, part: str | None = None) -> None:
     config = tiny_config(architecture)
     attention = attention_of(config)
-    recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention)
+    unfrozen = None if part is None else names_of(config, part)
+    recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention, unfrozen=unfrozen)
     with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
         batches = random_steps(1, 2, packed=ratel.model.packs)[0]
         wanted = recorded(ratel, recipe, batches)
-    model = find_blocks(
-        build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation=attention), name="tiny"
-    )
+    skeleton = build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation=attention)
+    freeze(skeleton, unfrozen=unfrozen or (), frozen=())
+    model = find_blocks(skeleton, name="tiny")
     device, sums = HostDevice(Timeline()), Sums(num_micro_batches=2, holds_layers=True, holds_head=True)
     with BufferPool(None) as pool:
         profiler = BlockProfiler(model, pool, dtype=torch.bfloat16, device=device, sums=sums)
@@ -71,4 +83,6 @@ def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str)
         # A number that torch wraps in a tensor counts only if its address is new.
         assert layer.saved_bytes == pytest.approx(other.saved_bytes, abs=64)
     assert found.head_seconds and found.embedding_seconds
-    assert all(layer.forward_seconds and layer.backward_seconds is not None for layer in found.profiles)
+    for layer, other in zip(model.spec.layers, [found.profiles[number] for number in found.layers], strict=True):
+        assert other.forward_seconds
+        assert model.spec.has_backward(layer) == bool(other.backward_seconds) == bool(other.input_bytes)

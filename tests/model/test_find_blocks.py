@@ -307,14 +307,6 @@ def test_a_head_that_the_model_calls_its_decoder() -> None:
     assert find_blocks(skeleton, name="m").spec.num_layers == family_configs.NUM_LAYERS
 
 
-def test_a_frozen_embedding_is_refused() -> None:
-    """Its rows are the first block's, which is trained."""
-    skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
-    skeleton.get_input_embeddings().weight.requires_grad_(False)
-    with pytest.raises(BadInput, match="LlamaForCausalLM has no input embedding"):
-        find_blocks(skeleton, name="tiny")
-
-
 def test_layers_within_nothing_that_takes_tokens_are_refused() -> None:
     skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
 

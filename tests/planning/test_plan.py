@@ -229,8 +229,10 @@ def test_json_has_the_promised_keys() -> None:
     assert found["model"] == {
         "name": "gpt",
         "num_parameters": SPEC.num_parameters,
+        "num_trained_parameters": SPEC.num_parameters,
         "num_blocks": 8,
         "flops_forward": made.flops_forward,
+        "flops_backward": 2 * made.flops_forward,
     }
     stages = ("forward", "backward", "update")
     summary = {"forward_seconds", "backward_seconds", "step_seconds", "unclipped_seconds", "bottleneck", "case"}

@@ -97,10 +97,10 @@ def gradient_of_input(leaf: torch.Tensor) -> Iterator[Callable[[], torch.Tensor]
 
     A leaf's gradient has the leaf's strides, where autograd would hand the code before the layer the strides that it
     comes with, and kernels choose by these. So of a leaf whose elements do not lie in their order, the gradient is
-    taken before it becomes the leaf's.
+    taken before it becomes the leaf's. A leaf that needs no gradient gets none.
     """
     made: list[torch.Tensor] = []
-    hook = None if leaf.is_contiguous() else leaf.register_hook(made.append)
+    hook = leaf.register_hook(made.append) if leaf.requires_grad and not leaf.is_contiguous() else None
 
     def taken() -> torch.Tensor:
         gradient = taken_gradient(leaf)

@@ -138,6 +138,8 @@ class BlockProfiler(Generic[AnyBatch]):
             carried = Carried(embedded)
             for index, layer in enumerate(layers):
                 kind = (
+                    self._program.spec.has_backward(layer),
+                    self._program.spec.passes_on(layer),
                     layer.block_kinds,
                     tuple(parameter.shape for parameter in layer.parameters),
                     embedded.cost_key(index),
@@ -145,6 +147,9 @@ class BlockProfiler(Generic[AnyBatch]):
                 first = kinds.setdefault(kind, layer.index)
                 if first == layer.index:
                     with self._running(layer, progress):
+                        if not self._program.spec.has_backward(layer):
+                            runs[layer.index], hidden = self._forward(layer, carried, hidden, most_runs)
+                            continue
                         runs[layer.index], hidden = self._layer(layer, carried, hidden, most_runs, beside)
                     beside = None
                     continue
@@ -154,7 +159,7 @@ class BlockProfiler(Generic[AnyBatch]):
                         carried.forward(index, partial(self._program.run, index, hidden))
             with self._running(head, progress):
                 self._head(head, batch, hidden, most_runs)
-        num_samples = min(len(samples) for samples in runs.values())
+        num_samples = min((len(samples) for samples in runs.values() if samples[0].unit is not None), default=0)
         units = {
             (index, sample): run.unit
             for index, samples in runs.items()
@@ -208,6 +213,20 @@ class BlockProfiler(Generic[AnyBatch]):
         rows = EmbeddingRows.of(spec, tokens, self._torch_device, most_rows=most_rows)
         return None if rows is None else rows.tokens
 
+    def _forward(
+        self, layer: Segment, carried: Carried, hidden: torch.Tensor, most_runs: int
+    ) -> tuple[list[_Run], torch.Tensor]:
+        """A layer that backward does not reach. Returns its output, too."""
+        outputs: list[torch.Tensor] = []
+
+        def run() -> _Run:
+            start = self._now()
+            outputs[:] = [carried.forward(layer.index - 1, partial(self._program.run, layer.index - 1, hidden))]
+            return _Run(self._now() - start, 0.0)
+
+        with self._bound(layer):
+            return _samples(run, most_runs), outputs[0]
+
     def _layer(
         self, layer: Segment, carried: Carried, hidden: torch.Tensor, most_runs: int, beside: Beside | None
     ) -> tuple[list[_Run], torch.Tensor]:
@@ -220,7 +239,7 @@ class BlockProfiler(Generic[AnyBatch]):
 
             def recorded(recorder: Recorder) -> torch.Tensor:
                 """Forward as a step runs it. Returns its input."""
-                leaf = hidden.detach().requires_grad_()
+                leaf = hidden.detach().requires_grad_(self._program.spec.passes_on(layer))
 
                 def forward(call: LayerCall) -> LayerOutput:
                     with recorder.recording():
@@ -239,7 +258,8 @@ class BlockProfiler(Generic[AnyBatch]):
                 with Replayer(tape):
                     again, roots = carried.replay(place, partial(self._program.run, place, leaf))
                 with _dropping(trained) if total is None else adding_to(trained, total, is_last=False):
-                    again.backward(torch.zeros_like(again), inputs=[leaf, *trained, *roots.inputs])
+                    inputs = [leaf, *trained, *roots.inputs] if leaf.requires_grad else [*trained, *roots.inputs]
+                    again.backward(torch.zeros_like(again), inputs=inputs)
                 return _Run(middle - start, self._now() - middle)
 
             def operators() -> UnitRecord:
@@ -264,7 +284,7 @@ class BlockProfiler(Generic[AnyBatch]):
 
             def run() -> _Run:
                 start = self._now()
-                leaf = hidden.detach().requires_grad_()
+                leaf = hidden.detach().requires_grad_(self._program.spec.passes_on(head))
                 loss_and_gradients(
                     self._program.finish(leaf, batch),
                     leaf,

@@ -38,8 +38,9 @@ _DECIDES_ABOUT_TYPES = frozenset({"datasets", "test_datasets", "streaming"})
 """Those of them that decide what a row is, whatever the tokenizer is."""
 _DECIDES_ABOUT_MACHINE = frozenset(
     {
-        "base_model", "random_init", "model_shape", "sequence_len", "micro_batch_size", "gradient_accumulation_steps",
-        "tokens_per_step", "max_grad_norm", "dtype", "gradient_dtype", "attn_implementation", "head_chunk",
+        "base_model", "random_init", "unfrozen_parameters", "frozen_parameters", "model_shape", "sequence_len",
+        "micro_batch_size", "gradient_accumulation_steps", "tokens_per_step", "max_grad_norm", "dtype",
+        "gradient_dtype", "attn_implementation", "head_chunk",
         "activations", "optimizer_overlap", "device", "storage", "limits", "output_dir",
     }
 )  # fmt: skip

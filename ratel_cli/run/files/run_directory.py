@@ -256,8 +256,11 @@ class CachedProfile:
 
     def __init__(self, config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> None:
         self.path = run_directory(config.output_dir) / MODEL_NAME
-        shapes = [(parameter.name, parameter.shape) for block in spec.blocks for parameter in block.parameters]
-        values = [shapes, config.dtype, config.attn_implementation, config.micro_batch_size, config.sequence_len]
+        blocks = [
+            (block.dtype, block.rule.name, [(each.name, each.shape) for each in block.parameters])
+            for block in spec.blocks
+        ]
+        values = [blocks, config.dtype, config.attn_implementation, config.micro_batch_size, config.sequence_len]
         machine = [hardware.gpu.name, hardware.host.num_cores, config.deterministic]
         self._made_for = hash_of([values, machine])
 

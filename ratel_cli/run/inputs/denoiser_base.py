@@ -31,6 +31,7 @@ from ratel_cli.model.denoiser import DenoiserWeights, denoiser_model
 from ratel_cli.model.denoiser_config import DenoiserConfig, read_denoiser_config
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_module
+from ratel_cli.model.freezing import freeze
 from ratel_cli.model.initialise import SelfDrawn
 from ratel_cli.model.sidecars import GivenSidecars
 from ratel_cli.model.skeleton import DTYPES
@@ -95,6 +96,7 @@ def build_denoiser_base(config: RunConfig) -> DenoiserBase:
         name=Path(config.base_model).name,
         dtype=config.dtype,
         gradient_dtype=config.resolved_gradient_dtype,
+        prepare=partial(freeze, unfrozen=config.unfrozen_parameters, frozen=config.frozen_parameters),
     )
     return DenoiserBase(directory=directory, config=found, model=model)
 

@@ -25,6 +25,7 @@ from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.flash_attention import require_deterministic
+from ratel_cli.model.freezing import freeze
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.sidecars import BaseSidecars, check_sidecars
 from ratel_cli.model.skeleton import (
@@ -140,6 +141,7 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         name_classes(model_config, labels)
     attention = supported_attention(model_config, config.attn_implementation, task)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
+    freeze(skeleton, unfrozen=config.unfrozen_parameters, frozen=config.frozen_parameters)
     name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
     model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task)
     if task == "seq2seq":

@@ -22,6 +22,7 @@ from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_shape
 from ratel_cli.run.files.user_cache import software_versions, user_cache_file, write_user_cache
+from ratel_cli.run.inputs.settings import CHOOSES_PARAMETERS
 
 FORMAT_VERSION = 7
 
@@ -70,7 +71,8 @@ def description_file(config: RunConfig) -> Path:
     content = _config_text(config.base_model)
     software = software_versions("ratel-cli", "torch", "transformers")
     of_task = [] if config.task == "causal_lm" else [config.task, *(config.labels or ())]
-    return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, *of_task])
+    chosen = [getattr(config, key) for key in CHOOSES_PARAMETERS]
+    return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, chosen, *of_task])
 
 
 def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:

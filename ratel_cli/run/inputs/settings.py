@@ -32,6 +32,10 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
+CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters")
+"""Keys that decide what is trained of a model."""
+DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, "dtype")
+"""Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
 OF_TEXT: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "mlm_probability", "head_chunk",
     "attn_implementation",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Final
 
 from ratel_cli.commands import command, errors_about
 from ratel_cli.errors import BadInput
@@ -22,14 +21,13 @@ from ratel_cli.run.files.origin import Origin, OriginRecord
 from ratel_cli.run.files.output import missing_store
 from ratel_cli.run.inputs.base import model_hash
 from ratel_cli.run.inputs.inputs import Inputs
+from ratel_cli.run.inputs.settings import DECIDES_THE_STATE
 from ratel_cli.run.train.open import open_stores, sliced, slices_of
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Progress, Store
 
 FIRST_LOSS_SCALE = 2.0**16
-DECIDES_THE_STATE: Final = ("base_model", "random_init", "dtype")
-"""Keys that must be those of the run that a new one starts from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,12 @@ from ratel_cli.report.curves import can_draw_curves, draw_curves
 from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, run_directory
 from ratel_cli.run.inputs.base import hub_id
-from ratel_cli.run.inputs.settings import DECIDES_THE_BITS, OF_TEXT, as_recorded
+from ratel_cli.run.inputs.settings import CHOOSES_PARAMETERS, DECIDES_THE_BITS, OF_TEXT, as_recorded
 from ratel_cli.store.store import Store
 from ratel_cli.training.history import finite_mean, read_history
 from ratel_cli.training.metrics import StepMetrics
 
+_SETTINGS = (*CHOOSES_PARAMETERS, *DECIDES_THE_BITS)
 _MAX_ROWS = 20
 _LEAST_STEPS_DRAWN = 10
 """The table shows fewer steps as well as a picture does."""
@@ -65,13 +66,13 @@ def _source(dataset: DatasetConfig) -> DataSource:
 
 def _settings(config: RunConfig) -> dict[str, object]:
     """The keys that decide the result and count in this run, as they can be written in a config."""
-    values = config.model_dump(mode="json", include={"num_epochs", "max_steps", *DECIDES_THE_BITS})
+    values = config.model_dump(mode="json", include={"num_epochs", "max_steps", *_SETTINGS})
     kwargs = values.get("lr_scheduler_kwargs")
     if isinstance(kwargs, dict):
         values["lr_scheduler_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
-    ordered = ("max_steps" if config.max_steps else "num_epochs", *DECIDES_THE_BITS)
+    ordered = ("max_steps" if config.max_steps else "num_epochs", *_SETTINGS)
     left_out = OF_TEXT if config.task == "denoising" else ()
-    return {key: values[key] for key in ordered if values[key] is not None and key not in left_out}
+    return {key: values[key] for key in ordered if values[key] not in (None, []) and key not in left_out}
 
 
 def _steps(path: Path, *, last_step: int) -> Sequence[StepMetrics]:

@@ -40,8 +40,8 @@ from ratel_cli.run.files.run_directory import (
     same_places,
 )
 from ratel_cli.run.inputs.inputs import Inputs, changed_settings
-from ratel_cli.run.inputs.settings import as_recorded, new_geometry, num_slots, settings_hash
-from ratel_cli.run.train.branch import DECIDES_THE_STATE, Branch, beginning
+from ratel_cli.run.inputs.settings import DECIDES_THE_STATE, as_recorded, new_geometry, num_slots, settings_hash
+from ratel_cli.run.train.branch import Branch, beginning
 from ratel_cli.run.train.start import GoBack, Start, StartOver
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME

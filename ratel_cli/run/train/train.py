@@ -284,7 +284,7 @@ class Training(Closing):
             save_total_limit=config.save_total_limit,
             first_step=self._first_step,
             max_bytes_written=self._max_bytes_written,
-            flops_forward_per_token=plan.flops_forward / plan.workload.tokens,
+            flops_per_token=plan.flops_model / plan.workload.tokens,
             flops_recomputed_per_token=plan.flops_recomputed / plan.workload.tokens,
             predicted_seconds=plan.time.total,
             predicted_unclipped_seconds=plan.time.total if plan.unclipped_seconds is None else plan.unclipped_seconds,

@@ -1,0 +1,121 @@
+"""A run that trains a part of the weights, by patterns over their names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    exported,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel,
+    recipe_of,
+    run_until_killed,
+    succeed,
+    succeed_ranks,
+)
+from tests.reference import Trained, train_in_memory
+
+NUM_STEPS = 4
+PATTERNS = ["model.layers.1.(self_attn|post)", "lm_head.weight$"]
+PREFIXES = ("model.layers.1.self_attn", "model.layers.1.post_attention", "lm_head.weight")
+CHANGES: dict[str, object] = {"unfrozen_parameters": PATTERNS, "max_steps": NUM_STEPS, "dtype": "bfloat16"}
+
+
+def plain(config: Path, base: Path, *prefixes: str) -> Trained:
+    data = load_data(config)
+    return train_in_memory(
+        LlamaConfig.from_pretrained(base),
+        load_file(base / "model.safetensors"),
+        [data.step(step) for step in range(NUM_STEPS)],
+        replace(recipe_of(config), unfrozen=prefixes),
+    )
+
+
+def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path) -> None:
+    """What is frozen is in it as the base model's files have it."""
+    config = make_config(**CHANGES)
+    run_until_killed(config, kill_at="commit.written:4")
+    succeed(config)
+    before, found, wanted = load_file(base / "model.safetensors"), exported(config), plain(config, base, *PREFIXES)
+    assert found.keys() == before.keys()
+    for name, values in before.items():
+        if name.startswith(PREFIXES):
+            assert torch.equal(found[name], wanted.weights[name].to(found[name].dtype)), name
+            assert not torch.equal(found[name], values.to(found[name].dtype)), name
+        else:
+            assert torch.equal(found[name], values) and found[name].dtype == values.dtype, name
+    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
+    ended = ratel("verify", config)
+    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stderr
+    assert "unfrozen_parameters" in (output_of(config) / "README.md").read_text()
+
+
+@pytest.mark.full
+def test_the_plan_is_what_a_step_moves(make_config: MakeConfig) -> None:
+    """A step writes the state of what is trained, and backward reads nothing below it."""
+    config, whole = make_config(**CHANGES), make_config("whole", max_steps=NUM_STEPS, dtype="bfloat16")
+    succeed(config)
+    plans = [json.loads(ratel("plan", each, "--json").stdout) for each in (config, whole)]
+    written = [sum(num for key, num in each["traffic"].items() if key.endswith("_written_bytes")) for each in plans]
+    read = [sum(num for key, num in each["traffic"].items() if key.endswith("_read_bytes")) for each in plans]
+    for line in metrics(config)[1:-1]:
+        assert (line["nvme_written_bytes"], line["nvme_read_bytes"]) == (written[0], read[0])
+    assert written[0] < written[1] / 2
+    assert plans[0]["model"]["flops_backward"] < plans[1]["model"]["flops_backward"]
+
+
+@pytest.mark.full
+def test_ranks_have_a_part_each(make_config: MakeConfig) -> None:
+    changes = {**CHANGES, "dtype": "float32"}
+    config, alone = make_config("ranks", **changes), make_config("alone", **changes, gradient_accumulation_steps=4)
+    succeed_ranks(config, 2)
+    succeed(alone)
+    assert [line["loss"] for line in metrics(config)] == pytest.approx([line["loss"] for line in metrics(alone)])
+    found = [exported(each) for each in (config, alone)]
+    same = {name for name, values in found[0].items() if torch.equal(values, found[1][name])}
+    assert {name for name in found[0] if not name.startswith(PREFIXES)} <= same
+
+
+@pytest.mark.full
+def test_frozen_parameters_are_left_out(make_config: MakeConfig, base: Path) -> None:
+    config = make_config(frozen_parameters=["model.embed", "model.layers.0"], max_steps=NUM_STEPS)
+    succeed(config)
+    before, found = load_file(base / "model.safetensors"), exported(config)
+    same = {name for name, values in before.items() if torch.equal(found[name], values)}
+    assert same == {name for name in before if name.startswith(("model.embed", "model.layers.0."))}
+
+
+@pytest.mark.full
+def test_another_part_is_another_run(make_config: MakeConfig) -> None:
+    config = make_config(**{**CHANGES, "max_steps": 2})
+    succeed(config)
+    ended = finetune(config, "frozen_parameters=[lm_head]", "max_steps=4")
+    assert_rejected(ended, 2, "which has other settings: frozen_parameters was [], is now ['lm_head']")
+    ended = finetune(make_config("other", max_steps=4, dtype="bfloat16"), "--from", str(output_of(config)))
+    assert_rejected(ended, 2, "that run trains another model: unfrozen_parameters was")
+
+
+@pytest.mark.parametrize(
+    ("key", "pattern", "message"),
+    [
+        ("unfrozen_parameters", "model.layers.7", "unfrozen_parameters: model.layers.7: matches no parameter"),
+        ("unfrozen_parameters", "lm_head.(", "unfrozen_parameters: lm_head.(: not a regular expression"),
+        ("unfrozen_parameters", "model.embed_tokens.weight[:10]", "a range of rows"),
+        ("frozen_parameters", ".*", "frozen_parameters: no parameter is left to train"),
+    ],
+)
+def test_patterns_that_cannot_be(make_config: MakeConfig, key: str, pattern: str, message: str) -> None:
+    for ended in (finetune(make_config(**{key: [pattern]})), ratel("plan", make_config("plan", **{key: [pattern]}))):
+        assert_rejected(ended, 2, message)
