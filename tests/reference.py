@@ -13,12 +13,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
 
@@ -53,6 +55,8 @@ class Recipe:
     """Whether each micro-batch goes through a copy of the model that has not run yet."""
     unfrozen: tuple[str, ...] | None = None
     """How the names of the parameters begin that are trained; None: all that the model's own code has not frozen."""
+    lora: tuple[tuple[str, object], ...] | None = None
+    """Of `peft.LoraConfig`, each with its name: an adapter is trained, which `seed` draws. None: the model is."""
     kept: frozenset[str] = frozenset()
     """Parameters and buffers that stay in fp32 in a 16-bit model: see `kept_in_fp32`."""
     device: str = "cpu"
@@ -94,6 +98,8 @@ def train_in_memory(
     model.load_state_dict(buffers or {}, strict=False)
     model.to(recipe.device).train()
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
+    if recipe.lora is not None:
+        model, weights, recipe = _with_adapter(model, weights, recipe)
     for name, parameter in model.named_parameters():
         if recipe.unfrozen is not None and not name.startswith(recipe.unfrozen):
             parameter.requires_grad_(False)
@@ -104,6 +110,28 @@ def train_in_memory(
         return _gradients(model, [_placed(batch, recipe.device) for batch in steps[step]], step, recipe)
 
     return _trained(model, weights, len(steps), recipe, names, gradients)
+
+
+def _with_adapter(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], recipe: Recipe
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor], Recipe]:
+    """The model as PEFT makes it, with all weights by their names there. Adapters are in fp32."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in recipe.lora or ()}
+    config = LoraConfig(**given)  # type: ignore[arg-type]
+    torch.manual_seed(recipe.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT asks for what transformers calls otherwise now, and sets what it must
+        inner = get_peft_model(model, config).base_model.model
+    adapters = {name: each for name, each in inner.named_parameters() if "lora_" in name}
+    assert all(each.dtype == torch.float32 and each.requires_grad for each in adapters.values())
+    found = {
+        name: each.detach().cpu().clone() if name in adapters else weights[name.replace(".base_layer", "")]
+        for name, each in inner.named_parameters()
+    }
+    return inner.train(), found, replace(recipe, kept=recipe.kept | adapters.keys())
 
 
 class AnyBatch(Protocol):
@@ -330,7 +358,8 @@ def seed_of_draws(seed: int, *, step: int, block: int, micro_batch: int) -> int:
 
 
 class _Seeding:
-    """Seeds torch where block i of Ratel's step begins to draw: at the start, and before each layer."""
+    """Seeds torch where block i of Ratel's step begins to draw: at the start, before each layer, and behind the
+    last."""
 
     def __init__(self, model: nn.Module, seed: int, step: int, micro_batch: int) -> None:
         self._seed, self._step, self._micro_batch = seed, step, micro_batch
@@ -344,6 +373,8 @@ class _Seeding:
         self._begin(0)
         for index, layer in enumerate(self._layers):
             self._handles.append(layer.register_forward_pre_hook(self._hook(index + 1)))
+        behind = len(self._layers) + 1
+        self._handles.append(self._layers[-1].register_forward_hook(lambda *_: self._begin(behind)))
 
     def __exit__(self, *ignored: object) -> None:
         for handle in self._handles:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from ratel_cli.config.foreign import foreign_key
+from ratel_cli.config.foreign import FOREIGN, foreign_key
 from ratel_cli.config.schema import (
     DatasetConfig,
     LimitsConfig,
@@ -147,7 +147,7 @@ def explain_unknown(
     foreign = foreign_key(section, written)
     known = [*SECTIONS[section].model_fields, *ALIASES.get(section, {})]
     close = get_close_matches(written, known, n=1, cutoff=0.85)
-    if foreign is not None and not close:
+    if foreign is not None and (foreign is FOREIGN.get(written) or not close):
         message = f"`{written}` is not a key of Ratel: {foreign.reason}"
         return Finding(where=where, message=message, hint=foreign.hint or None), None
     message = f"unknown key `{written}`" + (f" in `{section}`" if section else "")

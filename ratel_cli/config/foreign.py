@@ -79,8 +79,12 @@ _DESTINATION = Foreign(
 )
 
 _ADAPTER = Foreign(
-    fate="impossible", reason="it trains an adapter", hint="remove it; Ratel trains every weight of the model"
+    fate="impossible",
+    reason="it belongs to a kind of adapter that Ratel does not train",
+    hint="remove it; `adapter: lora` trains one",
 )
+_OF_PEFT = Foreign(fate="noted", reason="Ratel computes with PEFT's modules")
+_MERGED = Foreign(fate="noted", reason="Ratel exports the adapter; PEFT merges it")
 _QUANTISED = Foreign(
     fate="impossible", reason="it quantises the model", hint="remove it; Ratel trains every weight in full precision"
 )
@@ -243,8 +247,14 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         test_split eval_strategy_best predict_with_generate generate_samples num_generation_samples
         generation_max_length generation_num_beams""",
     ),
-    (_but(_ADAPTER, "full", "none"), "adapter peft use_peft use_dora finetuning_type adapter_name_or_path"),
-    (_ADAPTER, "additional_target freeze_base_model merge_lora pissa_init use_rslora use_llama_pro"),
+    (_but(_ADAPTER, "full", "none"), "peft use_peft use_dora finetuning_type adapter_name_or_path"),
+    (
+        _ADAPTER,
+        """additional_target freeze_base_model pissa_init use_rslora use_llama_pro peft_use_dora lora_modules_to_save
+        lora_target_parameters lora_model_dir lora_init""",
+    ),
+    (_OF_PEFT, "lora_qkv_kernel lora_o_kernel lora_mlp_kernel lora_embedding_kernel lora_on_cpu lora_fan_in_fan_out"),
+    (_MERGED, "merge_lora"),
     (
         _QUANTISED,
         """load_in_4bit load_in_8bit quantization_bit quantization_config quantization_method quantization_type

@@ -58,6 +58,11 @@ __all__ = [
 OWN_DATA: Final = "own data"
 """The context in which a config is validated that names no data, because the caller brings it."""
 _GREAT_LEARNING_RATE = 0.1
+_LEAST_OF_ADAPTER = 3e-5
+_OF_ADAPTER = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_layers_to_transform",
+    "peft_use_rslora", "peft_init_lora_weights",
+)  # fmt: skip
 
 
 SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token"]
@@ -82,6 +87,27 @@ class RunConfig(Section):
     state, no step writes them, and backward ends where nothing below is trained. Default: all are trained."""
     frozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Freeze the parameters whose names match one of these, also among `unfrozen_parameters`. Default: none."""
+    adapter: Literal["lora"] | None = None
+    """Train an adapter beside the frozen model, by PEFT's modules: `lora`. What is exported is then the adapter, in
+    PEFT's format. Default: the model's own weights are trained."""
+    lora_r: int = Field(default=16, ge=1)
+    """The rank of the adapter's matrices."""
+    lora_alpha: int | None = Field(default=None, ge=1)
+    """The adapter's output is multiplied by `lora_alpha / lora_r`. Default: `lora_r`."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """The share of an adapter's input that dropout sets to zero."""
+    lora_target_modules: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """The linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. Default: all of them but
+    the head."""
+    lora_target_linear: bool = False
+    """All linear layers get an adapter, as they do if `lora_target_modules` is empty."""
+    lora_layers_to_transform: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    """The layers that get an adapter, counted from 0. Default: all."""
+    peft_use_rslora: bool = False
+    """Multiply by `lora_alpha / sqrt(lora_r)` instead (rank-stabilised LoRA)."""
+    peft_init_lora_weights: bool | Literal["gaussian"] = True
+    """How an adapter begins, drawn by `seed`. `true`: the second matrix is zero, so the model is as before. `gaussian`:
+    the same, with a normal distribution in the first one. `false`: the second matrix is drawn too."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
@@ -392,10 +418,21 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
         found.extend(_unused(key, "`val_set_size` is 0") for key in given)
     if config.task == "denoising" and config.sequence_len != type(config).model_fields["sequence_len"].default:
         found.append(_unused("sequence_len", "a latent has as many tokens as the model makes patches of it"))
+    if config.adapter is None:
+        found.extend(_unused(key, "`adapter` is not set") for key in _OF_ADAPTER if _differs(config, key))
+    elif config.learning_rate < _LEAST_OF_ADAPTER:
+        message = f"`learning_rate` is {config.learning_rate:g}: adapters hardly move at what suits a whole model"
+        hint = "1e-4 to 5e-4 are usual for LoRA"
+        found.append(Contradiction(keys=("learning_rate",), message=message, hint=hint))
     if config.learning_rate > _GREAT_LEARNING_RATE:
         message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
         found.append(Contradiction(keys=("learning_rate",), message=message, hint="1e-6 to 1e-3 are usual"))
     return found
+
+
+def _differs(config: RunConfig, key: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(config, key) != RunConfig.model_fields[key].default)
 
 
 def _unused(key: str, reason: str) -> Contradiction:
@@ -403,6 +440,10 @@ def _unused(key: str, reason: str) -> Contradiction:
 
 
 def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
+    if config.adapter is not None and (config.unfrozen_parameters or config.frozen_parameters):
+        key = "unfrozen_parameters" if config.unfrozen_parameters else "frozen_parameters"
+        message = f"`adapter` and `{key}` are both set: with an adapter, all of the model is frozen"
+        return [Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")]
     if config.model_shape is not None:
         if config.base_model is None:
             return []

@@ -304,14 +304,80 @@ def _attention(entries: Entries, report: Report) -> None:
         report.drop(entries.pop("attn_implementation"), "`sdpa` computes the same", quietly=content == "auto")
 
 
-def _no_adapter(entries: Entries, report: Report) -> None:
-    """The settings of an adapter that a switch turns off, as its trainer ignores them."""
-    switches = {key: entries[key].value.content for key in ("adapter", "use_peft", "finetuning_type") if key in entries}
-    is_off = [content in (None, False, "", "full") for content in switches.values()]
-    if not is_off or not all(is_off):
+_ADAPTER_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
+
+
+def _adapter(entries: Entries, report: Report) -> None:
+    """An adapter that a switch of its trainer turns on. Where it turns it off, its settings change nothing, as its
+    trainer ignores them."""
+    switches: Entries = {key: entries[key] for key in _ADAPTER_SWITCHES if key in entries}
+    is_off = [entry.value.content in (None, False, "", "full") for entry in switches.values()]
+    if is_off and all(is_off):
+        for key in [key for key in entries if key.startswith(("lora_", "qlora", "peft_", "adapter"))]:
+            if key not in _OURS or plain(entries[key].value) != _OURS[key]:
+                report.drop(entries.pop(key), "there is no adapter")
+    elif switches:
+        _adapter_that_is_on(entries, report, switches)
+
+
+def _adapter_that_is_on(entries: Entries, report: Report, switches: Mapping[str, Entry]) -> None:
+    """The switches become `adapter`, and what no key says is as in its trainer."""
+    defaults: Mapping[str, int | float] = {}
+    for key, on, given in (("finetuning_type", "lora", {"lora_r": 8}), ("use_peft", True, _LORA_OF_TRL)):
+        if key in switches and switches[key].value.content == on:
+            report.read_as(entries.pop(key), "adapter: lora")
+            entries.setdefault("adapter", made(switches[key], "lora"))
+            defaults = given
+    if "adapter" not in entries or entries["adapter"].value.content != "lora":
         return
-    for key in [key for key in entries if key.startswith(("lora_", "qlora", "peft_"))]:
-        report.drop(entries.pop(key), "there is no adapter")
+    switch = entries["adapter"]
+    for theirs, ours in (("lora_rank", "lora_r"), ("use_rslora", "peft_use_rslora")):
+        if theirs in entries and ours not in entries:
+            entries[ours] = entries.pop(theirs)
+            report.read_as(entries[ours], f"{ours}: {show(plain(entries[ours].value))}")
+    for key, content in defaults.items():
+        entries.setdefault(key, made(switch, content))
+    rank = entries["lora_r"].value.content if "lora_r" in entries else None
+    if defaults is not _LORA_OF_TRL and defaults and isinstance(rank, int):  # LLaMA-Factory's
+        entries.setdefault("lora_alpha", made(switch, 2 * rank))
+    _adapted_modules(entries, report, is_of_trl=defaults is _LORA_OF_TRL)
+
+
+_OURS: Mapping[str, Plain] = {
+    "adapter": None,
+    "lora_r": 16,
+    "lora_alpha": None,
+    "lora_dropout": 0.0,
+    "lora_target_modules": [],
+    "lora_target_linear": False,
+    "lora_layers_to_transform": [],
+    "peft_use_rslora": False,
+    "peft_init_lora_weights": True,
+}
+"""Our keys of an adapter, with the defaults that a config of ours has where it has no adapter."""
+_LORA_OF_TRL: Mapping[str, int | float] = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+"""TRL's defaults."""
+
+
+def _adapted_modules(entries: Entries, report: Report, *, is_of_trl: bool) -> None:
+    """`lora_target` and `lora_target_modules`: names, one string with commas, or a word for all linear layers."""
+    if "lora_target" in entries:
+        entries.setdefault("lora_target_modules", entries.pop("lora_target"))
+    entry = entries.get("lora_target_modules")
+    content = None if entry is None else entry.value.content
+    if entry is None or content is None:
+        if is_of_trl:
+            where = entries["adapter"].where
+            message = "which modules get an adapter is not said; TRL leaves that to PEFT, by the type of the model"
+            hint = "name them: `lora_target_modules: [q_proj, v_proj]`"
+            report.reject(Finding(where=where, message=message, hint=hint), "lora_target_modules")
+        return
+    if plain(entry.value) in ("all", "all-linear", ["all"], ["all-linear"]):
+        report.drop(entries.pop("lora_target_modules"), "all linear layers have an adapter by default")
+    elif isinstance(content, str):
+        names = [Marked(where=entry.value.where, content=name.strip()) for name in content.split(",")]
+        entries["lora_target_modules"] = replace(entry, value=Marked(where=entry.value.where, content=names))
+        report.read_as(entry, f"lora_target_modules: [{', '.join(name.strip() for name in content.split(','))}]")
 
 
 def _two_losses(entries: Entries, report: Report) -> None:
@@ -377,7 +443,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _trackers,
     _hub,
     _attention,
-    _no_adapter,
+    _adapter,
     _two_losses,
     _template,
     translate_datasets,

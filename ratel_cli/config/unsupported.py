@@ -20,10 +20,10 @@ class Unsupported:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        name="LoRA, QLoRA and other adapters",
-        words="lora qlora dora adapter adapters peft freeze freezing",
-        instead="Ratel trains every weight, of models larger than the GPU too. Merge an adapter into its base model to"
-        " train on from it; train an adapter with PEFT.",
+        name="QLoRA, DoRA and other adapters than LoRA",
+        words="qlora dora adapters peft",
+        instead="`adapter: lora` trains LoRA adapters by PEFT's modules, beside a model in `dtype` that may be larger"
+        " than RAM. Merge an adapter into its base model to train on from it.",
     ),
     Unsupported(
         name="DPO, GRPO, PPO and other training on preferences or rewards",

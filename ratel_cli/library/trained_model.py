@@ -37,7 +37,7 @@ from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import own_output, reject_overlap
 from ratel_cli.run.inputs.base import model_hash
-from ratel_cli.run.inputs.language_base import read_language_base
+from ratel_cli.run.inputs.build_language import read_language_base
 from ratel_cli.run.inputs.text_data import check_positions
 from ratel_cli.sizes import Task
 from ratel_cli.store.store import Store

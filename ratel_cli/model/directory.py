@@ -23,6 +23,8 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DENOISER_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 """The name that diffusers has for it."""
+ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+"""Of an adapter in PEFT's format."""
 
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*", "*.py"]

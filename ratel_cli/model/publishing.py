@@ -26,10 +26,18 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from ratel_cli.io.files import sync_path
-from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, INDEX_NAME, WEIGHTS_NAME, index_name_of
+from ratel_cli.model.directory import (
+    ADAPTER_WEIGHTS_NAME,
+    DENOISER_WEIGHTS_NAME,
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    index_name_of,
+)
 from ratel_cli.model.marker import STAGING_NAME, Marker, is_unchanged, read_marker, write_marker
 
-ENTRY_NAMES: Final = (INDEX_NAME, WEIGHTS_NAME, index_name_of(DENOISER_WEIGHTS_NAME), DENOISER_WEIGHTS_NAME)
+ENTRY_NAMES: Final = (
+    INDEX_NAME, WEIGHTS_NAME, index_name_of(DENOISER_WEIGHTS_NAME), DENOISER_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
+)  # fmt: skip
 """What a loader looks at to find the weights. One that does not belong to the model leads to other weights."""
 
 

@@ -19,8 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ratel_cli.errors import IntegrityFailure, excerpt, first_line
 from ratel_cli.model.checkpoint import is_constant, open_shards
 from ratel_cli.model.directory import find_weight_files
+from ratel_cli.model.kind import declared_task, loading_class
 from ratel_cli.model.publishing import ENTRY_NAMES
 from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.skeleton import read_any_config, read_model_config
+from ratel_cli.sizes import Task
 from ratel_cli.units import MIB
 
 _READ_BYTES = 32 * MIB
@@ -49,6 +52,18 @@ def check_values(reader: ShardReader, *, progress: Callable[[int], None]) -> str
             digest.update(values.view(torch.uint8).numpy().data)
             progress(len(values) * size)
     return digest.hexdigest()
+
+
+def load_language_model(
+    directory: Path, task: Task | None = None, *, dtype: torch.dtype | None = None, attention: str | None = None
+) -> PreTrainedModel:
+    """The model for `task` that transformers loads, ready for inference. `task` None: that of the class that
+    config.json names; `dtype` None: that in config.json. Raises BadInput, and what `load_export` raises."""
+    with ExitStack() as resources:
+        open_shards(resources, find_weight_files(directory))
+    wanted = task or declared_task(read_any_config(directory))
+    model_class = loading_class(read_model_config(directory, wanted), wanted)
+    return load_export(directory, dtype=dtype, attention=attention, model_class=model_class)
 
 
 def load_export(

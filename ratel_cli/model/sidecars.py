@@ -122,6 +122,11 @@ class BaseSidecars(Sidecars):
             staging.write_text(_GENERATION_NAME, defaults)
 
 
+def copied_files(base_dir: Path) -> dict[str, Path]:
+    """By name: what an export of any kind copies, which is all but configurations. Raises BadInput."""
+    return {name: trusted_file(base_dir, name) for name in _copied_names(base_dir)}
+
+
 def check_sidecars(base_dir: Path) -> None:
     """Raise BadInput if a file that an export copies cannot be used. The configuration was read before."""
     _generation_defaults(base_dir)

@@ -131,9 +131,11 @@ def adamw_threads(spec: ModelSpec, hardware: HardwareProfile) -> int:
     the last two blocks take is exposed: 0.5 s of a step of 13 s with one thread (H200, 16 cores, 2026-11).
     """
     nvme, host = hardware.nvme, hardware.host
+    if not spec.trained_elements:  # of one of several ranks, where an adapter is small
+        return 1
     # For one element: the states that are read and the record that is written; and what main memory moves.
-    stored = sum(block.state_bytes + block.record_bytes for block in spec.blocks) / max(1, spec.trained_elements)
-    moved = spec.update_bytes / max(1, spec.trained_elements)
+    stored = sum(block.state_bytes + block.record_bytes for block in spec.blocks) / spec.trained_elements
+    moved = spec.update_bytes / spec.trained_elements
     needed = nvme.mixed_bytes_per_second / stored / host.adam_parameters_per_second
     most = host.num_cores
     if hardware.link is not None:

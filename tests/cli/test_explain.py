@@ -28,7 +28,7 @@ def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "lr: another name of learning_rate\n" + facts + meaning
 
 
-@pytest.mark.parametrize("key", ["storage.max_tb_written", "storage", "lora"])
+@pytest.mark.parametrize("key", ["storage.max_tb_written", "storage", "qlora"])
 def test_lines_are_folded_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
@@ -162,8 +162,8 @@ def test_values_that_are_compared(value: object, words: str) -> None:
 @pytest.mark.parametrize(
     ("word", "first"),
     [
-        ("lora", "LoRA"),
-        ("QLoRA", "LoRA"),
+        ("dora", "QLoRA"),
+        ("QLoRA", "QLoRA"),
         ("dpo", "DPO"),
         ("4-bit", "Quantised"),
         ("multi-gpu", "Several GPUs"),
@@ -186,7 +186,7 @@ def test_what_ratel_does_not_do(capsys: pytest.CaptureFixture[str], word: str, f
 
 
 def test_keys_come_before_words() -> None:
-    """`adapter` and `fsdp` are keys of other trainers, `rl` too."""
+    """`peft` and `fsdp` are keys of other trainers, `rl` too."""
     for each in UNSUPPORTED:
         for word in each.words.split():
             text = text_of(word)

@@ -94,13 +94,16 @@ def test_a_file_that_exists_is_not_replaced(capsys: pytest.CaptureFixture[str]) 
     assert Path("run.yaml").read_text() != "mine"
 
 
+OTHER_ADAPTER = "it belongs to a kind of adapter that Ratel does not train"
+
+
 def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    write(AXOLOTL + "adapter: lora\nrl: dpo\n")
+    write(AXOLOTL + "adapter: lora\npeft_use_dora: true\nrl: dpo\n")
     assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: theirs.yaml:10:1: `adapter` is not a key of Ratel: it trains an adapter",
-        "hint: remove it; Ratel trains every weight of the model",
-        "error: theirs.yaml:11:1: `rl` is not a key of Ratel: it is another training method",
+        f"error: theirs.yaml:11:1: `peft_use_dora` is not a key of Ratel: {OTHER_ADAPTER}",
+        "hint: remove it; `adapter: lora` trains one",
+        "error: theirs.yaml:12:1: `rl` is not a key of Ratel: it is another training method",
         "hint: remove it; Ratel does supervised full fine-tuning",
     ]
     assert not Path("run.yaml").exists()

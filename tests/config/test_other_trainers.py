@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.config.schema import doubtful_keys
 from tests.config.config_loading import MINIMAL, Complain, Load
 
 
@@ -76,7 +77,8 @@ def test_alias_values(load: Load) -> None:
 
 
 REJECTED = """
-    load_in_4bit load_in_8bit adapter lora_r lora_alpha qlora_rank batch_size stage neftune_noise_alpha rope_scaling
+    load_in_4bit load_in_8bit peft_use_dora lora_modules_to_save qlora_rank
+    lora_model_dir batch_size stage neftune_noise_alpha rope_scaling
     galore_rank use_badam label_smoothing_factor reward_model <<
 """
 IGNORED = """
@@ -119,7 +121,7 @@ def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
     text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
     ignored, empty = load(MINIMAL + text).notices
     assert ignored == (
-        "run.yaml:3:1: `bf16`, `max_steps`, `adapter`, `tf32`, `stage` change nothing here. "
+        "run.yaml:4:1: `bf16`, `max_steps`, `tf32`, `stage` change nothing here. "
         "`deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`. "
         "`fsdp` is ignored: Ratel streams the model through one device and needs no sharding"
     )
@@ -382,8 +384,48 @@ def test_an_adapter_that_is_off_has_settings_that_change_nothing(load: Load, swi
 
 
 def test_an_adapter_that_is_on(complain: Complain) -> None:
-    assert len(complain(MINIMAL + "adapter: lora\nlora_r: 64\n")) == 2
-    assert len(complain(MINIMAL + "lora_r: 64\n")) == 1
+    [error] = complain(MINIMAL + "adapter: lora\nlora_r: 64\npeft_use_dora: true\n")
+    assert "`peft_use_dora` is not a key of Ratel: it belongs to a kind of adapter" in error
+    [error] = complain(MINIMAL + "adapter: qlora\n")
+    assert "`adapter` must be `lora`" in error
+    [error] = complain(MINIMAL + "adapter: lora\nfrozen_parameters: [a]\n")
+    assert "`adapter` and `frozen_parameters` are both set" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adapter: lora\nlora_r: 8\nlora_target_linear: true\n", (8, None, 0.0, ())),
+        ("finetuning_type: lora\n", (8, 16, 0.0, ())),
+        ("finetuning_type: lora\nlora_rank: 4\nlora_target: q_proj,v_proj\n", (4, 8, 0.0, ("q_proj", "v_proj"))),
+        ("finetuning_type: lora\nlora_alpha: 3\nlora_target: all\n", (8, 3, 0.0, ())),
+        ("use_peft: true\nlora_target_modules: all-linear\n", (16, 32, 0.05, ())),
+        ("use_peft: true\nlora_r: 2\nlora_target_modules: [o_proj]\nlora_dropout: 0\n", (2, 32, 0.0, ("o_proj",))),
+    ],
+)
+def test_an_adapter_has_the_defaults_of_its_trainer(
+    load: Load, text: str, expected: tuple[int, int | None, float, tuple[str, ...]]
+) -> None:
+    found = load(MINIMAL + text).config
+    assert found.adapter == "lora"
+    assert (found.lora_r, found.lora_alpha, found.lora_dropout, found.lora_target_modules) == expected
+
+
+def test_rslora_by_another_name(load: Load) -> None:
+    assert load(MINIMAL + "adapter: lora\nuse_rslora: true\n").config.peft_use_rslora
+
+
+def test_trl_leaves_the_modules_to_peft(complain: Complain) -> None:
+    [error] = complain(MINIMAL + "use_peft: true\n")
+    assert "TRL leaves that to PEFT, by the type of the model | name them" in error
+
+
+def test_settings_of_an_adapter_that_is_not_there(load: Load) -> None:
+    loaded = load(MINIMAL + "lora_r: 64\n")
+    assert [each.message for each in doubtful_keys(loaded.config)] == ["`lora_r` is ignored: `adapter` is not set"]
+    [found] = doubtful_keys(load(MINIMAL + "adapter: lora\nlearning_rate: 1e-5\n").config)
+    assert "adapters hardly move" in found.message
+    assert doubtful_keys(load(MINIMAL + "adapter: lora\nlearning_rate: 2e-4\n").config) == []
 
 
 def test_templates_and_tokens_of_other_trainers(load: Load) -> None:

@@ -24,6 +24,7 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
+from ratel_cli.model.adapters import AdaptedSource, AdapterSettings, drawn_adapter, inject
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
@@ -258,13 +259,19 @@ def machine(
     devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
     pin: PinMemory | None = None,
     ranks: Ranks = ALONE,
+    adapter: AdapterSettings | None = None,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 
     A `queue` is only borrowed; without one there is a new one. `model` is that of an earlier machine, to save time.
     """
+    drawn: Mapping[str, torch.Tensor] = {}
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
+        if adapter is not None:
+            inject(skeleton, adapter)
+            plain = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
+            drawn = drawn_adapter(plain, adapter, seed=recipe.seed)
         if recipe.unfrozen is not None:
             freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
@@ -305,7 +312,11 @@ def machine(
                 Store.create(paths, geometry, identity=IDENTITY, queue=queue, barrier=barrier)
             )
             import_base(
-                model.spec.sliced(ranks.slice), Source(weights), store, pool, progress=lambda num_elements: None
+                model.spec.sliced(ranks.slice),
+                AdaptedSource(Source(weights), drawn),
+                store,
+                pool,
+                progress=lambda num_elements: None,
             )
         timeline = Timeline()
         device = resources.enter_context(devices(timeline))

@@ -18,7 +18,8 @@ from ratel_cli.console import RunLog
 from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files import user_cache
-from ratel_cli.run.inputs.language_base import LanguageBase, build_language_base, read_language_base
+from ratel_cli.run.inputs.build_language import build_language_base, read_language_base
+from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.model_description import ModelDescription, describe_model, description_file
 from ratel_cli.sizes import Task
 from tests.engine.architectures import ARCHITECTURES, tiny_config

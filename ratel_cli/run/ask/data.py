@@ -26,7 +26,7 @@ from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files.run_directory import TOKENS_NAME
-from ratel_cli.run.inputs.language_base import read_language_base
+from ratel_cli.run.inputs.build_language import read_language_base
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.records import temporary_records
 from ratel_cli.run.inputs.text_data import SHOWS_REJECTS, load_data, shared_tokens

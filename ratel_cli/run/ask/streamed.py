@@ -35,8 +35,9 @@ from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.base import Base
+from ratel_cli.run.inputs.build_language import read_language_base
 from ratel_cli.run.inputs.denoiser_base import DenoiserBase, build_denoiser_base
-from ratel_cli.run.inputs.language_base import LanguageBase, read_language_base
+from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.named_model import NamedModel
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.text_data import num_positions
@@ -129,10 +130,13 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
         return _stored(run, base, step)
     _reject_step(named, step)
     base = read_language_base(context.config, context.log)
+    name = f"{named.directory}, {context.config.dtype}"
+    if context.config.adapter is not None:
+        adapted = base.open_export(named.directory, context.resources)
+        return StreamedModel(base=base, blocks=SourceBlocks(adapted), name=name, conversion_bytes=0)
     source, _ = base.open_weights(context.config, context.resources)
     assert isinstance(source, CheckpointSource)
-    blocks, name = FileBlocks(source), f"{named.directory}, {context.config.dtype}"
-    return StreamedModel(base=base, blocks=blocks, name=name, conversion_bytes=source.conversion_bytes)
+    return StreamedModel(base=base, blocks=FileBlocks(source), name=name, conversion_bytes=source.conversion_bytes)
 
 
 def open_streamed_denoiser(context: RunContext, named: NamedModel, step: int | None) -> StreamedModel[DenoiserBase]:

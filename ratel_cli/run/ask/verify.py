@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -27,24 +27,20 @@ from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
 from ratel_cli.hardware.host import default_limit_bytes
-from ratel_cli.model.checkpoint import open_shards
 from ratel_cli.model.denoiser import load_denoiser
 from ratel_cli.model.denoiser_config import is_denoiser
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME, find_weight_files
-from ratel_cli.model.kind import declared_task, loading_class
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
-from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
+from ratel_cli.model.reload import check_values, holds_export, load_language_model, read_parameter
 from ratel_cli.model.shards import ShardReader
-from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
+from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
 from ratel_cli.run.files.run_directory import paths_in
 from ratel_cli.run.inputs.base import check_model
-from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.train.open import OpenedRun, open_run, snapshot_of_all
-from ratel_cli.sizes import Task
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Store
@@ -67,9 +63,12 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
         if not holds_export(config.output_dir):
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
             return checks
-        checks += _check_files(config.output_dir, context.stop, log)
-        attention = run.base.attention if isinstance(run.base, LanguageBase) else None
-        model, loading = _load(config.output_dir, task=config.task, dtype=DTYPES[config.dtype], attention=attention)
+        checks += _check_files(config.output_dir, run.base.weights_name, context.stop, log)
+        model, loading = _load(
+            partial(run.base.load, config.output_dir, DTYPES[config.dtype]),
+            library=run.base.library,
+            num_bytes=run.base.loaded_bytes(config.output_dir),
+        )
         return [*checks, loading, *_compare(run, whole, model)]
 
 
@@ -80,8 +79,12 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
         raise BadInput(
             f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
         )
+    denoises, num_bytes = is_denoiser(directory), sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    name, library = (DENOISER_WEIGHTS_NAME, "diffusers") if denoises else (WEIGHTS_NAME, "transformers")
+    load = partial(load_denoiser, dtype=None) if denoises else load_language_model
     with StopRequest() as stop:
-        return [*_check_files(directory, stop, log), _load(directory, task=None, dtype=None, attention=None)[1]]
+        checks = _check_files(directory, name, stop, log)
+        return [*checks, _load(partial(load, directory), library=library, num_bytes=num_bytes)[1]]
 
 
 def _steps(run: OpenedRun) -> list[int]:
@@ -140,7 +143,7 @@ def _check_snapshot(run: OpenedRun) -> list[Check]:
     return _check_generations(context, [generations], where="snapshot")
 
 
-def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:
+def _check_files(directory: Path, weights_name: str, stop: StopRequest, log: RunLog) -> list[Check]:
     """One row for each file of weights: its header, every value, and the checksum that the export noted.
 
     And one for all other files of an export. The checksums are in the marker, which is copied with the directory.
@@ -148,8 +151,7 @@ def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]
     marker = read_marker(directory)
     written = {} if marker is None else {file.name: file for file in marker.files}
     try:
-        name = DENOISER_WEIGHTS_NAME if is_denoiser(directory) else WEIGHTS_NAME
-        files = find_weight_files(directory, weights_name=name)
+        files = find_weight_files(directory, weights_name=weights_name)
     except BadInput as error:
         return [Check(what=directory.name, num_bytes=0, checked="index", verdict=error.message, is_wrong=True)]
     checks: list[Check] = []
@@ -185,31 +187,15 @@ def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
     return Check(what="other files", num_bytes=num_bytes, checked=counted(len(written), "file"), verdict=verdict)
 
 
-def _language_model(
-    directory: Path, task: Task | None, dtype: torch.dtype | None, attention: str | None
-) -> PreTrainedModel:
-    with ExitStack() as resources:
-        open_shards(resources, find_weight_files(directory))
-    wanted = task or declared_task(read_any_config(directory))
-    model_class = loading_class(read_model_config(directory, wanted), wanted)
-    return load_export(directory, dtype=dtype, attention=attention, model_class=model_class)
-
-
-def _load(
-    directory: Path, *, task: Task | None, dtype: torch.dtype | None, attention: str | None
-) -> tuple[nn.Module | None, Check]:
-    """The model, loaded by its library; None if that fails, or there is not enough memory. `task`: None: that of the
-    class that its config.json names."""
-    denoises = is_denoiser(directory) if task is None else task == "denoising"
-    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    library = "diffusers" if denoises else "transformers"
+def _load(load: Callable[[], nn.Module], *, library: str, num_bytes: int) -> tuple[nn.Module | None, Check]:
+    """The model, loaded by its library; None if that fails, or there is not enough memory for `num_bytes`."""
     check = Check(what=library, num_bytes=num_bytes, checked="from_pretrained", verdict="")
     available_bytes = default_limit_bytes()
     if num_bytes > available_bytes:
         verdict = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(available_bytes)} available"
         return None, replace(check, verdict=verdict)
     try:
-        model = load_denoiser(directory, dtype) if denoises else _language_model(directory, task, dtype, attention)
+        model = load()
     except (BadInput, IntegrityFailure) as failure:
         return None, replace(check, verdict=failure.message, is_wrong=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

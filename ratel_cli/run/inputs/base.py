@@ -23,6 +23,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.card import Card, plain_card
 from ratel_cli.model.cut_model import AnyModel
+from ratel_cli.model.directory import WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.import_weights import WeightSource
@@ -44,6 +45,10 @@ class Base(ABC):
 
     outputs: ClassVar[str]
     """What the model returns, in words."""
+    library: ClassVar[str]
+    """What loads an export."""
+    weights_name: ClassVar[str] = WEIGHTS_NAME
+    """Of an export's single file of weights."""
     directory: Path
     """Of the base model."""
     model: AnyModel
@@ -70,6 +75,14 @@ class Base(ABC):
     @abstractmethod
     def open_export(self, directory: Path, resources: ExitStack) -> WeightSource:
         """Open the weights of an export of this model, checked as its library would. Raises BadInput."""
+
+    @abstractmethod
+    def load(self, directory: Path, dtype: torch.dtype) -> nn.Module:
+        """An export, loaded by its library. Raises BadInput, or IntegrityFailure if it cannot be."""
+
+    def loaded_bytes(self, directory: Path) -> int:
+        """What loading an export takes."""
+        return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
     @abstractmethod
     def tried(self, loaded: nn.Module) -> tuple[AnyModelBatch, torch.Tensor]:

@@ -11,8 +11,9 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import ErrorList
 from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.run.inputs.base import Base, ReadData
+from ratel_cli.run.inputs.build_language import build_language_base, read_language_base
 from ratel_cli.run.inputs.denoiser_base import DenoiserBase, build_denoiser_base, find_latents, load_latents
-from ratel_cli.run.inputs.language_base import LanguageBase, build_language_base, read_language_base
+from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.text_data import find_texts, prepare_texts
 
 

@@ -27,7 +27,7 @@ from ratel_cli.data.latents import (
 )
 from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.errors import ErrorList
-from ratel_cli.model.denoiser import DenoiserWeights, denoiser_model
+from ratel_cli.model.denoiser import DenoiserWeights, denoiser_model, load_denoiser
 from ratel_cli.model.denoiser_config import DenoiserConfig, read_denoiser_config
 from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_module
@@ -43,7 +43,7 @@ from ratel_cli.run.inputs.base import Base, Weights
 class DenoiserBase(Base):
     """A diffusion transformer without its weights."""
 
-    outputs = "predictions"
+    outputs, library, weights_name = "predictions", "diffusers", DENOISER_WEIGHTS_NAME
     directory: Path
     config: DenoiserConfig
     model: StackModel
@@ -73,6 +73,10 @@ class DenoiserBase(Base):
     def open_export(self, directory: Path, resources: ExitStack) -> DenoiserWeights:
         """See Base."""
         return resources.enter_context(DenoiserWeights(directory, self.model.spec))
+
+    def load(self, directory: Path, dtype: torch.dtype) -> nn.Module:
+        """See Base."""
+        return load_denoiser(directory, dtype)
 
     def tried(self, loaded: nn.Module) -> tuple[SampleBatch, torch.Tensor]:
         """See Base."""

@@ -19,25 +19,16 @@ from ratel_cli.console import RunLog
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
-from ratel_cli.model.classes import classes_of, name_classes
 from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
-from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.flash_attention import require_deterministic
-from ratel_cli.model.freezing import freeze
+from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.sidecars import BaseSidecars, check_sidecars
-from ratel_cli.model.skeleton import (
-    build_skeleton,
-    read_model_config,
-    supported_attention,
-    why_unsupported,
-)
+from ratel_cli.model.reload import load_language_model
+from ratel_cli.model.sidecars import BaseSidecars, Sidecars, check_sidecars
 from ratel_cli.run.inputs.base import Base, Weights
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.run.inputs.unused_parts import unused_parts
-from ratel_cli.sizes import Task
 
 _NUM_TOKENS = 16
 _TOKEN_STRIDE = 7919
@@ -48,7 +39,7 @@ _TOKEN_STRIDE = 7919
 class LanguageBase(Base):
     """A language model without its weights."""
 
-    outputs = "logits"
+    outputs, library = "logits", "transformers"
     directory: Path
     config: PretrainedConfig
     """What config.json describes: a language model, or a model with more parts."""
@@ -58,9 +49,7 @@ class LanguageBase(Base):
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes."""
 
-    def open_weights(
-        self, config: RunConfig, resources: ExitStack
-    ) -> tuple[CheckpointSource | RandomSource, ExportLayout]:
+    def open_weights(self, config: RunConfig, resources: ExitStack) -> Weights:
         """See Base. The skeleton gets the buffers."""
         skeleton, spec = self.model.skeleton, self.model.spec
         if config.random_init:
@@ -87,13 +76,17 @@ class LanguageBase(Base):
             log.notice(text)
         errors.attempt(("base_model",), lambda: check_sidecars(self.directory))
 
-    def sidecars(self, config: RunConfig) -> BaseSidecars:
+    def sidecars(self, config: RunConfig) -> Sidecars:
         """See Base."""
         return BaseSidecars(base_dir=self.directory, replaced=partial(tokenizer_files, config, self.directory))
 
-    def open_export(self, directory: Path, resources: ExitStack) -> CheckpointSource:
+    def open_export(self, directory: Path, resources: ExitStack) -> WeightSource:
         """See Base."""
         return resources.enter_context(CheckpointSource(directory, self.model.skeleton, self.model.spec))
+
+    def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+        """See Base."""
+        return load_language_model(directory, self.model.task, dtype=dtype, attention=self.attention)
 
     def tried(self, loaded: nn.Module) -> tuple[MicroBatch, torch.Tensor]:
         """See Base. The skeleton gets the buffers."""
@@ -116,57 +109,3 @@ class LanguageBase(Base):
         with torch.no_grad():
             logits: torch.Tensor = loaded(**inputs, use_cache=False).logits
         return batch, logits
-
-
-def read_language_base(config: RunConfig, log: RunLog, task: Task | None = None) -> LanguageBase:
-    """Find the config's base model and build its skeleton. `task`: instead of that of its datasets. Raises BadInput,
-    EnvironmentFailure."""
-    base = build_language_base(config, task)
-    if base.attention != config.attn_implementation:
-        why = why_unsupported(base.config, config.attn_implementation, base.model.task)
-        log.notice(f"{why}; using {base.attention}")
-    return base
-
-
-def build_language_base(config: RunConfig, task: Task | None = None) -> LanguageBase:
-    """Like `read_language_base`, but without the notice about another attention kernel."""
-    assert config.base_model is not None
-    task = task or config.task
-    if task == "denoising":
-        raise BadInput("datasets of type: latents train a diffusion transformer; this is for language models")
-    directory = resolve_base_model(config.base_model)
-    model_config = read_model_config(directory, task)
-    labels = classes_of(model_config, config.labels) if task == "classification" else ()
-    if labels:
-        name_classes(model_config, labels)
-    attention = supported_attention(model_config, config.attn_implementation, task)
-    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
-    freeze(skeleton, unfrozen=config.unfrozen_parameters, frozen=config.frozen_parameters)
-    name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
-    model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task)
-    if task == "seq2seq":
-        _check_decoder_ids(model, model_config)
-    if task == "causal_lm" and model.looks_ahead:
-        raise BadInput(
-            f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
-            "set is_decoder: true in the model's config.json" if hasattr(model_config, "is_decoder") else None,
-        )
-    return LanguageBase(
-        directory=directory,
-        config=model_config,
-        attention=attention,
-        model=model,
-        labels=labels,
-    )
-
-
-def _check_decoder_ids(model: DecoderModel, config: PretrainedConfig) -> None:
-    """Raise BadInput if the config does not say what a decoder begins with."""
-    missing = [key for key in ("decoder_start_token_id", "pad_token_id") if getattr(config, key, None) is None]
-    try:
-        model.decoder_ids(torch.full((1, 2), model.spec.vocab_size - 1))
-    except Exception as error:
-        raise BadInput(
-            f"config.json: what the decoder begins with is not known: {' and '.join(missing) or 'its tokens'} missing",
-            "add it to the model's config.json",
-        ) from error

@@ -20,8 +20,8 @@ from ratel_cli.run.files.run_directory import check_exists, find_run, is_output_
 
 _OF_THE_PLACE = ("split", "name", "max_samples", "weight")
 """Keys of a dataset that are about its rows, not about what a row is."""
-_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors")
-"""Files of an export: of transformers, and of diffusers."""
+_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors", "adapter_model.safetensors")
+"""Files of an export: of transformers, of diffusers, and of PEFT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,12 @@ def find_model(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
         return NamedModel(config=config, directory=None, given=None, run=path)
     why = no_store(config)
     log.notice(f"{why.message}; using the exported model in {config.output_dir}; for the store, {why.hint}")
-    exported = config.model_copy(update={"base_model": str(config.output_dir), "random_init": False})
+    # An adapter's export has no model: that is still the config's.
+    exported = (
+        config
+        if config.adapter is not None
+        else config.model_copy(update={"base_model": str(config.output_dir), "random_init": False})
+    )
     return NamedModel(config=exported, directory=config.output_dir, given=None, run=path)
 
 
@@ -91,4 +96,5 @@ def _of_directory(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedMod
 
 def _holds_model(directory: Path) -> bool:
     weights = (path for pattern in _WEIGHTS for path in directory.glob(pattern))
-    return (directory / "config.json").is_file() and next(weights, None) is not None
+    is_described = any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return is_described and next(weights, None) is not None

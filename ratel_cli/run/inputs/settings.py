@@ -32,7 +32,13 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
-CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters")
+OF_ADAPTER: Final = (
+    "adapter", "lora_r", "lora_alpha", "lora_dropout",
+    "lora_target_modules", "lora_target_linear", "lora_layers_to_transform", "peft_use_rslora",
+    "peft_init_lora_weights",
+)  # fmt: skip
+"""Keys that decide what the adapter of a run is, if it has one."""
+CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", *OF_ADAPTER)
 """Keys that decide what is trained of a model."""
 DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, "dtype")
 """Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
@@ -47,7 +53,8 @@ DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 
 def settings_hash(config: RunConfig) -> str:
     """The part of a store's identity that says which settings its run has."""
-    return hash_of(config.model_dump(mode="json", include=set(DECIDES_THE_BITS)))
+    of_adapter = () if config.adapter is None else OF_ADAPTER
+    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *of_adapter}))
 
 
 def as_recorded(config: RunConfig) -> RunConfig:

@@ -1,0 +1,211 @@
+"""LoRA adapters: PEFT's own modules in a skeleton, drawn by PEFT's rule, and the files that PEFT loads.
+
+PEFT puts its modules into the skeleton before blocks are found. So an adapter is a block that is trained, in fp32,
+beside its frozen matrix, and the forward that runs is PEFT's. A parameter of the base is then called
+`q_proj.base_layer.weight`; `base_name` is its name without that, as the base model's files have it.
+
+Invariant: an adapter begins with the bits that `torch.manual_seed(seed)` and `get_peft_model` give it.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from peft.tuners.tuners_utils import cast_adapter_dtype
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ratel_cli.errors import BadInput, IntegrityFailure, first_line
+from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
+from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
+from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.sizes import DtypeName, Task
+
+_NAME = "default"
+"""PEFT's name of the one adapter."""
+_TASK_TYPES: dict[Task, str | None] = {"causal_lm": "CAUSAL_LM", "masked_lm": None, "seq2seq": "SEQ_2_SEQ_LM"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """What an adapter is, in PEFT's words."""
+
+    rank: int
+    alpha: int
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] | str = "all-linear"
+    """Ends of names of modules; one string is a regular expression, or `all-linear`."""
+    layers: tuple[int, ...] = ()
+    """The layers that have one; none: all."""
+    scales_by_root: bool = False
+    """rsLoRA: divides `alpha` by the root of the rank."""
+    initialisation: bool | Literal["gaussian"] = True
+    task: Task = "causal_lm"
+
+
+def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
+    """Put the adapter's modules into the model, which is then frozen but for them. Returns the configuration as PEFT
+    has completed it. Raises BadInput with PEFT's reason if the model cannot have them."""
+    if settings.task not in _TASK_TYPES:
+        raise BadInput(
+            "adapter: a classifier's new head would not be trained",
+            "train all weights, or a part of them by unfrozen_parameters",
+        )
+    targets = settings.target_modules
+    if settings.layers and isinstance(targets, str):
+        targets = _linear_names(model)  # PEFT chooses layers only among names
+    config = LoraConfig(
+        task_type=_TASK_TYPES[settings.task],
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        layers_to_transform=list(settings.layers) or None,
+        use_rslora=settings.scales_by_root,
+        init_lora_weights=settings.initialisation,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it corrects what concerns Conv1D
+            inject_adapter_in_model(config, model, adapter_name=_NAME)
+            cast_adapter_dtype(model, _NAME)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise BadInput(f"adapter: {type(model).__name__}: {first_line(error)}") from error
+    for name, module in model.named_modules():
+        if module in (model.get_input_embeddings(), model.get_output_embeddings()) and "lora_" in str(module):
+            raise BadInput(
+                f"lora_target_modules: {name}: embedding and head can have no adapter", "name modules of layers"
+            )
+    return config
+
+
+def _linear_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """The last parts of the names of all linear layers but the head."""
+    linear = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)]
+    return tuple(
+        sorted({name.rpartition(".")[2] for name, each in linear if each is not model.get_output_embeddings()})
+    )
+
+
+def base_name(name: str) -> str:
+    """The name of a base parameter in the model without adapters."""
+    return name.replace(".base_layer", "")
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def base_spec(spec: ModelSpec) -> ModelSpec:
+    """The model without its adapters, with the names that the base model's files have."""
+    blocks = []
+    for block in spec.blocks:
+        kept = tuple(
+            replace(each, name=base_name(each.name)) for each in block.parameters if not is_of_adapter(each.name)
+        )
+        blocks.append(replace(block, parameters=kept))
+    return replace(spec, blocks=tuple(blocks))
+
+
+class AdaptedSource:
+    """Weights of a base model, and of an adapter."""
+
+    def __init__(self, base: WeightSource, adapter: Mapping[str, torch.Tensor]) -> None:
+        """`adapter`: its values in fp32, by name."""
+        self._base = base
+        self._adapter = adapter
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See WeightSource."""
+        if name in self._adapter:
+            return self._adapter[name].reshape(-1)[start:stop]
+        return self._base.read(base_name(name), start, stop)
+
+
+def read_adapter(directory: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """The values of an exported adapter, by the names of its parameters. Raises BadInput if it is another model's."""
+    found = dict[str, torch.Tensor]()
+    with ShardReader(trusted_file(directory, ADAPTER_WEIGHTS_NAME)) as reader:
+        for each in (each for block in spec.blocks for each in block.parameters if is_of_adapter(each.name)):
+            entry = reader.tensors.get(_saved_name(each.name))
+            if entry is None or entry.shape != each.shape:
+                what = "is missing" if entry is None else f"has the shape {list(entry.shape)}, not {list(each.shape)}"
+                raise BadInput(f"{reader.path}: tensor {_saved_name(each.name)} {what}")
+            found[each.name] = reader.read(entry.name, 0, entry.num_elements).float()
+    return found
+
+
+def load_adapted(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
+    """A loaded base model with the adapter in a directory, as PEFT loads it. Raises IntegrityFailure if PEFT cannot."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = PeftModel.from_pretrained(model, directory, local_files_only=True)
+    except Exception as error:
+        raise IntegrityFailure(f"{directory}: PEFT cannot load the adapter: {first_line(error)}") from error
+    found = loaded.base_model.model
+    assert isinstance(found, PreTrainedModel)
+    found.eval()
+    return found
+
+
+def drawn_adapter(plain: PreTrainedModel, settings: AdapterSettings, *, seed: int) -> dict[str, torch.Tensor]:
+    """The values in fp32 with which the adapter begins, by name. `plain`: the skeleton without adapters, which gets
+    them."""
+    _hollow_out(plain)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject(plain, settings)
+        return {name: each.detach() for name, each in plain.named_parameters() if is_of_adapter(name)}
+
+
+def _hollow_out(model: nn.Module) -> None:
+    """Give the model parameters on the CPU that have shapes and take no memory: PEFT draws its own where the base's
+    are."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                hollow = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(hollow, requires_grad=False)
+
+
+def adapter_layout(spec: ModelSpec, dtype: DtypeName) -> ExportLayout:
+    """The file of an adapter's weights, with the names that PEFT gives them."""
+    dtypes = spec.exported_dtypes(dtype)
+    tensors = [
+        trained_tensor(_saved_name(each.name), each.shape, whole_parameter(each.name, each.shape), dtypes)
+        for block in spec.blocks
+        for each in block.parameters
+        if is_of_adapter(each.name)
+    ]
+    return ExportLayout(
+        shards=split_into_shards(sorted(tensors, key=lambda each: each.name), 1 << 62, ADAPTER_WEIGHTS_NAME),
+        architecture=spec.architecture,
+        weights_name=ADAPTER_WEIGHTS_NAME,
+    )
+
+
+def _saved_name(name: str) -> str:
+    return "base_model.model." + ".".join(part for part in name.split(".") if part != _NAME)
+
+
+def adapter_config_text(config: LoraConfig, *, base_model: str) -> str:
+    """The content of adapter_config.json, as PEFT writes it."""
+    own = copy.deepcopy(config)
+    own.base_model_name_or_path, own.inference_mode = base_model, True
+    own.target_modules = sorted(own.target_modules or ())  # PEFT has made a set of it
+    with tempfile.TemporaryDirectory() as directory:
+        own.save_pretrained(directory)
+        return (Path(directory) / ADAPTER_CONFIG_NAME).read_text(encoding="utf-8")

@@ -1,0 +1,123 @@
+"""A language model that is frozen, with an adapter that is trained: what differs from a language model alone.
+
+PEFT is imported here, and so only where a config asks for an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedModel
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.errors import BadInput
+from ratel_cli.model.adapters import (
+    AdaptedSource,
+    AdapterSettings,
+    adapter_config_text,
+    adapter_layout,
+    base_spec,
+    drawn_adapter,
+    inject,
+    is_of_adapter,
+    load_adapted,
+    read_adapter,
+)
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from ratel_cli.model.export_layout import ExportLayout
+from ratel_cli.model.sidecars import GivenSidecars, copied_files
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.run.inputs.base import Weights, hub_id
+from ratel_cli.run.inputs.language_base import LanguageBase
+from ratel_cli.run.inputs.tokenizer import tokenizer_files
+from ratel_cli.sizes import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedBase(LanguageBase):
+    """A language model with an adapter."""
+
+    weights_name, library = ADAPTER_WEIGHTS_NAME, "PEFT"
+    settings: AdapterSettings
+    peft_config: LoraConfig
+
+    def __post_init__(self) -> None:
+        """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind."""
+        spec = self.model.spec
+        outside = (each.name for part in (spec.embedding, spec.head) for each in part.parameters)
+        found = next(filter(is_of_adapter, outside), None)
+        if found is not None and self.settings.dropout:
+            raise BadInput(
+                f"lora_dropout: {found} is outside the layers, where nothing can be dropped",
+                "set lora_dropout: 0, or name modules of the layers in lora_target_modules",
+            )
+
+    def open_weights(self, config: RunConfig, resources: ExitStack) -> Weights:
+        """See Base. The base's weights come from its files, the adapter's are drawn."""
+        drawn = drawn_adapter(self._plain(), self.settings, seed=config.seed)
+        return AdaptedSource(self._open_base(resources), drawn), self.layout(config)
+
+    def layout(self, config: RunConfig) -> ExportLayout:
+        """See Base. The adapter alone."""
+        return adapter_layout(self.model.spec, config.dtype)
+
+    def sidecars(self, config: RunConfig) -> GivenSidecars:
+        """See Base. The adapter's configuration, and the tokenizer."""
+        replaced = tokenizer_files(config, self.directory)
+        base_model = hub_id(config) or str(self.directory.resolve())
+        return GivenSidecars(
+            texts={ADAPTER_CONFIG_NAME: adapter_config_text(self.peft_config, base_model=base_model), **replaced},
+            copies={name: path for name, path in copied_files(self.directory).items() if name not in replaced},
+        )
+
+    def open_export(self, directory: Path, resources: ExitStack) -> AdaptedSource:
+        """See Base. The base's weights come from its own files."""
+        return AdaptedSource(self._open_base(resources), read_adapter(directory, self.model.spec))
+
+    def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+        """See Base. As PEFT loads it onto what transformers loads."""
+        return load_adapted(super().load(self.directory, dtype), directory)
+
+    def loaded_bytes(self, directory: Path) -> int:
+        """See Base."""
+        return super().loaded_bytes(directory) + super().loaded_bytes(self.directory)
+
+    def _open_base(self, resources: ExitStack) -> CheckpointSource:
+        """The base model's files. The skeleton gets the buffers."""
+        source = CheckpointSource(self.directory, self._plain(), base_spec(self.model.spec))
+        resources.enter_context(source)
+        install_buffers(self.model.skeleton, source.read_buffers())
+        return source
+
+    def _plain(self) -> PreTrainedModel:
+        """A new skeleton without the adapter."""
+        spec, task = self.model.spec, self.model.task
+        return build_skeleton(self.config, dtype=spec.dtype, attn_implementation=self.attention, task=task)
+
+
+def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[..., AdaptedBase]:
+    """Put the config's adapter into the skeleton. Returns what makes the base of it. Raises BadInput."""
+    settings = settings_of(config, task)
+    return partial(AdaptedBase, settings=settings, peft_config=inject(skeleton, settings))
+
+
+def settings_of(config: RunConfig, task: Task) -> AdapterSettings:
+    """The adapter that the config asks for."""
+    takes_all = config.lora_target_linear or not config.lora_target_modules
+    return AdapterSettings(
+        rank=config.lora_r,
+        alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules="all-linear" if takes_all else config.lora_target_modules,
+        layers=config.lora_layers_to_transform,
+        scales_by_root=config.peft_use_rslora,
+        initialisation=config.peft_init_lora_weights,
+        task=task,
+    )

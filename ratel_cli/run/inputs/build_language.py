@@ -1,0 +1,81 @@
+"""Builds the language model that a config names: its skeleton, with what the config freezes or puts beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.model.classes import classes_of, name_classes
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.find_blocks import find_blocks
+from ratel_cli.model.freezing import freeze
+from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
+from ratel_cli.run.inputs.language_base import LanguageBase
+from ratel_cli.sizes import Task
+
+
+def read_language_base(config: RunConfig, log: RunLog, task: Task | None = None) -> LanguageBase:
+    """Find the config's base model and build its skeleton. `task`: instead of that of its datasets. Raises BadInput,
+    EnvironmentFailure."""
+    base = build_language_base(config, task)
+    if base.attention != config.attn_implementation:
+        why = why_unsupported(base.config, config.attn_implementation, base.model.task)
+        log.notice(f"{why}; using {base.attention}")
+    return base
+
+
+def build_language_base(config: RunConfig, task: Task | None = None) -> LanguageBase:
+    """Like `read_language_base`, but without the notice about another attention kernel."""
+    assert config.base_model is not None
+    task = task or config.task
+    if task == "denoising":
+        raise BadInput("datasets of type: latents train a diffusion transformer; this is for language models")
+    directory = resolve_base_model(config.base_model)
+    model_config = read_model_config(directory, task)
+    labels = classes_of(model_config, config.labels) if task == "classification" else ()
+    if labels:
+        name_classes(model_config, labels)
+    attention = supported_attention(model_config, config.attn_implementation, task)
+    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
+    name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
+    make: Callable[..., LanguageBase] = LanguageBase
+    if config.adapter is None:
+        freeze(skeleton, unfrozen=config.unfrozen_parameters, frozen=config.frozen_parameters)
+    else:
+        from ratel_cli.run.inputs.adapted_base import adapt  # PEFT is needed here alone
+
+        make = adapt(skeleton, config, task)
+    model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task)
+    if task == "seq2seq":
+        _check_decoder_ids(model, model_config)
+    if task == "causal_lm" and model.looks_ahead:
+        raise BadInput(
+            f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
+            "set is_decoder: true in the model's config.json" if hasattr(model_config, "is_decoder") else None,
+        )
+    return make(
+        directory=directory,
+        config=model_config,
+        attention=attention,
+        model=model,
+        labels=labels,
+    )
+
+
+def _check_decoder_ids(model: DecoderModel, config: PretrainedConfig) -> None:
+    """Raise BadInput if the config does not say what a decoder begins with."""
+    missing = [key for key in ("decoder_start_token_id", "pad_token_id") if getattr(config, key, None) is None]
+    try:
+        model.decoder_ids(torch.full((1, 2), model.spec.vocab_size - 1))
+    except Exception as error:
+        raise BadInput(
+            f"config.json: what the decoder begins with is not known: {' and '.join(missing) or 'its tokens'} missing",
+            "add it to the model's config.json",
+        ) from error

@@ -1,0 +1,176 @@
+"""LoRA runs against PEFT in plain PyTorch: what is trained, what is exported, and what stays as it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    file_hash,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel,
+    recipe_of,
+    run_until_killed,
+    succeed,
+    succeed_ranks,
+)
+from tests.reference import Trained, train_in_memory
+
+NUM_STEPS = 4
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CHANGES: dict[str, object] = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "max_steps": NUM_STEPS}
+IN_PEFT: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def plain(config: Path, base: Path, **lora: object) -> Trained:
+    """What PEFT trains in plain PyTorch."""
+    data = load_data(config)
+    return train_in_memory(
+        LlamaConfig.from_pretrained(base),
+        load_file(base / "model.safetensors"),
+        [data.step(step) for step in range(NUM_STEPS)],
+        replace(recipe_of(config), lora=tuple({**IN_PEFT, **lora}.items())),
+    )
+
+
+def adapter_of(config: Path) -> dict[str, torch.Tensor]:
+    return load_file(output_of(config) / "adapter_model.safetensors")
+
+
+def saved_name(name: str) -> str:
+    return "base_model.model." + name.replace(".default", "")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("keys", "lora"),
+    [
+        ({}, {}),
+        (
+            {"lora_target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "peft_use_rslora": True},
+            {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "use_rslora": True},
+        ),
+        (
+            {"lora_layers_to_transform": [1], "peft_init_lora_weights": "gaussian"},
+            {"layers_to_transform": [1], "init_lora_weights": "gaussian", "target_modules": LINEAR},
+        ),
+        ({"peft_init_lora_weights": False}, {"init_lora_weights": False}),
+    ],
+    ids=["all linear", "dropout and rslora", "one layer", "drawn"],
+)
+def test_the_adapter_is_what_peft_trains(
+    make_config: MakeConfig, base: Path, dtype: str, keys: dict[str, object], lora: dict[str, object]
+) -> None:
+    config = make_config(**{**CHANGES, **keys, "dtype": dtype})
+    succeed(config)
+    found, wanted = adapter_of(config), plain(config, base, **lora)
+    adapters = {saved_name(name): values for name, values in wanted.weights.items() if "lora_" in name}
+    assert found.keys() == adapters.keys()
+    for name, values in adapters.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], values), name
+    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
+    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
+
+
+def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path) -> None:
+    """Killed in between, too. Of the base nothing is copied or changed."""
+    config, before = make_config(**CHANGES), file_hash(base / "model.safetensors")
+    run_until_killed(config, kill_at="commit.written:3")
+    succeed(config)
+    output = output_of(config)
+    assert file_hash(base / "model.safetensors") == before and not (output / "model.safetensors").exists()
+    assert (output / "tokenizer.json").is_file() and not (output / "config.json").exists()
+    settings = json.loads((output / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (4, 8, "LORA")
+    assert settings["base_model_name_or_path"] == str(base) and settings["inference_mode"] is True
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(model, output)
+    for name, values in adapter_of(config).items():
+        assert torch.equal(
+            loaded.get_parameter(name.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default")), values
+        )
+    ended = ratel("verify", config)
+    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.full
+def test_a_run_is_asked_with_its_store_and_without(make_config: MakeConfig, rows: Path) -> None:
+    """The exported adapter on its base has the loss of the store, and says the same."""
+    config = make_config(**CHANGES)
+    succeed(config)
+    arguments = (rows, "--json")
+    losses, texts = [], []
+    for _ in range(2):
+        ended = ratel("eval", output_of(config), *arguments)
+        assert ended.code == 0, ended.stderr
+        losses.append(json.loads(ended.stdout)["loss"])
+        ended = ratel("generate", output_of(config), "Which number is 0?", "--max-new-tokens", 5)
+        assert ended.code == 0, ended.stderr
+        texts.append(ended.stdout)
+        assert ratel("clean", output_of(config), "--store", "--yes").code == 0
+    assert losses[0] == losses[1] and texts[0] == texts[1]
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_the_same_adapter_alone(make_config: MakeConfig) -> None:
+    config, whole = make_config(**{**CHANGES, "max_steps": 2}), make_config("whole", **CHANGES)
+    succeed(config)
+    succeed(whole)
+    ended = finetune(config, "lora_alpha=16", f"max_steps={NUM_STEPS}")
+    assert_rejected(ended, 2, "which has other settings: lora_alpha was 8, is now 16")
+    other = make_config("other", **{**CHANGES, "lora_r": 8})
+    assert_rejected(finetune(other, "--from", str(output_of(config))), 2, "lora_r was 4, is now 8")
+    succeed(config, f"max_steps={NUM_STEPS}", "lr_scheduler=constant", "--resume", "no", "--overwrite-store")
+    started = make_config("started", **{**CHANGES, "max_steps": 6})
+    succeed(started, "--from", str(output_of(whole)))
+    assert metrics(started)[0]["step"] == NUM_STEPS + 1
+
+
+@pytest.mark.full
+def test_the_plan_is_what_a_step_moves(make_config: MakeConfig) -> None:
+    """The base is read, and only the adapter's state is written."""
+    storage = {"engine": "threads"}
+    config = make_config(**CHANGES, storage=storage, limits={"host_memory": "700MiB"})
+    succeed(config)
+    plan = json.loads(ratel("plan", config, "--json").stdout)
+    assert plan["model"]["num_trained_parameters"] < plan["model"]["num_parameters"] / 4
+    for line in metrics(config)[1:-1]:
+        assert line["nvme_written_bytes"] == plan["traffic"]["nvme_written_bytes"]
+        assert line["nvme_read_bytes"] == plan["traffic"]["nvme_read_bytes"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
+    config = make_config("ranks", **CHANGES)
+    alone = make_config("alone", **CHANGES, gradient_accumulation_steps=2 * ranks)
+    succeed_ranks(config, ranks)
+    succeed(alone)
+    found, wanted = adapter_of(config), adapter_of(alone)
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_target_modules": ["nothing"]}, "adapter: LlamaForCausalLM: Target modules {'nothing'} not found"),
+        ({"lora_target_modules": ["embed_tokens"]}, "embedding and head can have no adapter"),
+        ({"unfrozen_parameters": ["lm_head"]}, "`adapter` and `unfrozen_parameters` are both set"),
+    ],
+)
+def test_adapters_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
+    config = make_config(**{**CHANGES, **keys})
+    assert_rejected(finetune(config), 2, message)

@@ -1,0 +1,138 @@
+"""LoRA on the engine: the bits of PEFT in plain PyTorch, for every architecture, and bytes as planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.model.adapters import AdapterSettings
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.planning.activations import offload
+from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.sizes import DtypeName
+from tests.engine.architectures import tiny_config
+from tests.engine.exactness import DROPOUT, PLACEMENTS, check_training
+from tests.engine.machine import initial_weights, machine, random_steps
+from tests.engine.mixed import CARRYING, mixed_config
+from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
+from tests.engine.test_step import moved_by_last_step
+from tests.reference import Recipe
+from tests.tiers import rotating
+
+ARCHITECTURES = (
+    "llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "falcon", "gpt_neox",
+    "olmo2", "starcoder2", "cohere", "stablelm", "granite", "glm4", "bloom", "gptj", "mpt",
+)  # fmt: skip
+ADAPTERS: dict[str, AdapterSettings] = {
+    "all linear": AdapterSettings(rank=4, alpha=8),
+    "dropout": AdapterSettings(rank=2, alpha=4, dropout=0.2),
+    "rslora, drawn": AdapterSettings(rank=3, alpha=5, scales_by_root=True, initialisation=False),
+}
+IN_LAYERS = AdapterSettings(
+    rank=4, alpha=8, layers=(1,), initialisation="gaussian", target_modules=("q_proj", "up_proj")
+)
+
+
+def in_peft(settings: AdapterSettings) -> tuple[tuple[str, object], ...]:
+    """The same in PEFT's words, written a second time."""
+    targets = settings.target_modules
+    values = {
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "layers_to_transform": list(settings.layers) or None,
+        "use_rslora": settings.scales_by_root,
+        "init_lora_weights": settings.initialisation,
+        "task_type": "CAUSAL_LM",
+    }
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in values.items())
+
+
+def recipe_of(settings: AdapterSettings, dtype: DtypeName, *, max_grad_norm: float | None) -> Recipe:
+    scale = 1024.0 if dtype == "float16" else 1.0
+    lora = in_peft(settings)
+    return Recipe(dtype=DTYPES[dtype], lora=lora, max_grad_norm=max_grad_norm, loss_scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "adapter", "dtype", "num_micro_batches", "max_grad_norm"),
+    rotating(
+        ARCHITECTURES,
+        list(ADAPTERS),
+        ["bfloat16", "float32", "float16"],
+        [1, 3],
+        [None, 0.5],
+        every=3,
+        full_pairs=True,
+    ),
+)
+def test_equals_peft(
+    tmp_path: Path,
+    architecture: str,
+    adapter: str,
+    dtype: DtypeName,
+    num_micro_batches: int,
+    max_grad_norm: float | None,
+) -> None:
+    settings = ADAPTERS[adapter]
+    config = tiny_config(architecture, **DROPOUT.get(architecture, {}))
+    recipe = recipe_of(settings, dtype, max_grad_norm=max_grad_norm)
+    check_training(machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, adapter=settings)
+
+
+@pytest.mark.parametrize("family", CARRYING[:3])
+def test_layers_that_pass_more_on(tmp_path: Path, family: str) -> None:
+    settings = ADAPTERS["all linear"]
+    recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
+    check_training(machine, tmp_path, mixed_config(family), recipe, adapter=settings)
+
+
+@pytest.mark.parametrize(
+    ("placement", "architecture"), rotating(list(PLACEMENTS), ["llama", "llama_tied", "gpt2"], every=3)
+)
+def test_wherever_bytes_rest(tmp_path: Path, placement: str, architecture: str) -> None:
+    settings = ADAPTERS["dropout"]
+    recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
+    check_training(machine, tmp_path, tiny_config(architecture), recipe, adapter=settings, **PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_adapters_outside_the_layers(tmp_path: Path, num_micro_batches: int) -> None:
+    """OPT projects what it looks up, and its last hidden states."""
+    settings = ADAPTERS["rslora, drawn"]
+    recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
+    config = tiny_config("opt")
+    check_training(machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, adapter=settings)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_layer(tmp_path: Path, dtype: DtypeName) -> None:
+    recipe = recipe_of(IN_LAYERS, dtype, max_grad_norm=None)
+    check_training(machine, tmp_path, tiny_config("llama"), recipe, adapter=IN_LAYERS)
+
+
+@pytest.mark.parametrize("placement", list(AHEAD_AND_RESIDENT))
+@pytest.mark.parametrize("settings", [ADAPTERS["all linear"], IN_LAYERS])
+def test_traffic_is_the_prediction_to_the_byte(tmp_path: Path, placement: str, settings: AdapterSettings) -> None:
+    """The base is read as often as the plan says, and nothing of it is written."""
+    config, chosen = tiny_config("llama"), AHEAD_AND_RESIDENT[placement]
+    recipe = replace(recipe_of(settings, "bfloat16", max_grad_norm=None), dtype=torch.bfloat16)
+    with machine(
+        tmp_path,
+        config,
+        recipe,
+        dtype="bfloat16",
+        weights=initial_weights(config),
+        placement=chosen,
+        adapter=settings,
+    ) as ratel:
+        spec = ratel.model.spec
+        unswapped = offload([0], num_micro_batches=1, spilled_units=0)
+        wanted = step_traffic(spec, chosen, unswapped, holds_gradients=False)
+        moved = moved_by_last_step(ratel, recipe, random_steps(3, 2, packed=False))
+        assert moved == (wanted.read_bytes, wanted.written_bytes)
+        assert wanted.written_bytes < 12 * sum(each.num_elements for each in spec.blocks if each.is_trained) + 8192
