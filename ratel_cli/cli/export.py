@@ -1,29 +1,41 @@
-"""`ratel export RUN -o DIR`: writes a Hugging Face directory from a saved step.
+"""`ratel export RUN -o DIR`: writes a Hugging Face directory from a saved step. `ratel merge RUN -o DIR`: with the base
+model that its adapter is added to.
 
 Invariant: nothing heavy is imported before the run's config is known to be right.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from ratel_cli.commands import command
 from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
 from ratel_cli.run.files.output import check_export_output, finish_export
 from ratel_cli.run.files.run_directory import find_run
 
 
-def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
-    """Export the saved step `step`, or the last one. Raises RatelError."""
+def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merges: bool = False) -> None:
+    """Export the saved step `step`, or the last one. `merges`: the base model with the adapter. Raises RatelError."""
     log = RunLog()
     config = find_run(path, log)
+    if merges and config.adapter is None:
+        raise BadInput(
+            f"{path}: this run trains no adapter", f"{command('export', path, '-o', output)} writes its model"
+        )
+    if merges and os.path.realpath(output) == os.path.realpath(config.output_dir):
+        raise BadInput(f"-o: {output} has the adapter", "choose another directory")
     check_export_output(config, output, step=step, overwrite=overwrite)
     finish_export(output, log, option="-o")
-    from ratel_cli.model.card import library_of
     from ratel_cli.run.context import open_context
-    from ratel_cli.run.train.open import open_run, write_export
+    from ratel_cli.run.inputs.base import load_with
+    from ratel_cli.run.train.open import open_run, write_export, write_merged
 
+    write = write_merged if merges else write_export
     with open_context(config, log) as context:
         context.listen()
         opened = open_run(context)
-        exported = write_export(opened, opened.generation(step), output, overwrite=overwrite)
-    log.say(f"exported step {exported} to {output}; load it with {library_of(config.task)}' from_pretrained")
+        exported = write(opened, opened.generation(step), output, overwrite=overwrite)
+    how = load_with("transformers") if merges else opened.base.how_to_load
+    log.say(f"{'merged' if merges else 'exported'} step {exported} to {output}; {how}")

@@ -1,4 +1,4 @@
-"""Options of the commands about trained models: `export`, `verify`, `eval`, `generate`.
+"""Options of the commands about trained models: `export`, `merge`, `verify`, `eval`, `generate`.
 
 Each command imports its own file when it is called, so that `--help` and a wrong argument are answered at once.
 """
@@ -30,6 +30,23 @@ def export(
     from ratel_cli.cli import export as command
 
     command.run(run, step, output, overwrite=overwrite)
+
+
+@commands.command(
+    help="Write the base model of RUN with its adapter added to it, as PEFT merges it.",
+    epilog="Example: ratel merge outputs/my-run -o outputs/my-run-merged",
+)
+def merge(
+    run: RunPath,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write.", show_default=False)
+    ],
+    step: SavedStep = None,
+    overwrite: Overwrite = False,
+) -> None:
+    from ratel_cli.cli import export as command
+
+    command.run(run, step, output, overwrite=overwrite, merges=True)
 
 
 @commands.command(

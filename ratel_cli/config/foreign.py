@@ -84,7 +84,7 @@ _ADAPTER = Foreign(
     hint="remove it; `adapter: lora` trains one",
 )
 _OF_PEFT = Foreign(fate="noted", reason="Ratel computes with PEFT's modules")
-_MERGED = Foreign(fate="noted", reason="Ratel exports the adapter; PEFT merges it")
+_MERGED = Foreign(fate="noted", reason="Ratel exports the adapter; `ratel merge` adds it to its base")
 _QUANTISED = Foreign(
     fate="impossible", reason="it quantises the model", hint="remove it; Ratel trains every weight in full precision"
 )

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,8 +29,10 @@ from ratel_cli.errors import BadInput, IntegrityFailure, first_line
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
 from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.merged_weights import AdaptedMatrix
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName, Task
 
 _NAME = "default"
@@ -117,6 +120,43 @@ def base_spec(spec: ModelSpec) -> ModelSpec:
         )
         blocks.append(replace(block, parameters=kept))
     return replace(spec, blocks=tuple(blocks))
+
+
+def merged_spec(spec: ModelSpec) -> ModelSpec:
+    """The model without its adapters, of which what they are added to counts as trained, and all else as frozen."""
+    adapted, found = adapted_names(spec), base_spec(spec)
+    blocks = []
+    for block in found.blocks:
+        for rule in (ADAMW, FROZEN):
+            kept = tuple(each for each in block.parameters if (each.name in adapted) == (rule is ADAMW))
+            blocks.append(replace(block, parameters=kept, rule=rule))
+    return replace(found, blocks=tuple(blocks))
+
+
+def adapted_names(spec: ModelSpec) -> frozenset[str]:
+    """The names, without adapters, of the parameters that have one."""
+    names = (each.name for block in spec.blocks for each in block.parameters)
+    return frozenset(f"{name.partition('.lora_A.')[0]}.weight" for name in names if ".lora_A." in name)
+
+
+def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatrix]:
+    """What is added to each parameter that has an adapter, by its name without it. Raises BadInput if that is no
+    matrix of a linear layer."""
+    stored = {each.name for block in spec.blocks for each in block.parameters}
+    found = {}
+    for name in adapted_names(spec):
+        path = name.removesuffix(".weight")
+        layer = model.get_submodule(path)
+        if f"{path}.base_layer.weight" not in stored or not isinstance(layer, Linear):
+            raise BadInput(f"{path}: its adapter is none of a linear layer", "merge it with PEFT: merge_and_unload()")
+        found[name] = AdaptedMatrix(
+            matrix=f"{path}.base_layer.weight",
+            first=f"{path}.lora_A.{_NAME}.weight",
+            second=f"{path}.lora_B.{_NAME}.weight",
+            scaling=layer.scaling[_NAME],
+            is_inputs_first=layer.fan_in_fan_out,
+        )
+    return found
 
 
 class AdaptedSource:

@@ -72,6 +72,8 @@ class Card:
     """The curves as a PNG file; None if they are not drawn."""
     task: Task = "causal_lm"
     """What the model has learned."""
+    is_adapter: bool = False
+    """Whether this is an adapter alone, without its base."""
 
 
 _LOADED_BY: Mapping[Task, tuple[str, str | None, str]] = {
@@ -84,9 +86,11 @@ _LOADED_BY: Mapping[Task, tuple[str, str | None, str]] = {
 """The library that loads a model of a task, what the hub calls the task, and the class."""
 
 
-def library_of(task: Task) -> str:
-    """The library whose `from_pretrained` loads a model of this task."""
-    return _LOADED_BY[task][0]
+_PEFT_CLASSES: Mapping[Task, str] = {
+    "causal_lm": "AutoPeftModelForCausalLM",
+    "seq2seq": "AutoPeftModelForSeq2SeqLM",
+}
+"""Of PEFT, the classes that load an adapter with its base; `AutoPeftModel` for other tasks."""
 
 
 def card_text(card: Card, spec: ModelSpec, *, dtype: DtypeName, num_updates: int) -> str:
@@ -94,7 +98,7 @@ def card_text(card: Card, spec: ModelSpec, *, dtype: DtypeName, num_updates: int
     sections = [
         _front_matter(card),
         f"# {printable(card.name)}\n\n{_summary(card, spec, dtype, num_updates)}\n",
-        _usage(card.repository or ".", card.task),
+        _usage(card.repository or ".", card),
         _data(card),
         _settings(card),
         _losses(card),
@@ -122,11 +126,12 @@ def plain_card(spec: ModelSpec) -> Card:
 
 def _front_matter(card: Card) -> str:
     library, tag, _ = _LOADED_BY[card.task]
+    library = "peft" if card.is_adapter else library
     fields: dict[str, object] = {"library_name": library, **({} if tag is None else {"pipeline_tag": tag})}
     if card.base_model is not None:
         fields["base_model"] = card.base_model
         if not card.is_random:
-            fields["base_model_relation"] = "finetune"
+            fields["base_model_relation"] = "adapter" if card.is_adapter else "finetune"
     on_hub = dict.fromkeys(each.name for each in card.datasets if each.is_on_hub)
     if on_hub:
         fields["datasets"] = list(on_hub)
@@ -141,6 +146,10 @@ def _summary(card: Card, spec: ModelSpec, dtype: DtypeName, num_updates: int) ->
     made = f"fine-tuned from {base}"
     if card.is_random:
         made = f"trained from random weights in the shape of {base}"
+    if card.is_adapter:
+        size = format_count(spec.num_trained)
+        text = f"A LoRA adapter of {size} parameters for {base}, trained with Ratel: {counted(num_updates, 'update')}."
+        return text if card.origin is None else f"{text} The run started from {printable(card.origin)}."
     is_whole = spec.num_trained == spec.num_parameters
     trained = "all parameters" if is_whole else f"{format_count(spec.num_trained)} of them"
     text = (
@@ -150,11 +159,15 @@ def _summary(card: Card, spec: ModelSpec, dtype: DtypeName, num_updates: int) ->
     return text if card.origin is None else f"{text} The run started from {printable(card.origin)}."
 
 
-def _usage(place: str, task: Task) -> str:
-    library, _, name = _LOADED_BY[task]
+def _usage(place: str, card: Card) -> str:
+    library, _, name = _LOADED_BY[card.task]
     classes = {"model": name, **({"tokenizer": "AutoTokenizer"} if library == "transformers" else {})}
+    imports = f"from {library} import {', '.join(classes.values())}\n"
+    if card.is_adapter:
+        classes["model"] = _PEFT_CLASSES.get(card.task, "AutoPeftModel")
+        imports = f"from peft import {classes['model']}\nfrom transformers import AutoTokenizer\n"
     lines = [f'{what} = {each}.from_pretrained("{place}")\n' for what, each in classes.items()]
-    return f"```python\nfrom {library} import {', '.join(classes.values())}\n\n{''.join(lines)}```\n"
+    return f"```python\n{imports}\n{''.join(lines)}```\n"
 
 
 def _data(card: Card) -> str:

@@ -19,6 +19,7 @@ from ratel_cli.model.export_layout import (
     contiguous_strides,
 )
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
+from ratel_cli.model.merged_weights import MergedWeights
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.stored_weights import StoredWeights
 
@@ -28,7 +29,7 @@ class ContentReader:
 
     def __init__(
         self,
-        weights: StoredWeights,
+        weights: StoredWeights | MergedWeights,
         *,
         group_elements: int = WEIGHT_GROUP_ELEMENTS,
         progress: Callable[[], None] = lambda: None,

@@ -16,6 +16,7 @@ from ratel_cli.model.export_contents import ContentReader
 from ratel_cli.model.export_layout import ExportLayout, Shard
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.marker import check_output
+from ratel_cli.model.merged_weights import MergedWeights
 from ratel_cli.model.publishing import renamed_notice
 from ratel_cli.model.shards import ShardWriter
 from ratel_cli.model.sidecars import Sidecars
@@ -43,6 +44,7 @@ def export_model(
     card: Card | None,
     overwrite: bool = False,
     option: str = "output_dir",
+    merged: Callable[[StoredWeights], MergedWeights] | None = None,
     group_elements: int = WEIGHT_GROUP_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
 ) -> list[str]:
@@ -55,6 +57,7 @@ def export_model(
     that Ratel did not write is replaced only with `overwrite`. `option` is what named `output_dir`, for messages.
 
     `layout` is what the files of weights hold, with trained weights in `dtype`; `sidecars` are the files beside them.
+    `merged`: what reads the weights instead, where an adapter is merged into its base.
     `card` is the content of the model card; None: the export has none. `progress` is called before each group.
 
     Raises BadInput if a sidecar cannot be used, or if a file of the user's would be replaced; EnvironmentFailure if the
@@ -65,7 +68,8 @@ def export_model(
     require_space(output_dir, export_bytes(layout, sidecars), option=option)
     with Staging(output_dir, run=run, overwrite=overwrite, option=option) as staging:
         staging.reject_files_of_others(export_names(layout, sidecars, has_card=card is not None))
-        with StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress) as weights:
+        with StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress) as stored:
+            weights = stored if merged is None else merged(stored)
             for shard in layout.shards:
                 _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
         if layout.index is not None:

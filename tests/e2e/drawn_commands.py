@@ -203,6 +203,7 @@ _ARGUMENTS: dict[str, Callable[[_Draw], list[str]]] = {
     "generate": _generate,
     "import": _import,
     "init": _init,
+    "merge": _export,
     "plan": _plan,
     "profile": _profile,
     "report": _report,

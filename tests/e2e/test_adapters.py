@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -25,6 +26,7 @@ from tests.e2e.runs import (
     run_until_killed,
     succeed,
     succeed_ranks,
+    tree,
 )
 from tests.reference import Trained, train_in_memory
 
@@ -174,3 +176,49 @@ def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
 def test_adapters_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
     config = make_config(**{**CHANGES, **keys})
     assert_rejected(finetune(config), 2, message)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_merging_has_the_bits_of_peft(make_config: MakeConfig, base: Path, dtype: str, tmp_path: Path) -> None:
+    config, merged = make_config(**CHANGES, dtype=dtype, save_steps=2, save_total_limit=2), tmp_path / "merged"
+    succeed(config)
+    ended = ratel("merge", config, "-o", merged)
+    assert ended.code == 0 and f"merged step {NUM_STEPS} to" in ended.stderr, ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
+    wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
+    found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
+    assert found.keys() == before.keys()
+    for name, values in found.items():
+        is_adapted = name.removesuffix(".weight").endswith(tuple(LINEAR))
+        assert torch.equal(values, wanted[name] if is_adapted else before[name]), name
+        assert not is_adapted or values.dtype == DTYPES[dtype]
+    loaded = AutoModelForCausalLM.from_pretrained(merged)
+    assert loaded.num_parameters() == model.num_parameters()
+    assert "adapter" not in (merged / "README.md").read_text().partition("## Settings")[0]
+    assert ratel("verify", merged).code == 0
+    assert ratel("merge", config, "--step", 2, "-o", tmp_path / "earlier").code == 0
+    earlier = load_file(tmp_path / "earlier" / "model.safetensors")
+    assert any(not torch.equal(values, found[name]) for name, values in earlier.items())
+
+
+@pytest.mark.full
+def test_what_cannot_be_merged(make_config: MakeConfig, plain_run: Path, tmp_path: Path) -> None:
+    assert_rejected(ratel("merge", plain_run, "-o", tmp_path / "merged"), 2, "this run trains no adapter")
+    config = make_config(**CHANGES)
+    succeed(config)
+    before = tree(output_of(config))
+    assert_rejected(ratel("merge", config, "-o", output_of(config)), 2, "has the adapter")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.safetensors").write_text("mine")
+    assert_rejected(ratel("merge", config, "-o", tmp_path / "mine"), 2, "-o")
+    assert (tmp_path / "mine" / "model.safetensors").read_text() == "mine"
+    assert tree(output_of(config)) == before
+
+
+def test_the_card_says_how_to_load_it(make_config: MakeConfig) -> None:
+    config = make_config(**CHANGES)
+    assert "load it with PEFT's from_pretrained" in succeed(config)
+    text = (output_of(config) / "README.md").read_text()
+    assert "library_name: peft" in text and "A LoRA adapter of " in text and "lora_r: 4" in text
+    assert 'AutoPeftModelForCausalLM.from_pretrained("."' in text

@@ -17,27 +17,34 @@ from transformers import PreTrainedModel
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.adapters import (
     AdaptedSource,
     AdapterSettings,
+    adapted_matrices,
     adapter_config_text,
     adapter_layout,
+    base_name,
     base_spec,
     drawn_adapter,
     inject,
     is_of_adapter,
     load_adapted,
+    merged_spec,
     read_adapter,
 )
+from ratel_cli.model.card import Card
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
+from ratel_cli.model.merged_weights import MergedWeights
 from ratel_cli.model.sidecars import GivenSidecars, copied_files
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.run.inputs.base import Weights, hub_id
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.sizes import Task
+from ratel_cli.store.joined import Readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +87,42 @@ class AdaptedBase(LanguageBase):
     def open_export(self, directory: Path, resources: ExitStack) -> AdaptedSource:
         """See Base. The base's weights come from its own files."""
         return AdaptedSource(self._open_base(resources), read_adapter(directory, self.model.spec))
+
+    def merge(
+        self,
+        config: RunConfig,
+        generation: Readable,
+        pool: BufferPool,
+        output_dir: Path,
+        *,
+        card: Card,
+        overwrite: bool,
+        progress: Callable[[], None],
+    ) -> list[str]:
+        """Write the base with the adapter added to it, as PEFT merges it, into the directory that `-o` has named.
+        Returns notices. Raises as `export`."""
+        spec = self.model.spec
+        stored_names = {
+            base_name(each.name): each.name
+            for block in spec.blocks
+            for each in block.parameters
+            if not is_of_adapter(each.name)
+        }
+        adapted = adapted_matrices(self.model.skeleton, spec)
+        with CheckpointSource(self.directory, self._plain(), merged_spec(spec)) as source:
+            return self.export(
+                config,
+                generation,
+                pool,
+                output_dir,
+                layout=source.layout(config.dtype),
+                card=card,
+                overwrite=overwrite,
+                option="-o",
+                sidecars=super().sidecars(config),
+                merged=partial(MergedWeights, stored_names=stored_names, adapted=adapted),
+                progress=progress,
+            )
 
     def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         """See Base. As PEFT loads it onto what transformers loads."""

@@ -27,8 +27,10 @@ from ratel_cli.model.directory import WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.merged_weights import MergedWeights
 from ratel_cli.model.sidecars import Sidecars
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.run.files.output import own_output
 from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.store.joined import Readable
@@ -53,6 +55,11 @@ class Base(ABC):
     """Of the base model."""
     model: AnyModel
     """Without weights."""
+
+    @property
+    def how_to_load(self) -> str:
+        """What a user does with an export, for messages."""
+        return load_with(self.library)
 
     @abstractmethod
     def open_weights(self, config: RunConfig, resources: ExitStack) -> Weights:
@@ -99,15 +106,17 @@ class Base(ABC):
         card: Card | None = None,
         overwrite: bool,
         option: str,
+        sidecars: Sidecars | None = None,
+        merged: Callable[[StoredWeights], MergedWeights] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Replace the model in `output_dir`, which `option` has named, by the weights of a generation. Returns notices.
-        Raises as `export_model`."""
+        """Replace the model in `output_dir`, which `option` has named, by the weights of a generation. `sidecars`:
+        in place of the run's own; `merged` as in `export_model`. Returns notices. Raises as `export_model`."""
         return export_model(
             self.model.spec,
             generation,
             pool,
-            sidecars=self.sidecars(config),
+            sidecars=sidecars or self.sidecars(config),
             output_dir=output_dir,
             run=own_output(config),
             dtype=config.dtype,
@@ -115,8 +124,15 @@ class Base(ABC):
             card=card or plain_card(self.model.spec),
             overwrite=overwrite,
             option=option,
+            merged=merged,
             progress=progress,
         )
+
+
+def load_with(library: str) -> str:
+    """What a user does with what a library loads."""
+    whose = f"{library}'" if library.endswith("s") else f"{library}'s"
+    return f"load it with {whose} from_pretrained"
 
 
 def hub_id(config: RunConfig) -> str | None:

@@ -46,6 +46,7 @@ def card_of(config: RunConfig, store: Store, *, step: int, log: RunLog) -> Card:
         software=store.identity.software,
         picture=_picture(steps, log),
         task=config.task,
+        is_adapter=config.adapter is not None,
     )
 
 

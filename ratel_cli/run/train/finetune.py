@@ -30,7 +30,6 @@ from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.shares import share_of
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.card import library_of
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
@@ -255,7 +254,7 @@ def _export(context: RunContext, inputs: Inputs, store: Store, generation: Reada
     )
     for text in notices:
         log.notice(text)
-    log.remark(f"exported the model to {config.output_dir}; load it with {library_of(config.task)}' from_pretrained")
+    log.remark(f"exported the model to {config.output_dir}; {inputs.base.how_to_load}")
     delete = command("clean", config.output_dir, "--store")
     log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
 

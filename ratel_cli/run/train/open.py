@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
@@ -159,6 +159,32 @@ def _on_the_cpu(config: RunConfig) -> RunConfig:
     if not config.attn_implementation.startswith("flash"):
         return config
     return config.model_copy(update={"attn_implementation": "sdpa"})
+
+
+def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:
+    """Write the base model with the adapter of a generation to the directory `output`. Returns the generation's step.
+
+    The run must have an adapter. Raises BadInput if something would be replaced there that is not this export, unless
+    `overwrite` is set.
+    """
+    from ratel_cli.run.inputs.adapted_base import AdaptedBase  # with PEFT, which other runs do not need
+
+    context, step = run.context, generation.progress.step
+    assert isinstance(run.base, AdaptedBase)
+    reject_overlap(output, run.base.directory, option="-o")
+    check_export_output(context.config, output, step=step, overwrite=overwrite)
+    notices = run.base.merge(
+        context.config,
+        generation,
+        context.pool,
+        output,
+        card=replace(card_of(context.config, run.store, step=step, log=context.log), is_adapter=False),
+        overwrite=overwrite,
+        progress=context.stop.check,
+    )
+    for text in notices:
+        context.log.notice(text)
+    return step
 
 
 def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:

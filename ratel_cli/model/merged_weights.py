@@ -1,0 +1,69 @@
+"""The weights of a base model with an adapter added to them, as PEFT merges it.
+
+Memory is one matrix, its adapter and their product in fp32. Invariant: the values are those of PEFT's
+`merge_and_unload` on a base in the same dtype, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ratel_cli.model.stored_weights import StoredWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedMatrix:
+    """A matrix of the base, and what is added to it: `second @ first`, scaled. Names as the store has them."""
+
+    matrix: str
+    first: str
+    """`lora_A`, `[rank, inputs]`."""
+    second: str
+    """`lora_B`, `[outputs, rank]`."""
+    scaling: float
+    is_inputs_first: bool = False
+    """Whether the matrix is `[inputs, outputs]`, as in GPT-2."""
+
+
+class MergedWeights:
+    """Reads the parameters of the base by the names that they have without an adapter."""
+
+    def __init__(
+        self, weights: StoredWeights, stored_names: Mapping[str, str], adapted: Mapping[str, AdaptedMatrix]
+    ) -> None:
+        """`stored_names`: of all parameters, and `adapted` of those with an adapter, by their names without it."""
+        self._weights, self._stored_names, self._adapted = weights, stored_names, adapted
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def slices(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """See StoredWeights."""
+        if name in self._adapted:
+            yield self.whole(name).reshape(-1)[start:stop]
+        else:
+            yield from self._weights.slices(self._stored_names[name], start, stop)
+
+    def range(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See StoredWeights."""
+        if name in self._adapted:
+            return self.whole(name).reshape(-1)[start:stop].clone()
+        return self._weights.range(self._stored_names[name], start, stop)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """See StoredWeights. That of an adapted matrix is kept until another one is read."""
+        if name not in self._adapted:
+            return self._weights.whole(self._stored_names[name])
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is made
+            self._last = name, self._merged(self._adapted[name])
+        return self._last[1]
+
+    def _merged(self, adapted: AdaptedMatrix) -> torch.Tensor:
+        first, second = self._weights.whole(adapted.first), self._weights.whole(adapted.second)
+        product = second @ first
+        added = (product.T if adapted.is_inputs_first else product) * adapted.scaling
+        matrix = self._weights.whole(adapted.matrix)
+        matrix += added  # in fp32, rounded once to the matrix's dtype
+        return matrix
