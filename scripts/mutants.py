@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant("the state of another run", "store/open.py", "        if old != new\n    }", "        if False\n    }", "a run does not resume another one's store", "store/test_store_faults.py e2e/test_resume.py"),
     Mutant("the earlier length's rates", "run/train/train.py", "learning_rates(self._config, self._inputs.num_steps)", "learning_rates(self._config, max(4, self._store.progress.step))", "a run that gets more steps follows the longer schedule", "e2e/test_length.py"),
     Mutant("fewer steps than are done", "run/inputs/length.py", "if first_step > now:", "if False:", "a run is not cut below the steps that are done", "e2e/test_length.py"),
-    Mutant("the length in the identity", "run/inputs/settings.py", "{*DECIDES_THE_BITS, *of_adapter}", "{*DECIDES_THE_BITS, *of_adapter, *DECIDES_THE_LENGTH}", "a run goes on with more steps", "run/test_settings.py"),
+    Mutant("the length in the identity", "run/inputs/settings.py", "*of_adapter, *losses}", "*of_adapter, *losses, *DECIDES_THE_LENGTH}", "a run goes on with more steps", "run/test_settings.py"),
     Mutant("moments are forgotten", "run/train/branch.py", "copy_weights if self.origin.fresh_optimizer else copy_generation", "copy_weights", "a run that starts from another one has its moments", "e2e/test_branch.py"),
     Mutant("moments are kept", "model/copy_weights.py", "encode_record(block.record, tensors)", "pass", "a fresh optimizer has no moments", "model/test_copy_weights.py"),
     Mutant("steps begin anew", "run/train/branch.py", "return beginning() if self.origin.fresh_optimizer else self.generation.progress", "return beginning()", "a run that starts from another one goes on after its step", "e2e/test_branch.py"),

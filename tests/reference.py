@@ -49,6 +49,8 @@ class Recipe:
     max_grad_norm: float | None = None
     seed: int = 42
     attn_implementation: str = "sdpa"
+    token_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """From fp32 logits `[tokens, vocabulary]` and targets to the sum of the losses; None: the cross-entropy."""
     chunk_tokens: int | None = None
     loss_scale: float = 1.0
     fresh: bool = False
@@ -307,7 +309,10 @@ def _gradients_of_rank(
             keywords = {"position_ids": batch.position_ids} if _is_packed(batch) and _takes_positions(model) else {}
             logits = model(input_ids=batch.input_ids, use_cache=False, **keywords).logits
         flat, targets = logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
-        cross_entropy = nn.functional.cross_entropy(flat.float(), targets, ignore_index=-100, reduction="sum")
+        if recipe.token_loss is None:
+            cross_entropy = nn.functional.cross_entropy(flat.float(), targets, ignore_index=-100, reduction="sum")
+        else:
+            cross_entropy = recipe.token_loss(flat.float(), targets)
         loss = cross_entropy / num_targets
         if recipe.loss_scale != 1.0:
             loss = loss * recipe.loss_scale

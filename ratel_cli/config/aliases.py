@@ -63,6 +63,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "gradient_accumulation": "gradient_accumulation_steps",
         "reinit_weights": "random_init",
         "train_from_scratch": "random_init",
+        "use_dynamic_finetuning": "use_dft_loss",
     },
     "datasets": {
         "formatting": "type",

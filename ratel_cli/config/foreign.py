@@ -282,10 +282,10 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         mtp_enabled distill teacher_model_name_or_path do_predict""",
     ),
     (_but(_LOSS, "nll", "chunked_nll", "cross_entropy", "ce"), "loss_type"),
-    (_but(_LOSS, 0), "label_smoothing_factor router_aux_loss_coef moe_aux_loss_coef aux_loss_coef"),
+    (_but(_LOSS, 0), "router_aux_loss_coef moe_aux_loss_coef aux_loss_coef"),
     (
         _LOSS,
-        """use_dynamic_finetuning use_dft_loss use_eaft_loss use_eaft eaft_alpha eaft_k use_asft_loss use_dft dft_loss
+        """use_eaft_loss use_eaft eaft_alpha eaft_k use_asft_loss use_dft dft_loss
         eaft""",
     ),
     (_IMAGES, "media_dir image_size image_resize_algorithm is_multimodal audio_sampling_rate"),

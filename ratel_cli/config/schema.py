@@ -188,6 +188,11 @@ class RunConfig(Section):
     max_grad_norm: ClipNorm = 1.0
     """Clip the gradients so that their global norm is at most this. The clipping is exact. 0 or null turns it off."""
 
+    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
+    """Label smoothing: the share of a target's probability that all tokens of the vocabulary get instead."""
+    use_dft_loss: bool = False
+    """The loss of dynamic fine-tuning: the cross-entropy of each token, times its probability."""
+
     dtype: DtypeName = "bfloat16"
     """The data type that the model computes in. Master weights and moments are always fp32. `float16` uses dynamic loss
     scaling."""
@@ -418,6 +423,9 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
         found.extend(_unused(key, "`val_set_size` is 0") for key in given)
     if config.task == "denoising" and config.sequence_len != type(config).model_fields["sequence_len"].default:
         found.append(_unused("sequence_len", "a latent has as many tokens as the model makes patches of it"))
+    if config.task == "denoising":
+        given = (key for key in ("label_smoothing_factor", "use_dft_loss") if _differs(config, key))
+        found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
     if config.adapter is None:
         found.extend(_unused(key, "`adapter` is not set") for key in _OF_ADAPTER if _differs(config, key))
     elif config.learning_rate < _LEAST_OF_ADAPTER:
@@ -440,6 +448,10 @@ def _unused(key: str, reason: str) -> Contradiction:
 
 
 def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
+    if config.use_dft_loss and config.label_smoothing_factor:
+        message = "`use_dft_loss` and `label_smoothing_factor` are both set, and each is a loss of its own"
+        keys = ("use_dft_loss", "label_smoothing_factor")
+        return [Contradiction(keys=keys, message=message, hint="remove one of them")]
     if config.adapter is not None and (config.unfrozen_parameters or config.frozen_parameters):
         key = "unfrozen_parameters" if config.unfrozen_parameters else "frozen_parameters"
         message = f"`adapter` and `{key}` are both set: with an adapter, all of the model is frozen"

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, ParamWrapper
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from torch import nn
 from transformers import PreTrainedModel
@@ -84,13 +84,25 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
             inject_adapter_in_model(config, model, adapter_name=_NAME)
             cast_adapter_dtype(model, _NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
+        if ParamWrapper.__name__ in str(error):
+            raise _of_experts(model) from error
         raise BadInput(f"adapter: {type(model).__name__}: {first_line(error)}") from error
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise _of_experts(model)
     for name, module in model.named_modules():
         if module in (model.get_input_embeddings(), model.get_output_embeddings()) and "lora_" in str(module):
             raise BadInput(
                 f"lora_target_modules: {name}: embedding and head can have no adapter", "name modules of layers"
             )
     return config
+
+
+def _of_experts(model: PreTrainedModel) -> BadInput:
+    """The error for stacks of experts, which are no modules: PEFT computes each expert's matrix anew in forward."""
+    return BadInput(
+        f"adapter: the experts of {type(model).__name__} would get one, which is not supported",
+        "name the other modules, such as lora_target_modules: [q_proj, k_proj, v_proj, o_proj]",
+    )
 
 
 def _linear_names(model: PreTrainedModel) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def test_alias_values(load: Load) -> None:
 REJECTED = """
     load_in_4bit load_in_8bit peft_use_dora lora_modules_to_save qlora_rank
     lora_model_dir batch_size stage neftune_noise_alpha rope_scaling
-    galore_rank use_badam label_smoothing_factor reward_model <<
+    galore_rank use_badam use_eaft_loss reward_model <<
 """
 IGNORED = """
     deepspeed fsdp fsdp_config wandb_project gradient_checkpointing flash_attention trust_remote_code

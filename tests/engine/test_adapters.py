@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.model.adapters import AdapterSettings
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.errors import BadInput
+from ratel_cli.model.adapters import AdapterSettings, inject
+from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
@@ -98,6 +99,26 @@ def test_wherever_bytes_rest(tmp_path: Path, placement: str, architecture: str) 
     settings = ADAPTERS["dropout"]
     recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
     check_training(machine, tmp_path, tiny_config(architecture), recipe, adapter=settings, **PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_mixtures_of_experts(tmp_path: Path, architecture: str, dropout: float) -> None:
+    """All modules but the experts may have adapters."""
+    attention = AdapterSettings(
+        rank=4, alpha=8, dropout=dropout, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
+    )
+    recipe = recipe_of(attention, "float32", max_grad_norm=0.5)
+    check_training(machine, tmp_path, tiny_config(architecture), recipe, adapter=attention)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("adapter", ["all linear", "dropout"])
+def test_adapters_of_experts_are_refused(architecture: str, adapter: str) -> None:
+    skeleton = build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa")
+    with pytest.raises(BadInput, match=r"the experts of .* would get one, which is not supported") as raised:
+        inject(skeleton, ADAPTERS[adapter])
+    assert raised.value.hint is not None and "lora_target_modules: [q_proj" in raised.value.hint
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])

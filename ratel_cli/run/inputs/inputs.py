@@ -26,10 +26,12 @@ from ratel_cli.engine.ranks.launched import num_launched_ranks
 from ratel_cli.errors import ErrorList, RatelError
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.cut_model import AnyModel
+from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_names
 from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.losses import token_loss
 from ratel_cli.model.marker import reject_files_of_others, reject_folders
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.run.files.output import reject_overlap
@@ -39,6 +41,7 @@ from ratel_cli.run.inputs.base import Base, ReadData, Weights, model_hash
 from ratel_cli.run.inputs.base_kinds import find_data, prepare_data, read_base
 from ratel_cli.run.inputs.length import num_steps
 from ratel_cli.run.inputs.settings import (
+    CHOOSES_LOSS,
     DECIDES_THE_BITS,
     DECIDES_THE_STATE,
     settings_hash,
@@ -133,6 +136,9 @@ def read_model(
     base = errors.attempt(("base_model",), lambda: read_base(config, log))
     if base is None:
         return ModelInputs(device=device, base=None)
+    if isinstance(base.model, DecoderModel):
+        smoothing = config.label_smoothing_factor
+        base.model.loss = token_loss(label_smoothing=smoothing, is_dft=config.use_dft_loss)
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: base.open_weights(config, resources))
     if weights is not None:
@@ -182,7 +188,7 @@ def changed_settings(config: RunConfig, started_with: Path, *, ranks_before: int
     except RatelError:
         return []
     old, new = (each.model_dump(mode="json") for each in (before, as_recorded_by_run(config)))
-    keys = dict.fromkeys((*DECIDES_THE_STATE, *DECIDES_THE_BITS))
+    keys = dict.fromkeys((*DECIDES_THE_STATE, *DECIDES_THE_BITS, *CHOOSES_LOSS))
     if config.is_chunk_planned and before.head_chunk in ("auto", *CHUNK_BYTES):
         del keys["head_chunk"]
     if config.split is None:

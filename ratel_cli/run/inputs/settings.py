@@ -32,6 +32,8 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
+CHOOSES_LOSS: Final = ("label_smoothing_factor", "use_dft_loss")
+"""Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
 OF_ADAPTER: Final = (
     "adapter", "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "lora_target_linear", "lora_layers_to_transform", "peft_use_rslora",
@@ -54,7 +56,8 @@ DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 def settings_hash(config: RunConfig) -> str:
     """The part of a store's identity that says which settings its run has."""
     of_adapter = () if config.adapter is None else OF_ADAPTER
-    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *of_adapter}))
+    losses = (key for key in CHOOSES_LOSS if getattr(config, key) != RunConfig.model_fields[key].default)
+    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *of_adapter, *losses}))
 
 
 def as_recorded(config: RunConfig) -> RunConfig:

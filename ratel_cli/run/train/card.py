@@ -18,12 +18,19 @@ from ratel_cli.report.curves import can_draw_curves, draw_curves
 from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, run_directory
 from ratel_cli.run.inputs.base import hub_id
-from ratel_cli.run.inputs.settings import CHOOSES_PARAMETERS, DECIDES_THE_BITS, OF_ADAPTER, OF_TEXT, as_recorded
+from ratel_cli.run.inputs.settings import (
+    CHOOSES_LOSS,
+    CHOOSES_PARAMETERS,
+    DECIDES_THE_BITS,
+    OF_ADAPTER,
+    OF_TEXT,
+    as_recorded,
+)
 from ratel_cli.store.store import Store
 from ratel_cli.training.history import finite_mean, read_history
 from ratel_cli.training.metrics import StepMetrics
 
-_SETTINGS = (*CHOOSES_PARAMETERS, *DECIDES_THE_BITS)
+_SETTINGS = (*CHOOSES_PARAMETERS, *CHOOSES_LOSS, *DECIDES_THE_BITS)
 _MAX_ROWS = 20
 _LEAST_STEPS_DRAWN = 10
 """The table shows fewer steps as well as a picture does."""
@@ -73,6 +80,7 @@ def _settings(config: RunConfig) -> dict[str, object]:
         values["lr_scheduler_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
     ordered = ("max_steps" if config.max_steps else "num_epochs", *_SETTINGS)
     left_out = (*(OF_TEXT if config.task == "denoising" else ()), *(OF_ADAPTER if config.adapter is None else ()))
+    left_out += tuple(key for key in CHOOSES_LOSS if not getattr(config, key))
     return {key: values[key] for key in ordered if values[key] not in (None, []) and key not in left_out}
 
 
