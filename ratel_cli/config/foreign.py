@@ -93,6 +93,11 @@ _FREEZING = Foreign(
     reason="it trains a part of the weights, which `unfrozen_parameters` names here",
     hint="remove it, and name them; without them Ratel trains every weight",
 )
+_PART = Foreign(
+    fate="impossible",
+    reason="it trains a part of the weights, or an adapter",
+    hint="name the part in `unfrozen_parameters`; `adapter: lora` trains an adapter",
+)
 _OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it; Ratel has AdamW")
 _METHOD = Foreign(
     fate="impossible", reason="it is another training method", hint="remove it; Ratel does supervised full fine-tuning"
@@ -247,7 +252,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         test_split eval_strategy_best predict_with_generate generate_samples num_generation_samples
         generation_max_length generation_num_beams""",
     ),
-    (_but(_ADAPTER, "full", "none"), "peft use_peft use_dora finetuning_type adapter_name_or_path"),
+    (_but(_ADAPTER, "full", "none"), "peft use_peft use_dora adapter_name_or_path"),
+    (_but(_PART, "full", "none"), "finetuning_type"),
     (
         _ADAPTER,
         """additional_target freeze_base_model pissa_init use_rslora use_llama_pro peft_use_dora lora_modules_to_save

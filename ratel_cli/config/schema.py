@@ -59,10 +59,11 @@ OWN_DATA: Final = "own data"
 """The context in which a config is validated that names no data, because the caller brings it."""
 _GREAT_LEARNING_RATE = 0.1
 _LEAST_OF_ADAPTER = 3e-5
-_OF_ADAPTER = (
+OF_ADAPTER = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_layers_to_transform",
     "peft_use_rslora", "peft_init_lora_weights",
 )  # fmt: skip
+"""What an adapter is, if there is one."""
 
 
 SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token"]
@@ -107,7 +108,7 @@ class RunConfig(Section):
     """Multiply by `lora_alpha / sqrt(lora_r)` instead (rank-stabilised LoRA)."""
     peft_init_lora_weights: bool | Literal["gaussian"] = True
     """How an adapter begins, drawn by `seed`. `true`: the second matrix is zero, so the model is as before. `gaussian`:
-    the same, with a normal distribution in the first one. `false`: the second matrix is drawn too."""
+    the same, with a normal distribution in the first one. `false`: as `true`, which it is in axolotl."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
@@ -427,7 +428,7 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
         given = (key for key in ("label_smoothing_factor", "use_dft_loss") if _differs(config, key))
         found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
     if config.adapter is None:
-        found.extend(_unused(key, "`adapter` is not set") for key in _OF_ADAPTER if _differs(config, key))
+        found.extend(_unused(key, "`adapter` is not set") for key in OF_ADAPTER if _differs(config, key))
     elif config.learning_rate < _LEAST_OF_ADAPTER:
         message = f"`learning_rate` is {config.learning_rate:g}: adapters hardly move at what suits a whole model"
         hint = "1e-4 to 5e-4 are usual for LoRA"
@@ -447,15 +448,37 @@ def _unused(key: str, reason: str) -> Contradiction:
     return Contradiction(keys=(key,), message=f"`{key}` is ignored: {reason}")
 
 
-def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
+def _training_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be trained so; None if there is nothing."""
     if config.use_dft_loss and config.label_smoothing_factor:
         message = "`use_dft_loss` and `label_smoothing_factor` are both set, and each is a loss of its own"
         keys = ("use_dft_loss", "label_smoothing_factor")
-        return [Contradiction(keys=keys, message=message, hint="remove one of them")]
-    if config.adapter is not None and (config.unfrozen_parameters or config.frozen_parameters):
-        key = "unfrozen_parameters" if config.unfrozen_parameters else "frozen_parameters"
-        message = f"`adapter` and `{key}` are both set: with an adapter, all of the model is frozen"
-        return [Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")]
+        return Contradiction(keys=keys, message=message, hint="remove one of them")
+    if config.adapter is not None:
+        for key, reason in (
+            ("unfrozen_parameters", "with an adapter, all of the model is frozen"),
+            ("frozen_parameters", "with an adapter, all of the model is frozen"),
+            ("random_init", "an adapter needs a model that has been trained"),
+        ):
+            if getattr(config, key):
+                message = f"`adapter` and `{key}` are both set: {reason}"
+                return Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")
+        if config.task in ("denoising", "classification"):
+            message = "`adapter` is for language models, and not for classifiers, whose new head must be trained"
+            hint = "remove it; `unfrozen_parameters` trains a part of any model"
+            return Contradiction(keys=("adapter",), message=message, hint=hint)
+    if config.model_shape is not None:
+        for key in ("adapter", "unfrozen_parameters", "frozen_parameters"):
+            if getattr(config, key):
+                message = f"`{key}` names modules or parameters, which a `model_shape` has none of"
+                return Contradiction(keys=(key, "model_shape"), message=message, hint="name a `base_model` instead")
+    return None
+
+
+def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
+    other = _training_contradiction(config)
+    if other is not None:
+        return [other]
     if config.model_shape is not None:
         if config.base_model is None:
             return []

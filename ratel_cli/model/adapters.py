@@ -10,22 +10,26 @@ Invariant: an adapter begins with the bits that `torch.manual_seed(seed)` and `g
 from __future__ import annotations
 
 import copy
+import json
+import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
-from peft.tuners.lora import Linear, ParamWrapper
+from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput, IntegrityFailure, first_line
+from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
 from ratel_cli.model.import_weights import WeightSource
@@ -55,6 +59,8 @@ class AdapterSettings:
     """rsLoRA: divides `alpha` by the root of the rank."""
     initialisation: bool | Literal["gaussian"] = True
     task: Task = "causal_lm"
+    also_named: tuple[str, ...] = ()
+    """Ends of names of modules that must have one, too, because all linear layers do."""
 
 
 def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
@@ -74,6 +80,7 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=_other_parts(model),
         layers_to_transform=list(settings.layers) or None,
         use_rslora=settings.scales_by_root,
         init_lora_weights=settings.initialisation,
@@ -86,15 +93,35 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     except (ValueError, TypeError, NotImplementedError) as error:
         if ParamWrapper.__name__ in str(error):
             raise _of_experts(model) from error
-        raise BadInput(f"adapter: {type(model).__name__}: {first_line(error)}") from error
+        found = BadInput(
+            f"adapter: {type(model).__name__}: {first_line(error)}", "lora_target_modules names modules by their ends"
+        )
+        found.key = ("lora_target_modules",)
+        raise found from error
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise _of_experts(model)
+    adapted = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    for missing in (each for each in settings.also_named if not any(name.endswith(each) for name in adapted)):
+        raise BadInput(f"lora_target_modules: {missing}: no linear layer of the model's layers", "remove it")
     for name, module in model.named_modules():
         if module in (model.get_input_embeddings(), model.get_output_embeddings()) and "lora_" in str(module):
             raise BadInput(
                 f"lora_target_modules: {name}: embedding and head can have no adapter", "name modules of layers"
             )
     return config
+
+
+def _other_parts(model: PreTrainedModel) -> str | None:
+    """A regular expression for the modules that text does not use, such as a vision tower's; None if there are none.
+    An adapter there would not be trained."""
+    if model.config.is_encoder_decoder:
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    inside = names.get(model.get_decoder(), "")
+    head = model.get_output_embeddings()
+    linear = [name for module, name in names.items() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    is_whole = not inside or all(name.startswith(f"{inside}.") for name in linear)
+    return None if is_whole else rf"(?!{re.escape(inside)}\.).*"
 
 
 def _of_experts(model: PreTrainedModel) -> BadInput:
@@ -174,10 +201,14 @@ def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatr
 class AdaptedSource:
     """Weights of a base model, and of an adapter."""
 
-    def __init__(self, base: WeightSource, adapter: Mapping[str, torch.Tensor]) -> None:
-        """`adapter`: its values in fp32, by name."""
+    def __init__(self, base: WeightSource, read_adapter: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """`read_adapter`: gives its values in fp32, by name, when the first weight is read."""
         self._base = base
-        self._adapter = adapter
+        self._read_adapter = read_adapter
+
+    @cached_property
+    def _adapter(self) -> Mapping[str, torch.Tensor]:
+        return self._read_adapter()
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See WeightSource."""
@@ -197,6 +228,15 @@ def read_adapter(directory: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:
                 raise BadInput(f"{reader.path}: tensor {_saved_name(each.name)} {what}")
             found[each.name] = reader.read(entry.name, 0, entry.num_elements).float()
     return found
+
+
+def named_base(directory: Path) -> str:
+    """The base model that the adapter in a directory names. Raises BadInput if it names none."""
+    path = trusted_file(directory, ADAPTER_CONFIG_NAME)
+    try:
+        return JsonFields(json.loads(path.read_text(encoding="utf-8"))).text("base_model_name_or_path")
+    except ValueError as error:
+        raise BadInput(f"{path}: it names no base model: {first_line(error)}") from error
 
 
 def load_adapted(model: PreTrainedModel, directory: Path) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from torch import nn
 from ratel_cli.errors import BadInput
 
 _PLAIN_DOT = re.compile(r"(?<!\\)\.(?![+*?{])")
-_RANGE = re.compile(r"\[[0-9]*:[0-9]*\]$")
+_ROWS = re.compile(r"\[[0-9]*:?[0-9]*\]$")
 """Behind a pattern, axolotl's rows of one matrix."""
 
 
@@ -31,22 +31,26 @@ def freeze(model: nn.Module, *, unfrozen: Sequence[str], frozen: Sequence[str]) 
         if (unfrozen and name not in kept) or name in left_out:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        keys = " and ".join(key for key, given in _given(unfrozen, frozen) if given)
-        raise BadInput(f"{keys}: no parameter is left to train", f"let {keys} leave some")
-
-
-def _given(unfrozen: Sequence[str], frozen: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
-    return [("unfrozen_parameters", unfrozen), ("frozen_parameters", frozen)]
+        keys = [key for key, given in (("unfrozen_parameters", unfrozen), ("frozen_parameters", frozen)) if given]
+        raise BadInput(f"{' and '.join(keys)}: no parameter is left to train", "name fewer, or others")
 
 
 def _matching(pattern: str, names: Sequence[str], key: str) -> list[str]:
-    if _RANGE.search(pattern):
-        raise BadInput(f"{key}: {pattern}: a range of rows", "name whole parameters: Ratel trains each whole or not")
+    if _ROWS.search(pattern):
+        hint = "Ratel trains a parameter whole or not; for one of several digits write (0|1) instead of [01]"
+        raise _error(key, f"{pattern}: brackets at the end are rows of a matrix", hint)
     try:
         expression = re.compile(_PLAIN_DOT.sub(r"\\.", pattern))
     except re.error as error:
-        raise BadInput(f"{key}: {pattern}: not a regular expression: {error}") from error
+        raise _error(key, f"{pattern}: not a regular expression: {error}") from error
     found = [name for name in names if expression.match(name)]
     if not found:
-        raise BadInput(f"{key}: {pattern}: matches no parameter", f"the model has {', '.join(names[:3])}, ...")
+        raise _error(key, f"{pattern}: matches no parameter", f"the model has {', '.join(names[:3])}, ...")
     return found
+
+
+def _error(key: str, message: str, hint: str | None = None) -> BadInput:
+    """An error about a key of the config."""
+    error = BadInput(f"{key}: {message}", hint)
+    error.key = (key,)
+    return error

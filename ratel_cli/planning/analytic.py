@@ -165,12 +165,14 @@ def head_flops(spec: ModelSpec, *, tokens: int) -> int:
 
 
 def frozen_head_flops(spec: ModelSpec, *, tokens: int) -> int:
-    """What backward leaves out of twice that: gradients of frozen matrices, and of hidden states if nothing below is
-    trained."""
+    """What backward leaves out of twice that: gradients of frozen matrices, and of hidden states if nothing before the
+    last matrix is trained."""
     trained = {parameter.name for block in spec.head.bound if block.is_trained for parameter in block.parameters}
     matrices = [each for each in spec.head.parameters if len(each.shape) > 1]
     frozen = sum(each.num_elements for each in matrices if each.name not in trained)
-    return 2 * tokens * (frozen + (0 if spec.passes_on(spec.head) else sum(each.num_elements for each in matrices)))
+    # What is trained before the last matrix needs the gradient of that one's input.
+    ends = not spec.passes_on(spec.head) and trained <= {each.name for each in matrices[-1:]}
+    return 2 * tokens * (frozen + (sum(each.num_elements for each in matrices) if ends else 0))
 
 
 def head_sum_bytes(spec: ModelSpec, workload: Workload) -> int:

@@ -397,6 +397,8 @@ def test_an_adapter_that_is_on(complain: Complain) -> None:
     [
         ("adapter: lora\nlora_r: 8\nlora_target_linear: true\n", (8, None, 0.0, ())),
         ("finetuning_type: lora\n", (8, 16, 0.0, ())),
+        ("finetuning_type: lora\nlora_alpha: null\nlora_rank:\n", (8, 16, 0.0, ())),
+        ("adapter: lora\nlora_r: 8\nlora_target_modules:\nlora_dropout:\nlora_alpha: 4\n", (8, 4, 0.0, ())),
         ("finetuning_type: lora\nlora_rank: 4\nlora_target: q_proj,v_proj\n", (4, 8, 0.0, ("q_proj", "v_proj"))),
         ("finetuning_type: lora\nlora_alpha: 3\nlora_target: all\n", (8, 3, 0.0, ())),
         ("use_peft: true\nlora_target_modules: all-linear\n", (16, 32, 0.05, ())),
@@ -409,6 +411,11 @@ def test_an_adapter_has_the_defaults_of_its_trainer(
     found = load(MINIMAL + text).config
     assert found.adapter == "lora"
     assert (found.lora_r, found.lora_alpha, found.lora_dropout, found.lora_target_modules) == expected
+
+
+def test_a_regular_expression_for_modules(complain: Complain) -> None:
+    [error] = complain(MINIMAL + "adapter: lora\nlora_target_modules: .*q_proj\n")
+    assert "is one string, a regular expression in PEFT | name them" in error
 
 
 def test_rslora_by_another_name(load: Load) -> None:

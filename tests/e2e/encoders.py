@@ -122,6 +122,9 @@ def trained_by_pytorch(
     config = AutoConfig.from_pretrained(base)
     model = AUTO_CLASSES[task].from_config(config, dtype=recipe.dtype, attn_implementation="sdpa")
     assert isinstance(model, PreTrainedModel)
+    for name, parameter in model.named_parameters():
+        if recipe.unfrozen is not None and not name.startswith(recipe.unfrozen):
+            parameter.requires_grad_(False)
     decayed = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
 
     def loss_sum(batch: MicroBatch) -> torch.Tensor:

@@ -68,9 +68,9 @@ def saved_name(name: str) -> str:
             {"lora_layers_to_transform": [1], "peft_init_lora_weights": "gaussian"},
             {"layers_to_transform": [1], "init_lora_weights": "gaussian", "target_modules": LINEAR},
         ),
-        ({"peft_init_lora_weights": False}, {"init_lora_weights": False}),
+        ({"peft_init_lora_weights": False, "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, {}),
     ],
-    ids=["all linear", "dropout and rslora", "one layer", "drawn"],
+    ids=["all linear", "dropout and rslora", "one layer", "all linear by axolotl"],
 )
 def test_the_adapter_is_what_peft_trains(
     make_config: MakeConfig, base: Path, dtype: str, keys: dict[str, object], lora: dict[str, object]
@@ -122,18 +122,23 @@ def test_a_run_is_asked_with_its_store_and_without(make_config: MakeConfig, rows
         assert ended.code == 0, ended.stderr
         texts.append(ended.stdout)
         assert ratel("clean", output_of(config), "--store", "--yes").code == 0
+        ended = ratel("verify", output_of(config))
+        assert ended.code == 0 and "loads: LlamaForCausalLM" in ended.stdout, ended.stderr
     assert losses[0] == losses[1] and texts[0] == texts[1]
 
 
 @pytest.mark.full
-def test_a_run_goes_on_with_the_same_adapter_alone(make_config: MakeConfig) -> None:
+def test_a_run_goes_on_with_the_same_adapter_alone(make_config: MakeConfig, rows: Path) -> None:
     config, whole = make_config(**{**CHANGES, "max_steps": 2}), make_config("whole", **CHANGES)
     succeed(config)
     succeed(whole)
     ended = finetune(config, "lora_alpha=16", f"max_steps={NUM_STEPS}")
     assert_rejected(ended, 2, "which has other settings: lora_alpha was 8, is now 16")
-    other = make_config("other", **{**CHANGES, "lora_r": 8})
-    assert_rejected(finetune(other, "--from", str(output_of(config))), 2, "lora_r was 4, is now 8")
+    for key, value in (("lora_r", 8), ("lora_alpha", 16), ("lora_dropout", 0.5), ("peft_use_rslora", True)):
+        other = make_config(f"other {key}", **{**CHANGES, key: value})
+        assert_rejected(finetune(other, "--from", str(output_of(config))), 2, f"{key} was ", f"is now {value}")
+    assert_rejected(ratel("eval", config, rows, "lora_alpha=800"), 2, "was made for another model")
+    succeed(config, "max_steps=3", "lora_target_linear=true")
     succeed(config, f"max_steps={NUM_STEPS}", "lr_scheduler=constant", "--resume", "no", "--overwrite-store")
     started = make_config("started", **{**CHANGES, "max_steps": 6})
     succeed(started, "--from", str(output_of(whole)))
@@ -170,7 +175,11 @@ def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
     [
         ({"lora_target_modules": ["nothing"]}, "adapter: LlamaForCausalLM: Target modules {'nothing'} not found"),
         ({"lora_target_modules": ["embed_tokens"]}, "embedding and head can have no adapter"),
+        ({"lora_target_modules": ["embed_tokens"], "lora_target_linear": True}, "embed_tokens: no linear layer"),
         ({"unfrozen_parameters": ["lm_head"]}, "`adapter` and `unfrozen_parameters` are both set"),
+        ({"random_init": True}, "`adapter` and `random_init` are both set"),
+        ({"data_type": "latents"}, "`adapter` is for language models"),
+        ({"data_type": "classification"}, "and not for classifiers"),
     ],
 )
 def test_adapters_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:

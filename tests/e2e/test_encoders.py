@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,10 @@ def seq2seq(rows: Path) -> dict[str, object]:
     return {**KEYS, "datasets": [{"path": str(rows), "type": "seq2seq", **columns}]}
 
 
-def check_same(config: Path, base: Path, task: str, dtype: str) -> None:
+def check_same(config: Path, base: Path, task: str, dtype: str, *, unfrozen: tuple[str, ...] | None = None) -> None:
     steps = [load_data(config).step(step) for step in range(len(metrics(config)))]
-    trained = trained_by_pytorch(base, task, load_file(base / "model.safetensors"), steps, recipe_of(config))
+    recipe = replace(recipe_of(config), unfrozen=unfrozen)
+    trained = trained_by_pytorch(base, task, load_file(base / "model.safetensors"), steps, recipe)
     weights = exported(config)
     assert [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(DTYPES[dtype]))] == []
     assert [line["loss"] for line in metrics(config)] == list(trained.losses)
@@ -135,6 +137,52 @@ def test_two_texts(make_config: MakeConfig, t5: Path, pairs: Path, dtype: str) -
     config = make_config(base=t5, dtype=dtype, **seq2seq(pairs))
     succeed(config)
     check_same(config, t5, "seq2seq", dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("seq2seq", ("encoder.block.1.",)),
+        ("seq2seq", ("decoder.block.0.",)),
+        ("seq2seq", ("encoder.final_layer_norm", "decoder.block.1.")),
+        ("mlm", ("bert.encoder.layer.1.",)),
+        ("mlm", ("cls.",)),
+        ("classification", ("classifier.",)),
+    ],
+)
+def test_a_part_is_trained(
+    make_config: MakeConfig,
+    bert: Path,
+    classifier: Path,
+    t5: Path,
+    texts: Path,
+    pairs: Path,
+    kind: str,
+    parts: tuple[str, ...],
+) -> None:
+    """What is frozen is in the export as in the base model's files."""
+    base, keys, task = {
+        "seq2seq": (t5, seq2seq(pairs), "seq2seq"),
+        "mlm": (bert, mlm(texts), "masked_lm"),
+        "classification": (classifier, classes(texts, labels=list(CLASSES)), "classification"),
+    }[kind]
+    config = make_config(base=base, dtype="float32", **{**keys, "max_steps": 3, "unfrozen_parameters": list(parts)})
+    succeed(config)
+    check_same(config, base, task, "float32", unfrozen=parts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["seq2seq", "mlm"])
+def test_an_adapter_is_trained(
+    make_config: MakeConfig, bert: Path, t5: Path, texts: Path, pairs: Path, kind: str
+) -> None:
+    base, keys = (t5, seq2seq(pairs)) if kind == "seq2seq" else (bert, mlm(texts))
+    config = make_config(base=base, dtype="float32", **{**keys, "max_steps": 3, "adapter": "lora", "lora_r": 2})
+    succeed(config)
+    assert load_file(output_of(config) / "adapter_model.safetensors")
+    verified = ratel("verify", config)
+    assert verified.code == 0 and "bit for bit" in verified.stdout, verified.stdout + verified.stderr
 
 
 @pytest.mark.full

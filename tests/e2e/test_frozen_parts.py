@@ -84,8 +84,9 @@ def test_ranks_have_a_part_each(make_config: MakeConfig) -> None:
     succeed(alone)
     assert [line["loss"] for line in metrics(config)] == pytest.approx([line["loss"] for line in metrics(alone)])
     found = [exported(each) for each in (config, alone)]
-    same = {name for name, values in found[0].items() if torch.equal(values, found[1][name])}
-    assert {name for name in found[0] if not name.startswith(PREFIXES)} <= same
+    for name, values in found[0].items():
+        torch.testing.assert_close(values, found[1][name], rtol=1e-4, atol=1e-5)
+        assert name.startswith(PREFIXES) or torch.equal(values, found[1][name])
 
 
 @pytest.mark.full
@@ -112,7 +113,7 @@ def test_another_part_is_another_run(make_config: MakeConfig) -> None:
     [
         ("unfrozen_parameters", "model.layers.7", "unfrozen_parameters: model.layers.7: matches no parameter"),
         ("unfrozen_parameters", "lm_head.(", "unfrozen_parameters: lm_head.(: not a regular expression"),
-        ("unfrozen_parameters", "model.embed_tokens.weight[:10]", "a range of rows"),
+        ("unfrozen_parameters", "model.embed_tokens.weight[:10]", "brackets at the end are rows"),
         ("frozen_parameters", ".*", "frozen_parameters: no parameter is left to train"),
     ],
 )

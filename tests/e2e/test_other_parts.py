@@ -204,6 +204,43 @@ def test_the_language_part_trains_and_all_else_is_kept(
         assert ended.code == 0, ended.stderr
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen3_vl"])
+def test_an_adapter_is_of_the_language_part(make_config: MakeConfig, base: Path, tmp_path: Path, family: str) -> None:
+    directory = tmp_path / "whole"
+    whole = save_whole(directory, base, family, torch.float32)
+    keys = {"adapter": "lora", "lora_r": 2, "sample_packing": False, "max_steps": 3, "dtype": "float32"}
+    config = make_config(base=directory, **keys)
+    succeed(config)
+    found = load_file(output_of(config) / "adapter_model.safetensors")
+    assert found and not any(word in name for name in found for word in ("vision", "visual", "projector"))
+    settings = json.loads((output_of(config) / "adapter_config.json").read_text())
+    data, recipe = load_data(config), replace(recipe_of(config), model_class=type(whole))
+    lora = {"r": 2, "lora_alpha": 2, "target_modules": "all-linear", "exclude_modules": settings["exclude_modules"]}
+    trained = train_in_memory(
+        whole.config,
+        dict(whole.named_parameters()),
+        [data.step(step) for step in range(3)],
+        replace(recipe, lora=(*lora.items(), ("task_type", "CAUSAL_LM"))),
+    )
+    adapters = {f"base_model.model.{n.replace('.default', '')}": v for n, v in trained.weights.items() if "lora_" in n}
+    assert found.keys() == adapters.keys()
+    assert [name for name, values in adapters.items() if not torch.equal(found[name], values)] == []
+    assert ratel("verify", config).code == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys", [{"unfrozen_parameters": [".*vision.*"]}, {"frozen_parameters": [".*language.*", "lm_head"]}]
+)
+def test_parts_that_text_does_not_use_are_not_trained(
+    make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]
+) -> None:
+    save_whole(tmp_path / "whole", base, "llava", torch.float32)
+    ended = finetune(make_config(base=tmp_path / "whole", **keys))
+    assert ended.code == 2 and "what is to be trained is in parts that text does not use" in ended.stderr, ended.stderr
+
+
 def test_random_weights_for_a_whole_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """The run could draw the language part alone, and the class of config.json would not load that."""
     save_whole(tmp_path / "whole", base, "llava", torch.float32)

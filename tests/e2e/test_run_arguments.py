@@ -20,6 +20,7 @@ FURTHER: dict[str, list[str]] = {
     "eval": ["rows.jsonl"],
     "export": ["-o", "exported"],
     "generate": ["Which number is 3?", "--max-new-tokens", "1"],
+    "merge": ["-o", "merged"],
     "restore": ["--overwrite"],
 }
 """What a command needs besides, or is to be told."""
@@ -57,9 +58,11 @@ def test_commands_are_found() -> None:
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "profile"])
 def test_both_name_the_run(run: Path, command: str, by: str) -> None:
     """`profile` measures for half a minute; the next test knows that it reads its argument in the same way. What
-    `doctor` finds depends on the machine."""
+    `doctor` finds depends on the machine. There is nothing to merge in this run."""
     ended = ratel(command, run if by == "file" else output_of(run), *FURTHER.get(command, []))
-    assert ended.code in ((0, 3) if command == "doctor" else (0,)), ended.stderr
+    codes = {"doctor": (0, 3), "merge": (2,)}
+    assert ended.code in codes.get(command, (0,)), ended.stderr
+    assert "this run trains no adapter" in ended.stderr or command != "merge"
     assert str(store_of(run).parent) in ended.stdout or command != "doctor"
 
 

@@ -313,7 +313,7 @@ def machine(
             )
             import_base(
                 model.spec.sliced(ranks.slice),
-                AdaptedSource(Source(weights), drawn),
+                AdaptedSource(Source(weights), lambda: drawn),
                 store,
                 pool,
                 progress=lambda num_elements: None,

@@ -14,11 +14,12 @@ from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.errors import BadInput
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
+from ratel_cli.model.freezing import freeze
 from ratel_cli.model.layer_runner import text_inputs
 from ratel_cli.model.operators import TorchOperator
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import LayerTraits
-from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.analytic import analytic_profile, frozen_head_flops, head_flops, spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import Workload
 from ratel_cli.sizes import DtypeName
@@ -54,6 +55,26 @@ class Layer:
 
     def estimate(self) -> LayerProfile:
         return profile_of(self.model).profiles[0]
+
+
+@pytest.mark.parametrize(
+    ("unfrozen", "share"),
+    [
+        ((), 2.0),
+        (("lm_head",), 1.0),
+        (("model.norm",), 1.0),
+        (("model.norm", "lm_head"), 2.0),
+        (("model.layers.2",), 1.0),
+        (("model.layers.2", "lm_head"), 2.0),
+    ],
+)
+def test_what_backward_of_the_head_leaves_out(unfrozen: tuple[str, ...], share: float) -> None:
+    """Of a matrix there are a gradient, and that of its input, each with the FLOPs of forward."""
+    config = tiny_config("llama")
+    skeleton = build_skeleton(config, dtype="float32", attn_implementation="sdpa")
+    freeze(skeleton, unfrozen=unfrozen, frozen=())
+    spec = find_blocks(skeleton, name="tiny").spec
+    assert 2 * head_flops(spec, tokens=5) - frozen_head_flops(spec, tokens=5) == share * head_flops(spec, tokens=5)
 
 
 class Counts(TorchDispatchMode):

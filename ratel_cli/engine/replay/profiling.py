@@ -259,7 +259,8 @@ class BlockProfiler(Generic[AnyBatch]):
                     again, roots = carried.replay(place, partial(self._program.run, place, leaf))
                 with _dropping(trained) if total is None else adding_to(trained, total, is_last=False):
                     inputs = [leaf, *trained, *roots.inputs] if leaf.requires_grad else [*trained, *roots.inputs]
-                    again.backward(torch.zeros_like(again), inputs=inputs)
+                    if again.requires_grad:  # an encoder's end has nothing to do with what is looked up for the decoder
+                        again.backward(torch.zeros_like(again), inputs=inputs)
                 return _Run(middle - start, self._now() - middle)
 
             def operators() -> UnitRecord:

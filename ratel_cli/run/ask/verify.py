@@ -29,7 +29,14 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, exc
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.denoiser import load_denoiser
 from ratel_cli.model.denoiser_config import is_denoiser
-from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.directory import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    DENOISER_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    find_weight_files,
+    resolve_base_model,
+)
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
 from ratel_cli.model.reload import check_values, holds_export, load_language_model, read_parameter
 from ratel_cli.model.shards import ShardReader
@@ -75,6 +82,8 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
 def verify_directory(directory: Path, log: RunLog) -> list[Check]:
     """Check a directory with a model, without its run. Raises BadInput if it holds no model."""
     prepare_process()
+    if (directory / ADAPTER_CONFIG_NAME).is_file() and not (directory / "config.json").is_file():
+        return _verify_adapter(directory, log)
     if not (directory / "config.json").is_file() or not holds_export(directory):
         raise BadInput(
             f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
@@ -85,6 +94,21 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
     with StopRequest() as stop:
         checks = _check_files(directory, name, stop, log)
         return [*checks, _load(partial(load, directory), library=library, num_bytes=num_bytes)[1]]
+
+
+def _verify_adapter(directory: Path, log: RunLog) -> list[Check]:
+    """Check a directory with an adapter, which is loaded onto the base model that it names."""
+    from ratel_cli.model.adapters import load_adapted, named_base  # with PEFT, which others do not need
+
+    base = resolve_base_model(named_base(directory))
+    num_bytes = sum(path.stat().st_size for each in (directory, base) for path in each.glob("*.safetensors"))
+
+    def load() -> nn.Module:
+        return load_adapted(load_language_model(base), directory)
+
+    with StopRequest() as stop:
+        checks = _check_files(directory, ADAPTER_WEIGHTS_NAME, stop, log)
+        return [*checks, _load(load, library="PEFT", num_bytes=num_bytes)[1]]
 
 
 def _steps(run: OpenedRun) -> list[int]:

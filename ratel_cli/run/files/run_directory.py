@@ -260,7 +260,15 @@ class CachedProfile:
             (block.dtype, block.rule.name, [(each.name, each.shape) for each in block.parameters])
             for block in spec.blocks
         ]
-        values = [blocks, config.dtype, config.attn_implementation, config.micro_batch_size, config.sequence_len]
+        dropout = config.lora_dropout if config.adapter is not None else 0.0  # which is saved for backward
+        values = [
+            blocks,
+            dropout,
+            config.dtype,
+            config.attn_implementation,
+            config.micro_batch_size,
+            config.sequence_len,
+        ]
         machine = [hardware.gpu.name, hardware.host.num_cores, config.deterministic]
         self._made_for = hash_of([values, machine])
 

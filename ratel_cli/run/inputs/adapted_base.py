@@ -68,7 +68,10 @@ class AdaptedBase(LanguageBase):
 
     def open_weights(self, config: RunConfig, resources: ExitStack) -> Weights:
         """See Base. The base's weights come from its files, the adapter's are drawn."""
-        drawn = drawn_adapter(self._plain(), self.settings, seed=config.seed)
+
+        def drawn() -> dict[str, torch.Tensor]:
+            return drawn_adapter(self._plain(), self.settings, seed=config.seed)
+
         return AdaptedSource(self._open_base(resources), drawn), self.layout(config)
 
     def layout(self, config: RunConfig) -> ExportLayout:
@@ -86,7 +89,7 @@ class AdaptedBase(LanguageBase):
 
     def open_export(self, directory: Path, resources: ExitStack) -> AdaptedSource:
         """See Base. The base's weights come from its own files."""
-        return AdaptedSource(self._open_base(resources), read_adapter(directory, self.model.spec))
+        return AdaptedSource(self._open_base(resources), partial(read_adapter, directory, self.model.spec))
 
     def merge(
         self,
@@ -161,6 +164,7 @@ def settings_of(config: RunConfig, task: Task) -> AdapterSettings:
         target_modules="all-linear" if takes_all else config.lora_target_modules,
         layers=config.lora_layers_to_transform,
         scales_by_root=config.peft_use_rslora,
-        initialisation=config.peft_init_lora_weights,
+        initialisation=config.peft_init_lora_weights or True,
+        also_named=config.lora_target_modules if takes_all else (),
         task=task,
     )

@@ -33,6 +33,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.run.files.output import own_output
 from ratel_cli.run.files.run_directory import as_recorded_by_run
+from ratel_cli.run.inputs.settings import adapter_facts
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Store
 
@@ -141,7 +142,7 @@ def hub_id(config: RunConfig) -> str | None:
 
 
 def model_hash(config: RunConfig, spec: ModelSpec) -> str:
-    """The hash of a store's model: of its architecture, dtype, origin, and the place of each parameter.
+    """The hash of a store's model: of its architecture, dtype, origin, the place of each parameter, and its adapter.
 
     The origin is the base model as the run has recorded it, whatever its path is from here.
     """
@@ -149,7 +150,8 @@ def model_hash(config: RunConfig, spec: ModelSpec) -> str:
     blocks = [
         (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters]) for each in spec.blocks
     ]
-    return hash_of([spec.architecture, blocks, config.dtype, str(origin), config.random_init])
+    content = [spec.architecture, blocks, config.dtype, str(origin), config.random_init]
+    return hash_of(content if config.adapter is None else [*content, adapter_facts(config)])
 
 
 def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:

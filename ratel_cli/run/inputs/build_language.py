@@ -53,6 +53,11 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
 
         make = adapt(skeleton, config, task)
     model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task)
+    if not model.spec.num_trained:
+        raise BadInput(
+            f"{model.spec.architecture}: what is to be trained is in parts that text does not use",
+            "name modules or parameters of the language model",
+        )
     if task == "seq2seq":
         _check_decoder_ids(model, model_config)
     if task == "causal_lm" and model.looks_ahead:

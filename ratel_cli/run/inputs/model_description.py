@@ -69,7 +69,8 @@ def description_file(config: RunConfig) -> Path:
     dtype of gradients, which is set afterwards. Raises BadInput."""
     assert config.base_model is not None
     content = _config_text(config.base_model)
-    software = software_versions("ratel-cli", "torch", "transformers")
+    with_peft = ["peft"] if config.adapter is not None else []
+    software = software_versions("ratel-cli", "torch", "transformers", *with_peft)
     of_task = [] if config.task == "causal_lm" else [config.task, *(config.labels or ())]
     chosen = [getattr(config, key) for key in CHOOSES_PARAMETERS]
     return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, chosen, *of_task])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.schema import OF_ADAPTER, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.json_fields import hash_of
@@ -34,13 +34,7 @@ DECIDES_THE_BITS: Final = (
 it changes the hash in every store's identity."""
 CHOOSES_LOSS: Final = ("label_smoothing_factor", "use_dft_loss")
 """Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
-OF_ADAPTER: Final = (
-    "adapter", "lora_r", "lora_alpha", "lora_dropout",
-    "lora_target_modules", "lora_target_linear", "lora_layers_to_transform", "peft_use_rslora",
-    "peft_init_lora_weights",
-)  # fmt: skip
-"""Keys that decide what the adapter of a run is, if it has one."""
-CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", *OF_ADAPTER)
+CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER)
 """Keys that decide what is trained of a model."""
 DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, "dtype")
 """Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
@@ -53,11 +47,27 @@ DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
 
 
+def adapter_facts(config: RunConfig) -> list[object]:
+    """What the config's adapter is, however it is written: what two configs with the same adapter have alike."""
+    modules = "all" if config.lora_target_linear else sorted(config.lora_target_modules) or "all"
+    alpha = config.lora_r if config.lora_alpha is None else config.lora_alpha
+    layers = sorted(config.lora_layers_to_transform)
+    return [
+        config.adapter,
+        config.lora_r,
+        alpha,
+        config.lora_dropout,
+        modules,
+        layers,
+        config.peft_use_rslora,
+        config.peft_init_lora_weights or True,
+    ]
+
+
 def settings_hash(config: RunConfig) -> str:
     """The part of a store's identity that says which settings its run has."""
-    of_adapter = () if config.adapter is None else OF_ADAPTER
     losses = (key for key in CHOOSES_LOSS if getattr(config, key) != RunConfig.model_fields[key].default)
-    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *of_adapter, *losses}))
+    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *losses}))
 
 
 def as_recorded(config: RunConfig) -> RunConfig:

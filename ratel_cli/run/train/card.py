@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.config.schema import OF_ADAPTER, DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.rows import is_hub_id
 from ratel_cli.errors import first_line
@@ -22,7 +22,6 @@ from ratel_cli.run.inputs.settings import (
     CHOOSES_LOSS,
     CHOOSES_PARAMETERS,
     DECIDES_THE_BITS,
-    OF_ADAPTER,
     OF_TEXT,
     as_recorded,
 )
@@ -79,7 +78,10 @@ def _settings(config: RunConfig) -> dict[str, object]:
     if isinstance(kwargs, dict):
         values["lr_scheduler_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
     ordered = ("max_steps" if config.max_steps else "num_epochs", *_SETTINGS)
-    left_out = (*(OF_TEXT if config.task == "denoising" else ()), *(OF_ADAPTER if config.adapter is None else ()))
+    left_out = (
+        *(OF_TEXT if config.task == "denoising" else ()),
+        *(("adapter", *OF_ADAPTER) if config.adapter is None else ()),
+    )
     left_out += tuple(key for key in CHOOSES_LOSS if not getattr(config, key))
     return {key: values[key] for key in ordered if values[key] not in (None, []) and key not in left_out}
 
