@@ -1,4 +1,5 @@
-"""Full fine-tuning configs that axolotl, LLaMA-Factory, TRL (with the recipes written for it) and torchtune ship.
+"""Configs that axolotl, LLaMA-Factory, TRL (with the recipes written for it) and torchtune ship: most are of full
+fine-tuning, some of LoRA.
 
 Facts only: keys and values of public examples, in our own layout, without their comments. What many examples of a tool
 have in common stands once. A value of `IMPOSSIBLE` is a part of the error that the config must end with.
@@ -268,6 +269,35 @@ AXOLOTL: Mapping[str, Config] = {
     },
 }  # fmt: skip
 
+LORA_ON: Config = {
+    "adapter": "lora", "lora_model_dir": None, "lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05,
+    "lora_target_linear": True, "lora_fan_in_fan_out": None,
+}  # fmt: skip
+AXOLOTL_LORA: Mapping[str, Config] = {
+    "llama-3/lora-1b": {
+        "base_model": "NousResearch/Llama-3.2-1B", "datasets": [{"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"}],
+        "val_set_size": 0.1, "output_dir": "./outputs/lora-out", "adapter": "lora", "lora_model_dir": None,
+        "sequence_len": 2048, "sample_packing": True, "eval_sample_packing": True, "lora_r": 16, "lora_alpha": 32,
+        "lora_dropout": 0.05, "lora_target_modules": [
+            "gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"
+        ],
+        **WANDB, **batch(2, 2), **rate("adamw_8bit", 2e-4), "bf16": "auto", "tf32": False, **CHECKPOINTED,
+        "resume_from_checkpoint": None, "logging_steps": 1, "flash_attention": True, "loss_watchdog_threshold": 5.0,
+        "loss_watchdog_patience": 3, "warmup_ratio": 0.1, **per_epoch(4, 1), "weight_decay": 0.0,
+        "special_tokens": {"pad_token": "<|end_of_text|>"},
+    },
+    "llama-2/lora, unquantised": {
+        "base_model": "NousResearch/Llama-2-7b-hf", "model_type": "LlamaForCausalLM",
+        "tokenizer_type": "LlamaTokenizer", **UNQUANTISED,
+        "datasets": [{"path": "mhenrichsen/alpaca_2k_test", "type": "alpaca"}], "dataset_prepared_path": None,
+        "val_set_size": 0.05, "output_dir": "./outputs/lora-out", "sequence_len": 4096, "sample_packing": True,
+        "pad_to_sequence_len": True, **LORA_ON, "lora_target_modules": None, **WANDB, **batch(4, 2, 4),
+        **rate("adamw_bnb_8bit", 2e-4), "bf16": "auto", "tf32": False, **CHECKPOINTED, **EMPTY, "logging_steps": 1,
+        "flash_attention": True, "warmup_steps": 10, **per_epoch(4, 1), "weight_decay": 0.0, **UNSHARDED,
+        "lora_qkv_kernel": True, "lora_o_kernel": True, "lora_mlp_kernel": True,
+    },
+}  # fmt: skip
+
 LLAMA_FACTORY_COMMON: Config = {
     "stage": "sft", "do_train": True, "finetuning_type": "full", "template": "qwen", "overwrite_cache": True,
     "preprocessing_num_workers": 16, "plot_loss": True, "overwrite_output_dir": True,
@@ -285,6 +315,11 @@ TRACES: Config = {
 }  # fmt: skip
 
 LLAMA_FACTORY: Mapping[str, Config] = {
+    "llama3_lora_sft": {
+        **DEMO, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "trust_remote_code": True,
+        "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all", "template": "llama3",
+        "output_dir": "saves/llama3-8b/lora/sft", "bf16": True,
+    },
     "llama3_full_sft": {
         **DEMO, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "trust_remote_code": True, **ZERO3,
         "template": "llama3", "output_dir": "saves/llama3-8b/full/sft", "bf16": True,
@@ -347,6 +382,7 @@ PORTED: Mapping[str, Config] = {
     f"{tool}: {name}": config
     for tool, configs in (
         ("axolotl", AXOLOTL),
+        ("axolotl", AXOLOTL_LORA),
         ("LLaMA-Factory", LLAMA_FACTORY),
         ("TRL", TRL),
         ("torchtune", TORCHTUNE),

@@ -27,6 +27,17 @@ class Set:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter."""
+
+    rank: int
+    alpha: int
+    dropout: float = 0.0
+    modules: tuple[str, ...] = ()
+    """None of them: all linear ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
     """What a config trains. The defaults here are those of PyTorch's AdamW and of transformers' Trainer."""
 
@@ -50,6 +61,7 @@ class Meaning:
     streaming: bool = False
     held_out: float = 0
     chat_template: str | None = None
+    adapter: Adapter | None = None
     unknown: frozenset[str] = frozenset()
     """Keys about which the user must decide because Ratel has none like them."""
 
@@ -162,6 +174,34 @@ AXOLOTL: Mapping[str, Meaning] = {
 }
 
 
+AXOLOTL_LORA: Mapping[str, Meaning] = {
+    "llama-3/lora-1b": axolotl(
+        2e-4,
+        Set(path="teknium/GPT4-LLM-Cleaned", type="alpaca"),
+        step=(2, 2),
+        warmup=(0, 0.1),
+        length=2048,
+        held_out=0.1,
+        adapter=Adapter(
+            rank=16,
+            alpha=32,
+            dropout=0.05,
+            modules=("gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"),
+        ),
+    ),
+    "llama-2/lora, unquantised": axolotl(
+        2e-4,
+        ALPACA_2K,
+        step=(2, 4),
+        epochs=4,
+        warmup=(10, 0),
+        length=4096,
+        held_out=0.05,
+        adapter=Adapter(rank=32, alpha=16, dropout=0.05),
+    ),
+}
+
+
 def llama_factory(*names: str, **more: object) -> Meaning:
     """What its examples share: 1 x 2 sequences, 1e-5, three epochs, a tenth of warm-up; packing is off for `sft`."""
     max_samples = 1000 if len(names) == 2 or names == ("alpaca_en",) else None
@@ -179,6 +219,7 @@ def traces(**more: object) -> Meaning:
 
 
 LLAMA_FACTORY: Mapping[str, Meaning] = {
+    "llama3_lora_sft": llama_factory("identity", "alpaca_en_demo", adapter=Adapter(rank=8, alpha=16)),
     "llama3_full_sft": llama_factory("identity", "alpaca_en_demo"),
     "nanbeige42_full_sft": llama_factory("identity", "alpaca_en_demo"),
     "qwen2_full_sft_ds3_gaudi": llama_factory("alpaca_en"),
@@ -299,6 +340,7 @@ MEANINGS: Mapping[str, Meaning] = {
     f"{tool}: {name}": meaning
     for tool, meanings in (
         ("axolotl", AXOLOTL),
+        ("axolotl", AXOLOTL_LORA),
         ("LLaMA-Factory", LLAMA_FACTORY),
         ("TRL", TRL),
         ("torchtune", TORCHTUNE),

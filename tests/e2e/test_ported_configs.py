@@ -8,18 +8,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, LlamaForCausalLM, TrainingArguments
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ratel_cli.config.importing import import_config
-from ratel_cli.config.load import dump, load_config
+from ratel_cli.config.load import dump, load_config, to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import Plain
 from tests.e2e.ported_configs import IMPOSSIBLE, PORTED
-from tests.e2e.ported_meanings import MEANINGS, Meaning, Set
-from tests.e2e.runs import Ended, finetune, ratel, save_base
+from tests.e2e.ported_meanings import MEANINGS, Adapter, Meaning, Set
+from tests.e2e.runs import Ended, finetune, load_data, metrics, output_of, ratel, recipe_of, save_base
+from tests.reference import train_in_memory
 from tests.tiers import sample
 
 LEAST = 40
@@ -62,15 +66,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return files
 
 
-def dry_run(config: Path, base: Path, data: dict[str, Path]) -> Ended:
-    """The dry run with a tiny model and data of the same types, whatever the config names; without trackers."""
+def tiny_values(config: Path, base: Path, data: dict[str, Path]) -> list[str]:
+    """Overrides with a tiny model and data of the same types, whatever the config names; without trackers."""
     replaced = [f"base_model={base}", "output_dir=out", "sequence_len=512", "device=cpu", "storage.engine=threads"]
     replaced.append("report_to=none")
     loaded = load_config(config, replaced).config
     for number, dataset in enumerate(loaded.datasets):
         kind = "chat_template" if dataset.type == "auto" else dataset.type
         replaced.append(f"datasets.{number}.path={data[kind]}")
-    return finetune(config, *replaced, "--dry-run")
+    return replaced
+
+
+def dry_run(config: Path, base: Path, data: dict[str, Path]) -> Ended:
+    return finetune(config, *tiny_values(config, base, data), "--dry-run")
 
 
 @pytest.mark.full
@@ -92,6 +100,47 @@ def test_a_config_of_another_trainer_runs(
     assert import_config(theirs).tool == name.partition(":")[0]
     ended = dry_run(ours, tiny, data)
     assert ended.code == 0, ended.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, meaning in MEANINGS.items() if meaning.adapter is not None])
+def test_its_adapter_is_what_peft_trains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path, data: dict[str, Path]
+) -> None:
+    """Three steps of it, with the tool's rank, scale, dropout and modules, in plain PyTorch."""
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(dump(json.loads(json.dumps(PORTED[name]))))
+    Path("imported.yaml").write_text(import_config(Path("theirs.yaml")).text)
+    run = Path("run.yaml")
+    run.write_text(to_yaml(load_config(Path("imported.yaml"), tiny_values(Path("imported.yaml"), tiny, data)).config))
+    ended = finetune(run, "dtype=float32", "max_steps=3")
+    assert ended.code == 0, ended.stderr
+    config = run.with_name("recorded.yaml")
+    config.write_text((output_of(run) / "run" / "config.yaml").read_text())
+    adapter, batches = MEANINGS[name].adapter, load_data(config)
+    assert adapter is not None
+    lora = {
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": adapter.modules or "all-linear",
+        "task_type": "CAUSAL_LM",
+    }
+    wanted = train_in_memory(
+        LlamaConfig.from_pretrained(tiny),
+        load_file(tiny / "model.safetensors"),
+        [batches.step(step) for step in range(3)],
+        replace(recipe_of(config), lora=tuple(lora.items()), learning_rates=tuple(rates_of(config))),
+    )
+    found = load_file(output_of(run) / "adapter_model.safetensors")
+    adapters = {f"base_model.model.{n.replace('.default', '')}": v for n, v in wanted.weights.items() if "lora_" in n}
+    assert found.keys() == adapters.keys()
+    assert [key for key, values in adapters.items() if not torch.equal(found[key], values)] == []
+
+
+def rates_of(config: Path) -> list[float]:
+    """Those of the run's log, which the schedule's own tests judge."""
+    return [line["learning_rate"] for line in metrics(config)]
 
 
 def meaning_of(config: RunConfig, unknown: frozenset[str]) -> Meaning:
@@ -118,6 +167,14 @@ def meaning_of(config: RunConfig, unknown: frozenset[str]) -> Meaning:
         streaming=config.streaming,
         held_out=config.val_set_size,
         chat_template=config.chat_template,
+        adapter=None
+        if config.adapter is None
+        else Adapter(
+            rank=config.lora_r,
+            alpha=config.lora_alpha or config.lora_r,
+            dropout=config.lora_dropout,
+            modules=() if config.lora_target_linear else config.lora_target_modules,
+        ),
         unknown=unknown,
     )
 
