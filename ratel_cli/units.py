@@ -50,7 +50,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parameter_words(number: int, num_trained: int | None) -> str:
-    """So many parameters, and how many of them are trained if not all (None) are."""
+    """A number of parameters, and how many of them are trained if not all (None) are."""
     words = f"{format_count(number)} parameters"
     return words if num_trained is None or num_trained == number else f"{words} ({format_count(num_trained)} trained)"
 

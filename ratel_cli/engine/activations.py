@@ -242,7 +242,7 @@ class ActivationOffloader:
             self._device.free_downloads(max(0, self._units.forward_bytes - self._made_bytes))
 
     def skip(self, number: int) -> None:
-        """The layer has no units, since backward does not reach it: so many are counted, before any is put."""
+        """Pass over `number` units, before any is put: backward does not reach their layer, which puts none."""
         assert not self._order
         self._num_skipped += number
 

@@ -282,8 +282,8 @@ class PlacedStep:
         return 2 * self._head - index
 
     def _written_at(self, index: int) -> int:
-        """The position from which on a segment's update is not pending any more: so many others have been handed over
-        behind it."""
+        """The position from which a segment's update is not pending any more: by then `pending_updates` others have
+        been handed over after it."""
         if index not in self._handed_over:
             return self._arrival(index)
         number = self._handed_over.index(index) + self._placement.pending_updates

@@ -54,7 +54,7 @@ class Generation:
         self.blocks = geometry.blocks
         """What the store has of each block."""
         self.chunk_elements = geometry.chunk_elements or BLOCK_ALIGNMENT
-        """Reads begin at a multiple of so many elements, and end at one or at the end of a block."""
+        """Reads begin at a multiple of this number of elements, and end at one or at the end of a block."""
         self._regions = regions
         self._own = own or OpenRegion(regions.slot(entry.slot), name=name, root=entry.root_checksum)
 
