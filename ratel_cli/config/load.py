@@ -22,10 +22,11 @@ from pydantic_core import ErrorDetails
 from ratel_cli.commands import command
 from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.dialect import Dialect
+from ratel_cli.config.doubtful import doubtful_keys
 from ratel_cli.config.messages import contradictions_in, finding_of
 from ratel_cli.config.other_tools import other_length, other_mask, recognise_surely
 from ratel_cli.config.overrides import apply_override
-from ratel_cli.config.schema import OWN_DATA, RunConfig, doubtful_keys
+from ratel_cli.config.schema import OWN_DATA, RunConfig
 from ratel_cli.config.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
 from ratel_cli.config.torchtune import is_torchtune
 from ratel_cli.config.yaml_marks import (

@@ -57,13 +57,6 @@ __all__ = [
 
 OWN_DATA: Final = "own data"
 """The context in which a config is validated that names no data, because the caller brings it."""
-_GREAT_LEARNING_RATE = 0.1
-_LEAST_OF_ADAPTER = 3e-5
-OF_ADAPTER = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_layers_to_transform",
-    "peft_use_rslora", "peft_init_lora_weights",
-)  # fmt: skip
-"""What an adapter is, if there is one."""
 
 
 SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token"]
@@ -406,46 +399,6 @@ class RunConfig(Section):
         if found:
             raise contradictions(found)
         return self
-
-
-def doubtful_keys(config: RunConfig) -> list[Contradiction]:
-    """Keys that the user set and that this run ignores, and values that can hardly be meant, each with the reason."""
-    found = []
-    if config.max_steps is not None and config.num_epochs != 1:
-        found.append(_unused("num_epochs", f"`max_steps` ({config.max_steps}) decides when the run ends"))
-    if config.max_steps is not None and config.warmup_steps > config.max_steps:
-        steps = f"`warmup_steps` is {config.warmup_steps}, but `max_steps` is {config.max_steps}"
-        message = f"{steps}: the run ends during warm-up"
-        found.append(Contradiction(keys=("warmup_steps",), message=message))
-    if not config.saves and config.save_total_limit != 1:
-        found.append(_unused("save_total_limit", "`save_steps` is not set"))
-    if not config.val_set_size and not config.test_datasets:
-        given = (key for key in ("eval_steps", "evals_per_epoch") if getattr(config, key) is not None)
-        found.extend(_unused(key, "`val_set_size` is 0") for key in given)
-    if config.task == "denoising" and config.sequence_len != type(config).model_fields["sequence_len"].default:
-        found.append(_unused("sequence_len", "a latent has as many tokens as the model makes patches of it"))
-    if config.task == "denoising":
-        given = (key for key in ("label_smoothing_factor", "use_dft_loss") if _differs(config, key))
-        found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
-    if config.adapter is None:
-        found.extend(_unused(key, "`adapter` is not set") for key in OF_ADAPTER if _differs(config, key))
-    elif config.learning_rate < _LEAST_OF_ADAPTER:
-        message = f"`learning_rate` is {config.learning_rate:g}: adapters hardly move at what suits a whole model"
-        hint = "1e-4 to 5e-4 are usual for LoRA"
-        found.append(Contradiction(keys=("learning_rate",), message=message, hint=hint))
-    if config.learning_rate > _GREAT_LEARNING_RATE:
-        message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
-        found.append(Contradiction(keys=("learning_rate",), message=message, hint="1e-6 to 1e-3 are usual"))
-    return found
-
-
-def _differs(config: RunConfig, key: str) -> bool:
-    """Whether a key has another value than its default."""
-    return bool(getattr(config, key) != RunConfig.model_fields[key].default)
-
-
-def _unused(key: str, reason: str) -> Contradiction:
-    return Contradiction(keys=(key,), message=f"`{key}` is ignored: {reason}")
 
 
 def _training_contradiction(config: RunConfig) -> Contradiction | None:

@@ -18,8 +18,9 @@ from io import StringIO
 from pathlib import Path
 
 from ratel_cli.commands import with_run_named
+from ratel_cli.config.key_groups import OF_ADAPTER
 from ratel_cli.config.load import Reading
-from ratel_cli.config.schema import OF_ADAPTER, RunConfig
+from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList, NotEnoughSpace, RatelError
 from ratel_cli.report.check import CheckReport, ReportedError

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.schema import OF_ADAPTER, RunConfig
+from ratel_cli.config.key_groups import OF_ADAPTER
+from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.json_fields import hash_of

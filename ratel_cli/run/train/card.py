@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ratel_cli.config.schema import OF_ADAPTER, DatasetConfig, RunConfig
+from ratel_cli.config.key_groups import OF_ADAPTER
+from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.rows import is_hub_id
 from ratel_cli.errors import first_line

@@ -1,0 +1,11 @@
+"""Keys of the config that belong together."""
+
+from __future__ import annotations
+
+from typing import Final
+
+OF_ADAPTER: Final = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_layers_to_transform",
+    "peft_use_rslora", "peft_init_lora_weights",
+)  # fmt: skip
+"""What an adapter is, if there is one."""

@@ -1,0 +1,102 @@
+"""Adapters of other trainers: their switches, names and defaults become keys of ours.
+
+Invariant: the adapter that a rewritten config trains is the one that the other trainer would, or there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from ratel_cli.config.key_groups import OF_ADAPTER
+from ratel_cli.config.reporting import Entries, Report, made
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, plain, show
+
+_ADAPTER_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
+_PREFIXES = ("lora_", "qlora", "peft_", "adapter", "use_peft", "use_dora")
+_NAMES: Mapping[str, str] = {"lora_rank": "lora_r", "use_rslora": "peft_use_rslora"}
+"""Names of others, and ours."""
+
+
+def translate_adapter(entries: Entries, report: Report) -> None:
+    """An adapter that a switch of its trainer turns on. Where it turns it off, its settings change nothing, as its
+    trainer ignores them."""
+    for theirs, ours in _NAMES.items():
+        if theirs in entries and ours not in entries:
+            entries[ours] = entries.pop(theirs)
+            report.read_as(entries[ours], f"{ours}: {show(plain(entries[ours].value))}")
+    switches: Entries = {key: entries[key] for key in _ADAPTER_SWITCHES if key in entries}
+    is_off = [entry.value.content in (None, False, "", "full") for entry in switches.values()]
+    if is_off and all(is_off):
+        for key in [key for key in entries if key.startswith(_PREFIXES)]:
+            if key not in _OURS or plain(entries[key].value) != _OURS[key]:
+                report.drop(entries.pop(key), "there is no adapter")
+    elif switches:
+        _adapter_that_is_on(entries, report, switches)
+
+
+def _adapter_that_is_on(entries: Entries, report: Report, switches: Mapping[str, Entry]) -> None:
+    """The switches become `adapter`, and what no key says is as in its trainer."""
+    tool: _Tool = "axolotl"
+    for key, on, of_tool in _TOOLS:
+        if key in switches and switches[key].value.content == on:
+            report.read_as(entries.pop(key), "adapter: lora")
+            entries.setdefault("adapter", made(switches[key], "lora"))
+            tool = of_tool
+    if "adapter" not in entries or entries["adapter"].value.content != "lora":
+        return
+    switch = entries["adapter"]
+    for key in [key for key in entries if key in OF_ADAPTER and entries[key].value.content is None]:
+        report.drop(entries.pop(key), "it is empty, so its default is used")
+    _adapted_modules(entries, report, tool)
+    for key, content in _LORA_DEFAULTS[tool].items():
+        entries.setdefault(key, made(switch, content))
+    rank = entries["lora_r"].value.content if "lora_r" in entries else None
+    if tool == "LLaMA-Factory" and isinstance(rank, int):
+        entries.setdefault("lora_alpha", made(switch, 2 * rank))
+
+
+_Tool: TypeAlias = Literal["axolotl", "LLaMA-Factory", "TRL"]
+_TOOLS: tuple[tuple[str, str | bool, _Tool], ...] = (
+    ("finetuning_type", "lora", "LLaMA-Factory"),
+    ("use_peft", True, "TRL"),
+)
+"""The switch of each, and how it is on."""
+_LORA_DEFAULTS: Mapping[_Tool, Mapping[str, int | float]] = {
+    "axolotl": {},
+    "LLaMA-Factory": {"lora_r": 8},
+    "TRL": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+}
+_OURS: Mapping[str, Plain] = {
+    key: list(default) if isinstance(default := RunConfig.model_fields[key].default, tuple) else default
+    for key in ("adapter", *OF_ADAPTER)
+}
+"""Our keys of an adapter, with the values that a config of ours has where it has no adapter."""
+
+
+def _adapted_modules(entries: Entries, report: Report, tool: _Tool) -> None:
+    """`lora_target` and `lora_target_modules`: names; LLaMA-Factory's one string with commas; or a word for all linear
+    layers. Another string is a regular expression of PEFT's."""
+    if "lora_target" in entries:
+        entries.setdefault("lora_target_modules", entries.pop("lora_target"))
+    entry = entries.get("lora_target_modules")
+    content = None if entry is None else entry.value.content
+    if entry is None or content is None:
+        if tool == "TRL":
+            message = "which modules get an adapter is not said; TRL leaves that to PEFT, by the type of the model"
+            report.reject(_modules_finding(entries["adapter"], message), "lora_target_modules")
+    elif plain(entry.value) in ("all", "all-linear", ["all"], ["all-linear"]):
+        report.drop(entries.pop("lora_target_modules"), "all linear layers have an adapter by default")
+    elif isinstance(content, str) and tool == "LLaMA-Factory":
+        names = [Marked(where=entry.value.where, content=name.strip()) for name in content.split(",")]
+        entries["lora_target_modules"] = replace(entry, value=Marked(where=entry.value.where, content=names))
+        report.read_as(entry, f"lora_target_modules: [{', '.join(name.strip() for name in content.split(','))}]")
+    elif isinstance(content, str):
+        message = "`lora_target_modules` is one string, a regular expression in PEFT"
+        report.reject(_modules_finding(entries.pop("lora_target_modules"), message), "lora_target_modules")
+
+
+def _modules_finding(entry: Entry, message: str) -> Finding:
+    return Finding(where=entry.where, message=message, hint="name them: `lora_target_modules: [q_proj, v_proj]`")
