@@ -15,10 +15,9 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
@@ -30,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput, IntegrityFailure, first_line
 from ratel_cli.json_fields import JsonFields
+from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
 from ratel_cli.model.import_weights import WeightSource
@@ -44,33 +44,9 @@ _NAME = "default"
 _TASK_TYPES: dict[Task, str | None] = {"causal_lm": "CAUSAL_LM", "masked_lm": None, "seq2seq": "SEQ_2_SEQ_LM"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSettings:
-    """What an adapter is, in PEFT's words."""
-
-    rank: int
-    alpha: int
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] | str = "all-linear"
-    """Ends of names of modules; one string is a regular expression, or `all-linear`."""
-    layers: tuple[int, ...] = ()
-    """The layers that have one; none: all."""
-    scales_by_root: bool = False
-    """rsLoRA: divides `alpha` by the root of the rank."""
-    initialisation: bool | Literal["gaussian"] = True
-    task: Task = "causal_lm"
-    also_named: tuple[str, ...] = ()
-    """Ends of names of modules that must have one, too, because all linear layers do."""
-
-
 def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     """Put the adapter's modules into the model, which is then frozen but for them. Returns the configuration as PEFT
     has completed it. Raises BadInput with PEFT's reason if the model cannot have them."""
-    if settings.task not in _TASK_TYPES:
-        raise BadInput(
-            "adapter: a classifier's new head would not be trained",
-            "train all weights, or a part of them by unfrozen_parameters",
-        )
     targets = settings.target_modules
     if settings.layers and isinstance(targets, str):
         targets = _linear_names(model)  # PEFT chooses layers only among names
@@ -174,14 +150,15 @@ def merged_spec(spec: ModelSpec) -> ModelSpec:
 
 def adapted_names(spec: ModelSpec) -> frozenset[str]:
     """The names, without adapters, of the parameters that have one."""
-    names = (each.name for block in spec.blocks for each in block.parameters)
-    return frozenset(f"{name.partition('.lora_A.')[0]}.weight" for name in names if ".lora_A." in name)
+    return frozenset(
+        f"{each.name.partition('.lora_A.')[0]}.weight" for each in spec.parameters if ".lora_A." in each.name
+    )
 
 
 def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatrix]:
     """What is added to each parameter that has an adapter, by its name without it. Raises BadInput if that is no
     matrix of a linear layer."""
-    stored = {each.name for block in spec.blocks for each in block.parameters}
+    stored = {each.name for each in spec.parameters}
     found = {}
     for name in adapted_names(spec):
         path = name.removesuffix(".weight")
@@ -221,7 +198,7 @@ def read_adapter(directory: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:
     """The values of an exported adapter, by the names of its parameters. Raises BadInput if it is another model's."""
     found = dict[str, torch.Tensor]()
     with ShardReader(trusted_file(directory, ADAPTER_WEIGHTS_NAME)) as reader:
-        for each in (each for block in spec.blocks for each in block.parameters if is_of_adapter(each.name)):
+        for each in filter(lambda each: is_of_adapter(each.name), spec.parameters):
             entry = reader.tensors.get(_saved_name(each.name))
             if entry is None or entry.shape != each.shape:
                 what = "is missing" if entry is None else f"has the shape {list(entry.shape)}, not {list(each.shape)}"
@@ -278,8 +255,7 @@ def adapter_layout(spec: ModelSpec, dtype: DtypeName) -> ExportLayout:
     dtypes = spec.exported_dtypes(dtype)
     tensors = [
         trained_tensor(_saved_name(each.name), each.shape, whole_parameter(each.name, each.shape), dtypes)
-        for block in spec.blocks
-        for each in block.parameters
+        for each in spec.parameters
         if is_of_adapter(each.name)
     ]
     return ExportLayout(

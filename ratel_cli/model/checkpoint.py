@@ -272,7 +272,7 @@ class CheckpointSource(Closing):
         names_of = twins(self._skeleton)
         sources: dict[str, str] = {}
         missing: list[str] = []
-        for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
+        for parameter in spec.parameters:
             names = [parameter.name, *(name for name in names_of[parameter.name] if name != parameter.name)]
             present = [name for name in names if name in self._direct or name in self._converted]
             if not present:

@@ -149,7 +149,7 @@ class DenoiserWeights(Closing):
         self._resources.close()
 
     def _check(self, directory: Path, spec: ModelSpec) -> None:
-        known = {each.name for block in spec.blocks for each in block.parameters}
+        known = {each.name for each in spec.parameters}
         unexpected = min(self._readers.keys() - known, default=None)
         if unexpected is not None:
             raise BadInput(

@@ -271,3 +271,8 @@ def _download(repository: str) -> str:
     from huggingface_hub import snapshot_download
 
     return snapshot_download(repository, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+
+
+def weights_bytes(directory: Path) -> int:
+    """Size of all files of weights in a directory."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

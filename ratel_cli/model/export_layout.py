@@ -255,7 +255,7 @@ def layout_of_module(
 ) -> ExportLayout:
     """The layout of a module of any kind: its parameters and persistent buffers under their own names, each once."""
     dtypes = spec.exported_dtypes(dtype or spec.dtype)
-    shapes = {each.name: each.shape for block in spec.blocks for each in block.parameters}
+    shapes = {each.name: each.shape for each in spec.parameters}
     placed = [trained_tensor(name, shape, whole_parameter(name, shape), dtypes) for name, shape in shapes.items()]
     for module_name, each in module.named_modules():
         for name, buffer in each._buffers.items():
@@ -271,7 +271,7 @@ def layout_of_module(
 def own_names(model: PreTrainedModel, spec: ModelSpec) -> dict[str, str]:
     """The spec's name of each parameter, by all names that the parameter has in the model."""
     names_of = twins(model)
-    return {name: each.name for block in spec.blocks for each in block.parameters for name in names_of[each.name]}
+    return {name: each.name for each in spec.parameters for name in names_of[each.name]}
 
 
 def whole_parameter(parameter: str, shape: Sequence[int]) -> TrainedContent:

@@ -12,7 +12,7 @@ from typing import Self
 
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields, read_as
-from ratel_cli.schedule.blocks import BlockSpec, block_from_json
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, block_from_json
 from ratel_cli.schedule.segments import Segment, first_trained, segments_of
 from ratel_cli.schedule.slices import slices_of
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
@@ -59,6 +59,11 @@ class ModelSpec:
     """Whether the model's code before the layers reads nothing of the embedding's matrix but the rows of tokens."""
     substitutes: tuple[int, ...] = ()
     """Tokens that this code may look up in the place of others, such as padding in that of an image's token."""
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Those of all blocks, in the order of the store."""
+        return tuple(parameter for block in self.blocks for parameter in block.parameters)
 
     @property
     def num_parameters(self) -> int:

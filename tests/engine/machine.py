@@ -24,7 +24,8 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
-from ratel_cli.model.adapters import AdaptedSource, AdapterSettings, drawn_adapter, inject
+from ratel_cli.model.adapter_settings import AdapterSettings
+from ratel_cli.model.adapters import AdaptedSource, drawn_adapter, inject
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.adapters import AdapterSettings, inject
+from ratel_cli.model.adapter_settings import AdapterSettings
+from ratel_cli.model.adapters import inject
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.traffic import step_traffic

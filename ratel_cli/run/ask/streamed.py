@@ -247,7 +247,7 @@ def resident_blocks(streamed: StreamedModel[AnyBase], memory: BlockMemory) -> fr
 
 def _packed_bytes(spec: ModelSpec) -> int:
     """The largest matrix once more: a product in 16 bit on the CPU may copy it into another order."""
-    largest = max(each.num_elements for block in spec.blocks for each in block.parameters)
+    largest = max(each.num_elements for each in spec.parameters)
     return 0 if spec.dtype_bytes == 4 else largest * spec.dtype_bytes
 
 

@@ -36,6 +36,7 @@ from ratel_cli.model.directory import (
     WEIGHTS_NAME,
     find_weight_files,
     resolve_base_model,
+    weights_bytes,
 )
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
 from ratel_cli.model.reload import check_values, holds_export, load_language_model, read_parameter
@@ -88,7 +89,7 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
         raise BadInput(
             f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
         )
-    denoises, num_bytes = is_denoiser(directory), sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    denoises, num_bytes = is_denoiser(directory), weights_bytes(directory)
     name, library = (DENOISER_WEIGHTS_NAME, "diffusers") if denoises else (WEIGHTS_NAME, "transformers")
     load = partial(load_denoiser, dtype=None) if denoises else load_language_model
     with StopRequest() as stop:
@@ -101,7 +102,7 @@ def _verify_adapter(directory: Path, log: RunLog) -> list[Check]:
     from ratel_cli.model.adapters import load_adapted, named_base  # with PEFT, which others do not need
 
     base = resolve_base_model(named_base(directory))
-    num_bytes = sum(path.stat().st_size for each in (directory, base) for path in each.glob("*.safetensors"))
+    num_bytes = weights_bytes(directory) + weights_bytes(base)
 
     def load() -> nn.Module:
         return load_adapted(load_language_model(base), directory)
@@ -276,7 +277,7 @@ def _first_difference(run: OpenedRun, generation: Readable, read: _ReadValues) -
     context, spec = run.context, run.base.model.spec
     dtype, progress = context.config.dtype, context.stop.check
     with StoredWeights(spec, generation, context.pool, dtype, progress=progress) as weights:
-        for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
+        for parameter in spec.parameters:
             start = 0
             for values in weights.slices(parameter.name, 0, parameter.num_elements):
                 if not _same_bits(read(parameter.name, start, len(values)), values):

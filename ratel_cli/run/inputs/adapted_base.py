@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.adapters import (
     AdaptedSource,
-    AdapterSettings,
     adapted_matrices,
     adapter_config_text,
     adapter_layout,
@@ -42,6 +42,7 @@ from ratel_cli.model.sidecars import GivenSidecars, copied_files
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.run.inputs.base import Weights, hub_id
 from ratel_cli.run.inputs.language_base import LanguageBase
+from ratel_cli.run.inputs.settings import adapter_of
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.sizes import Task
 from ratel_cli.store.joined import Readable
@@ -105,12 +106,7 @@ class AdaptedBase(LanguageBase):
         """Write the base with the adapter added to it, as PEFT merges it, into the directory that `-o` has named.
         Returns notices. Raises as `export`."""
         spec = self.model.spec
-        stored_names = {
-            base_name(each.name): each.name
-            for block in spec.blocks
-            for each in block.parameters
-            if not is_of_adapter(each.name)
-        }
+        stored_names = {base_name(each.name): each.name for each in spec.parameters if not is_of_adapter(each.name)}
         adapted = adapted_matrices(self.model.skeleton, spec)
         with CheckpointSource(self.directory, self._plain(), merged_spec(spec)) as source:
             return self.export(
@@ -150,21 +146,5 @@ class AdaptedBase(LanguageBase):
 
 def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[..., AdaptedBase]:
     """Put the config's adapter into the skeleton. Returns what makes the base of it. Raises BadInput."""
-    settings = settings_of(config, task)
+    settings = adapter_of(config, task)
     return partial(AdaptedBase, settings=settings, peft_config=inject(skeleton, settings))
-
-
-def settings_of(config: RunConfig, task: Task) -> AdapterSettings:
-    """The adapter that the config asks for."""
-    takes_all = config.lora_target_linear or not config.lora_target_modules
-    return AdapterSettings(
-        rank=config.lora_r,
-        alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
-        dropout=config.lora_dropout,
-        target_modules="all-linear" if takes_all else config.lora_target_modules,
-        layers=config.lora_layers_to_transform,
-        scales_by_root=config.peft_use_rslora,
-        initialisation=config.peft_init_lora_weights or True,
-        also_named=config.lora_target_modules if takes_all else (),
-        task=task,
-    )

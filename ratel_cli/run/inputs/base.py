@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
@@ -23,7 +24,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.card import Card, plain_card
 from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.directory import WEIGHTS_NAME
+from ratel_cli.model.directory import WEIGHTS_NAME, weights_bytes
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.import_weights import WeightSource
@@ -33,7 +34,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.run.files.output import own_output
 from ratel_cli.run.files.run_directory import as_recorded_by_run
-from ratel_cli.run.inputs.settings import adapter_facts
+from ratel_cli.run.inputs.settings import adapter_of
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Store
 
@@ -90,7 +91,7 @@ class Base(ABC):
 
     def loaded_bytes(self, directory: Path) -> int:
         """What loading an export takes."""
-        return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        return weights_bytes(directory)
 
     @abstractmethod
     def tried(self, loaded: nn.Module) -> tuple[AnyModelBatch, torch.Tensor]:
@@ -151,7 +152,7 @@ def model_hash(config: RunConfig, spec: ModelSpec) -> str:
         (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters]) for each in spec.blocks
     ]
     content = [spec.architecture, blocks, config.dtype, str(origin), config.random_init]
-    return hash_of(content if config.adapter is None else [*content, adapter_facts(config)])
+    return hash_of(content if config.adapter is None else [*content, asdict(adapter_of(config, config.task))])
 
 
 def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:

@@ -13,13 +13,14 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.json_fields import hash_of
+from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.denoiser_config import read_denoiser_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
-from ratel_cli.sizes import LOGITS_CHUNK_BYTES
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES, Task
 from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.wear_limit import WearLimit
@@ -48,21 +49,20 @@ DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
 
 
-def adapter_facts(config: RunConfig) -> list[object]:
-    """What the config's adapter is, however it is written: what two configs with the same adapter have alike."""
-    modules = "all" if config.lora_target_linear else sorted(config.lora_target_modules) or "all"
-    alpha = config.lora_r if config.lora_alpha is None else config.lora_alpha
-    layers = sorted(config.lora_layers_to_transform)
-    return [
-        config.adapter,
-        config.lora_r,
-        alpha,
-        config.lora_dropout,
-        modules,
-        layers,
-        config.peft_use_rslora,
-        config.peft_init_lora_weights or True,
-    ]
+def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
+    """The adapter that the config asks for, the same however it is written."""
+    takes_all = config.lora_target_linear or not config.lora_target_modules
+    return AdapterSettings(
+        rank=config.lora_r,
+        alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules="all-linear" if takes_all else tuple(sorted(config.lora_target_modules)),
+        layers=tuple(sorted(config.lora_layers_to_transform)),
+        scales_by_root=config.peft_use_rslora,
+        initialisation=config.peft_init_lora_weights or True,
+        also_named=tuple(sorted(config.lora_target_modules)) if takes_all else (),
+        task=task,
+    )
 
 
 def settings_hash(config: RunConfig) -> str:

@@ -1,0 +1,27 @@
+"""What an adapter is, in PEFT's words, for whoever has no need of PEFT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ratel_cli.sizes import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """What an adapter is, in PEFT's words."""
+
+    rank: int
+    alpha: int
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] | str = "all-linear"
+    """Ends of names of modules; one string is a regular expression, or `all-linear`."""
+    layers: tuple[int, ...] = ()
+    """The layers that have one; none: all."""
+    scales_by_root: bool = False
+    """rsLoRA: divides `alpha` by the root of the rank."""
+    initialisation: bool | Literal["gaussian"] = True
+    task: Task = "causal_lm"
+    also_named: tuple[str, ...] = ()
+    """Ends of names of modules that must have one, too, because all linear layers do."""
