@@ -72,8 +72,8 @@ REJECTED = """\
 
 What becomes of keys that Ratel has no key for. An empty value is always ignored, and so is `false` for whatever one
 would have to turn on. `…` stands for any ending. `bf16`, `fp16`, `save_strategy`, `eval_strategy`, `dataset_name`,
-`dataset`, `max_samples`, `use_peft`, `finetuning_type: lora`, `lora_rank` and `use_rslora` are not here: they are read
-as keys of ours, with a notice.
+`dataset`, `max_samples`, `use_peft`, `finetuning_type: lora`, `lora_rank`, `lora_target`, `additional_target`,
+`use_rslora` and `use_dora` are not here: they are read as keys of ours, with a notice.
 
 | key | it is | why | what to do |
 |---|---|---|---|

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,7 +112,10 @@ def train_in_memory(
     def gradients(step: int) -> tuple[float, dict[str, torch.Tensor]]:
         return _gradients(model, [_placed(batch, recipe.device) for batch in steps[step]], step, recipe)
 
-    return _trained(model, weights, len(steps), recipe, names, gradients)
+    trained = _trained(model, weights, len(steps), recipe, names, gradients)
+    # Of what PEFT copies and trains, the copies are the model's.
+    kept = {name: each for name, each in trained.weights.items() if ".original_module." not in name}
+    return replace(trained, weights={name.replace(".modules_to_save.default", ""): each for name, each in kept.items()})
 
 
 def _with_adapter(
@@ -130,10 +134,13 @@ def _with_adapter(
     adapters = {name: each for name, each in inner.named_parameters() if "lora_" in name}
     assert all(each.dtype == torch.float32 and each.requires_grad for each in adapters.values())
     found = {
-        name: each.detach().cpu().clone() if name in adapters else weights[name.replace(".base_layer", "")]
+        name: each.detach().cpu().clone() if name in adapters else weights[_PEFTS_WORDS.sub("", name)]
         for name, each in inner.named_parameters()
     }
     return inner.train(), found, replace(recipe, kept=recipe.kept | adapters.keys())
+
+
+_PEFTS_WORDS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)\b")
 
 
 class AnyBatch(Protocol):

@@ -252,12 +252,11 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         test_split eval_strategy_best predict_with_generate generate_samples num_generation_samples
         generation_max_length generation_num_beams""",
     ),
-    (_but(_ADAPTER, "full", "none"), "peft use_dora adapter_name_or_path"),
+    (_but(_ADAPTER, "full", "none"), "peft adapter_name_or_path"),
     (_but(_PART, "full", "none"), "finetuning_type"),
     (
         _ADAPTER,
-        """additional_target freeze_base_model pissa_init use_llama_pro peft_use_dora lora_modules_to_save
-        lora_target_parameters lora_model_dir lora_init""",
+        """freeze_base_model pissa_init use_llama_pro lora_target_parameters lora_model_dir lora_init""",
     ),
     (_OF_PEFT, "lora_qkv_kernel lora_o_kernel lora_mlp_kernel lora_embedding_kernel lora_on_cpu lora_fan_in_fan_out"),
     (_MERGED, "merge_lora"),

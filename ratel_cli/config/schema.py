@@ -99,6 +99,12 @@ class RunConfig(Section):
     """The layers that get an adapter, counted from 0. Default: all."""
     peft_use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(lora_r)` instead (rank-stabilised LoRA)."""
+    peft_use_dora: bool = False
+    """Train the length of each output's weights by itself, and their direction by the adapter (DoRA). Each matrix is
+    then computed anew in forward and backward, which takes time and memory."""
+    lora_modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Modules of the model that are trained whole beside the adapter and exported with it, by the ends of their names:
+    `[embed_tokens, lm_head]`. Default: none."""
     peft_init_lora_weights: bool | Literal["gaussian"] = True
     """How an adapter begins, drawn by `seed`. `true`: the second matrix is zero, so the model is as before. `gaussian`:
     the same, with a normal distribution in the first one. `false`: as `true`, which it is in axolotl."""

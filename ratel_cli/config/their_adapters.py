@@ -15,8 +15,14 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, plain, show
 
 _ADAPTER_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
-_PREFIXES = ("lora_", "qlora", "peft_", "adapter", "use_peft", "use_dora")
-_NAMES: Mapping[str, str] = {"lora_rank": "lora_r", "use_rslora": "peft_use_rslora"}
+_PREFIXES = ("lora_", "qlora", "peft_", "adapter", "use_peft")
+_NAMES: Mapping[str, str] = {
+    "lora_rank": "lora_r",
+    "use_rslora": "peft_use_rslora",
+    "use_dora": "peft_use_dora",
+    "additional_target": "lora_modules_to_save",
+    "lora_target": "lora_target_modules",
+}
 """Names of others, and ours."""
 
 
@@ -27,6 +33,9 @@ def translate_adapter(entries: Entries, report: Report) -> None:
         if theirs in entries and ours not in entries:
             entries[ours] = entries.pop(theirs)
             report.read_as(entries[ours], f"{ours}: {show(plain(entries[ours].value))}")
+    for name in OF_ADAPTER:
+        if name in entries and entries[name].value.content is None and _OURS[name] is not None:
+            report.drop(entries.pop(name), "it is empty, so its default is used")
     switches: Entries = {key: entries[key] for key in _ADAPTER_SWITCHES if key in entries}
     is_off = [entry.value.content in (None, False, "", "full") for entry in switches.values()]
     if is_off and all(is_off):
@@ -48,9 +57,9 @@ def _adapter_that_is_on(entries: Entries, report: Report, switches: Mapping[str,
     if "adapter" not in entries or entries["adapter"].value.content != "lora":
         return
     switch = entries["adapter"]
-    for key in [key for key in entries if key in OF_ADAPTER and entries[key].value.content is None]:
-        report.drop(entries.pop(key), "it is empty, so its default is used")
     _adapted_modules(entries, report, tool)
+    if "lora_alpha" in entries and entries["lora_alpha"].value.content is None:
+        del entries["lora_alpha"]  # so that it has its trainer's default, not ours
     for key, content in _LORA_DEFAULTS[tool].items():
         entries.setdefault(key, made(switch, content))
     rank = entries["lora_r"].value.content if "lora_r" in entries else None
@@ -77,25 +86,30 @@ _OURS: Mapping[str, Plain] = {
 
 
 def _adapted_modules(entries: Entries, report: Report, tool: _Tool) -> None:
-    """`lora_target` and `lora_target_modules`: names; LLaMA-Factory's one string with commas; or a word for all linear
-    layers. Another string is a regular expression of PEFT's."""
-    if "lora_target" in entries:
-        entries.setdefault("lora_target_modules", entries.pop("lora_target"))
+    """Names of modules; LLaMA-Factory's one string with commas; or a word for all linear layers. Another string is a
+    regular expression of PEFT's."""
+    for key in ("lora_target_modules", "lora_modules_to_save"):
+        if tool == "LLaMA-Factory" and key in entries and isinstance(entries[key].value.content, str):
+            _divide(entries, key, report)
     entry = entries.get("lora_target_modules")
-    content = None if entry is None else entry.value.content
-    if entry is None or content is None:
+    if entry is None or entry.value.content is None:
         if tool == "TRL":
             message = "which modules get an adapter is not said; TRL leaves that to PEFT, by the type of the model"
             report.reject(_modules_finding(entries["adapter"], message), "lora_target_modules")
     elif plain(entry.value) in ("all", "all-linear", ["all"], ["all-linear"]):
         report.drop(entries.pop("lora_target_modules"), "all linear layers have an adapter by default")
-    elif isinstance(content, str) and tool == "LLaMA-Factory":
-        names = [Marked(where=entry.value.where, content=name.strip()) for name in content.split(",")]
-        entries["lora_target_modules"] = replace(entry, value=Marked(where=entry.value.where, content=names))
-        report.read_as(entry, f"lora_target_modules: [{', '.join(name.strip() for name in content.split(','))}]")
-    elif isinstance(content, str):
+    elif isinstance(entry.value.content, str):
         message = "`lora_target_modules` is one string, a regular expression in PEFT"
         report.reject(_modules_finding(entries.pop("lora_target_modules"), message), "lora_target_modules")
+
+
+def _divide(entries: Entries, key: str, report: Report) -> None:
+    """Make a list of names with commas between them."""
+    entry = entries[key]
+    names = [name.strip() for name in str(entry.value.content).split(",")]
+    content = [Marked(where=entry.value.where, content=name) for name in names]
+    entries[key] = replace(entry, value=Marked(where=entry.value.where, content=content))
+    report.read_as(entry, f"{key}: [{', '.join(names)}]")
 
 
 def _modules_finding(entry: Entry, message: str) -> Finding:

@@ -20,8 +20,8 @@ class Unsupported:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        name="QLoRA, DoRA and other adapters than LoRA",
-        words="qlora dora adapters peft",
+        name="QLoRA and other adapters than LoRA and DoRA",
+        words="qlora adapters peft",
         instead="`adapter: lora` trains LoRA adapters by PEFT's modules, beside a model in `dtype` that may be larger"
         " than RAM. Merge an adapter into its base model to train on from it.",
     ),

@@ -21,7 +21,11 @@ class AdapterSettings:
     """The layers that have one; none: all."""
     scales_by_root: bool = False
     """rsLoRA: divides `alpha` by the root of the rank."""
+    has_magnitudes: bool = False
+    """DoRA: the length of each output's weights is trained by itself."""
     initialisation: bool | Literal["gaussian"] = True
+    saved_modules: tuple[str, ...] = ()
+    """Ends of names of modules of the base that are trained whole, and are part of the adapter (`modules_to_save`)."""
     task: Task = "causal_lm"
     also_named: tuple[str, ...] = ()
     """Ends of names of modules that must have one, too, because all linear layers do."""

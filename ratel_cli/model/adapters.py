@@ -2,7 +2,8 @@
 
 PEFT puts its modules into the skeleton before blocks are found. So an adapter is a block that is trained, in fp32,
 beside its frozen matrix, and the forward that runs is PEFT's. A parameter of the base is then called
-`q_proj.base_layer.weight`; `base_name` is its name without that, as the base model's files have it.
+`q_proj.base_layer.weight`; `base_name` is its name without that, as the base model's files have it. Modules that PEFT
+would copy and train (`modules_to_save`) are trained where they are: the frozen ones beside them would never be used.
 
 Invariant: an adapter begins with the bits that `torch.manual_seed(seed)` and `get_peft_model` give it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import tempfile
 import warnings
@@ -18,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
@@ -33,14 +36,17 @@ from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
 from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.merged_weights import AdaptedMatrix
+from ratel_cli.model.merged_weights import AdaptedMatrix, output_lengths
 from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.schedule.blocks import ParameterSpec
 from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName, Task
 
 _NAME = "default"
 """PEFT's name of the one adapter."""
+_MAGNITUDES = "lora_magnitude_vector"
 _TASK_TYPES: dict[Task, str | None] = {"causal_lm": "CAUSAL_LM", "masked_lm": None, "seq2seq": "SEQ_2_SEQ_LM"}
 
 
@@ -50,15 +56,18 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     targets = settings.target_modules
     if settings.layers and isinstance(targets, str):
         targets = _linear_names(model)  # PEFT chooses layers only among names
+    saved = _saved_modules(model, settings)
+    excluded = [*_other_parts(model), *(rf"(.*\.)?{re.escape(name)}(\..*)?" for name in settings.saved_modules)]
     config = LoraConfig(
         task_type=_TASK_TYPES[settings.task],
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=_other_parts(model),
+        exclude_modules="|".join(excluded) or None,
         layers_to_transform=list(settings.layers) or None,
         use_rslora=settings.scales_by_root,
+        use_dora=settings.has_magnitudes,
         init_lora_weights=settings.initialisation,
     )
     try:
@@ -74,30 +83,61 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         )
         found.key = ("lora_target_modules",)
         raise found from error
+    for module in saved:
+        module.requires_grad_(True)
+    config.modules_to_save = list(settings.saved_modules) or None
+    _check_adapted(model, settings)
+    return config
+
+
+def _check_adapted(model: PreTrainedModel, settings: AdapterSettings) -> None:
+    """Raise BadInput if something has an adapter that must have none, or the other way round."""
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise _of_experts(model)
-    adapted = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    for missing in (each for each in settings.also_named if not any(name.endswith(each) for name in adapted)):
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
+    for name in (name for name, each in layers.items() if settings.has_magnitudes and not isinstance(each, Linear)):
+        raise BadInput(f"peft_use_dora: {name} is no linear layer", "set peft_use_dora: false, or name other modules")
+    for missing in (each for each in settings.also_named if not any(name.endswith(each) for name in layers)):
         raise BadInput(f"lora_target_modules: {missing}: no linear layer of the model's layers", "remove it")
     for name, module in model.named_modules():
         if module in (model.get_input_embeddings(), model.get_output_embeddings()) and "lora_" in str(module):
             raise BadInput(
                 f"lora_target_modules: {name}: embedding and head can have no adapter", "name modules of layers"
             )
-    return config
 
 
-def _other_parts(model: PreTrainedModel) -> str | None:
-    """A regular expression for the modules that text does not use, such as a vision tower's; None if there are none.
-    An adapter there would not be trained."""
+def _saved_modules(model: PreTrainedModel, settings: AdapterSettings) -> list[nn.Module]:
+    """The modules that are trained whole. Raises BadInput if a name is that of none."""
+    found = list[nn.Module]()
+    for end in settings.saved_modules:
+        named = {name: each for name, each in model.named_modules() if name.endswith(end)}
+        for name in (name for name in named if not f".{name}".endswith(f".{end}")):
+            hint = f"write more of the name that you mean, such as model.{end}"
+            raise BadInput(f"lora_modules_to_save: {end}: PEFT takes {name}, too, which ends so", hint)
+        if not any(parameter.numel() for module in named.values() for parameter in module.parameters()):
+            raise BadInput(f"lora_modules_to_save: {end}: no module of the model with weights", "name it by its end")
+        found += named.values()
+    tied = {model.get_input_embeddings(), model.get_output_embeddings()}.intersection(found)
+    if tied and model.config.get_text_config().tie_word_embeddings:
+        raise BadInput(
+            f"lora_modules_to_save: embedding and head of {type(model).__name__} are one matrix, of which PEFT trains"
+            " copies that differ",
+            "remove it, or train the matrix itself: unfrozen_parameters, without an adapter",
+        )
+    return found
+
+
+def _other_parts(model: PreTrainedModel) -> list[str]:
+    """A regular expression for the modules that text does not use, such as a vision tower's, if there are some. An
+    adapter there would not be trained."""
     if model.config.is_encoder_decoder:
-        return None
+        return []
     names = {module: name for name, module in model.named_modules()}
     inside = names.get(model.get_decoder(), "")
     head = model.get_output_embeddings()
     linear = [name for module, name in names.items() if isinstance(module, nn.Linear | Conv1D) and module is not head]
     is_whole = not inside or all(name.startswith(f"{inside}.") for name in linear)
-    return None if is_whole else rf"(?!{re.escape(inside)}\.).*"
+    return [] if is_whole else [rf"(?!{re.escape(inside)}\.).*"]
 
 
 def _of_experts(model: PreTrainedModel) -> BadInput:
@@ -138,14 +178,19 @@ def base_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def merged_spec(spec: ModelSpec) -> ModelSpec:
-    """The model without its adapters, of which what they are added to counts as trained, and all else as frozen."""
-    adapted, found = adapted_names(spec), base_spec(spec)
+    """The model without its adapters, of which what they change counts as trained, and all else as frozen."""
+    changed, found = adapted_names(spec) | {each.name for each in trained_parameters(spec)}, base_spec(spec)
     blocks = []
     for block in found.blocks:
         for rule in (ADAMW, FROZEN):
-            kept = tuple(each for each in block.parameters if (each.name in adapted) == (rule is ADAMW))
+            kept = tuple(each for each in block.parameters if (each.name in changed) == (rule is ADAMW))
             blocks.append(replace(block, parameters=kept, rule=rule))
     return replace(found, blocks=tuple(blocks))
+
+
+def trained_parameters(spec: ModelSpec) -> list[ParameterSpec]:
+    """What an adapter consists of: all that is trained beside a frozen base."""
+    return [each for block in spec.blocks if block.is_trained for each in block.parameters]
 
 
 def adapted_names(spec: ModelSpec) -> frozenset[str]:
@@ -158,30 +203,46 @@ def adapted_names(spec: ModelSpec) -> frozenset[str]:
 def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatrix]:
     """What is added to each parameter that has an adapter, by its name without it. Raises BadInput if that is no
     matrix of a linear layer."""
-    stored = {each.name for each in spec.parameters}
+    stored = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
     found = {}
     for name in adapted_names(spec):
         path = name.removesuffix(".weight")
         layer = model.get_submodule(path)
         if f"{path}.base_layer.weight" not in stored or not isinstance(layer, Linear):
             raise BadInput(f"{path}: its adapter is none of a linear layer", "merge it with PEFT: merge_and_unload()")
+        block, matrix = stored[f"{path}.base_layer.weight"]
         found[name] = AdaptedMatrix(
-            matrix=f"{path}.base_layer.weight",
+            matrix=matrix.name,
+            shape=matrix.shape,
+            dtype=DTYPES[block.dtype],
             first=f"{path}.lora_A.{_NAME}.weight",
             second=f"{path}.lora_B.{_NAME}.weight",
+            magnitudes=f"{path}.{_MAGNITUDES}.{_NAME}.weight" if layer.use_dora[_NAME] else None,
             scaling=layer.scaling[_NAME],
             is_inputs_first=layer.fan_in_fan_out,
         )
     return found
 
 
+def magnitudes_of(adapted: Mapping[str, AdaptedMatrix]) -> dict[str, AdaptedMatrix]:
+    """By the name of the magnitudes: what they are the first lengths of."""
+    return {each.magnitudes: each for each in adapted.values() if each.magnitudes is not None}
+
+
 class AdaptedSource:
     """Weights of a base model, and of an adapter."""
 
-    def __init__(self, base: WeightSource, read_adapter: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """`read_adapter`: gives its values in fp32, by name, when the first weight is read."""
+    def __init__(
+        self,
+        base: WeightSource,
+        read_adapter: Callable[[], Mapping[str, torch.Tensor]],
+        magnitudes: Mapping[str, AdaptedMatrix] = MappingProxyType({}),
+    ) -> None:
+        """`read_adapter`: gives its values in fp32, by name, when the first weight is read. `magnitudes`: by name,
+        those that it does not have: they are the lengths of the matrix's and the adapter's sum."""
         self._base = base
         self._read_adapter = read_adapter
+        self._magnitudes = magnitudes
 
     @cached_property
     def _adapter(self) -> Mapping[str, torch.Tensor]:
@@ -191,14 +252,24 @@ class AdaptedSource:
         """See WeightSource."""
         if name in self._adapter:
             return self._adapter[name].reshape(-1)[start:stop]
+        if name in self._magnitudes:
+            return self._first_magnitudes(self._magnitudes[name])[start:stop]
         return self._base.read(base_name(name), start, stop)
+
+    def _first_magnitudes(self, adapted: AdaptedMatrix) -> torch.Tensor:
+        """As PEFT has them: in the dtype of the base, then in fp32."""
+        values = self._base.read(base_name(adapted.matrix), 0, math.prod(adapted.shape))
+        matrix = values.to(adapted.dtype).view(adapted.shape)
+        first, second = (self._adapter[name].to(adapted.dtype) for name in (adapted.first, adapted.second))
+        product = second @ first * adapted.scaling
+        return output_lengths(matrix, product.T if adapted.is_inputs_first else product, adapted).float()
 
 
 def read_adapter(directory: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:
     """The values of an exported adapter, by the names of its parameters. Raises BadInput if it is another model's."""
     found = dict[str, torch.Tensor]()
     with ShardReader(trusted_file(directory, ADAPTER_WEIGHTS_NAME)) as reader:
-        for each in filter(lambda each: is_of_adapter(each.name), spec.parameters):
+        for each in trained_parameters(spec):
             entry = reader.tensors.get(_saved_name(each.name))
             if entry is None or entry.shape != each.shape:
                 what = "is missing" if entry is None else f"has the shape {list(entry.shape)}, not {list(each.shape)}"
@@ -236,7 +307,7 @@ def drawn_adapter(plain: PreTrainedModel, settings: AdapterSettings, *, seed: in
     _hollow_out(plain)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject(plain, settings)
+        inject(plain, replace(settings, has_magnitudes=False))  # they draw nothing
         return {name: each.detach() for name, each in plain.named_parameters() if is_of_adapter(name)}
 
 
@@ -255,8 +326,7 @@ def adapter_layout(spec: ModelSpec, dtype: DtypeName) -> ExportLayout:
     dtypes = spec.exported_dtypes(dtype)
     tensors = [
         trained_tensor(_saved_name(each.name), each.shape, whole_parameter(each.name, each.shape), dtypes)
-        for each in spec.parameters
-        if is_of_adapter(each.name)
+        for each in trained_parameters(spec)
     ]
     return ExportLayout(
         shards=split_into_shards(sorted(tensors, key=lambda each: each.name), 1 << 62, ADAPTER_WEIGHTS_NAME),
@@ -266,7 +336,8 @@ def adapter_layout(spec: ModelSpec, dtype: DtypeName) -> ExportLayout:
 
 
 def _saved_name(name: str) -> str:
-    return "base_model.model." + ".".join(part for part in name.split(".") if part != _NAME)
+    parts = [part for part in name.split(".") if part != _NAME]
+    return ".".join(("base_model", "model", *(parts[:-1] if _MAGNITUDES in parts else parts)))
 
 
 def adapter_config_text(config: LoraConfig, *, base_model: str) -> str:

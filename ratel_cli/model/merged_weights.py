@@ -23,7 +23,12 @@ class AdaptedMatrix:
     """`lora_A`, `[rank, inputs]`."""
     second: str
     """`lora_B`, `[outputs, rank]`."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of the matrix."""
     scaling: float
+    magnitudes: str | None = None
+    """DoRA: the length of the sum's weights of each output, `[outputs]`; None: it is as it comes."""
     is_inputs_first: bool = False
     """Whether the matrix is `[inputs, outputs]`, as in GPT-2."""
 
@@ -65,5 +70,15 @@ class MergedWeights:
         product = second @ first
         added = (product.T if adapted.is_inputs_first else product) * adapted.scaling
         matrix = self._weights.whole(adapted.matrix)
-        matrix += added  # in fp32, rounded once to the matrix's dtype
-        return matrix
+        if adapted.magnitudes is None:
+            matrix += added  # in fp32, rounded once to the matrix's dtype
+            return matrix
+        factors = self._weights.whole(adapted.magnitudes) / output_lengths(matrix, added, adapted)
+        return ((factors if adapted.is_inputs_first else factors.unsqueeze(1)) * (matrix + added)).to(matrix.dtype)
+
+
+def output_lengths(matrix: torch.Tensor, added: torch.Tensor, adapted: AdaptedMatrix) -> torch.Tensor:
+    """The length of the weights of each output, in the dtype of the sum (DoRA, arXiv 2402.09353, eq. 5)."""
+    total = matrix + added
+    lengths: torch.Tensor = torch.linalg.norm(total.T if adapted.is_inputs_first else total, dim=1)
+    return lengths

@@ -162,7 +162,6 @@ def test_values_that_are_compared(value: object, words: str) -> None:
 @pytest.mark.parametrize(
     ("word", "first"),
     [
-        ("dora", "QLoRA"),
         ("QLoRA", "QLoRA"),
         ("dpo", "DPO"),
         ("4-bit", "Quantised"),

@@ -77,7 +77,7 @@ def test_alias_values(load: Load) -> None:
 
 
 REJECTED = """
-    load_in_4bit load_in_8bit peft_use_dora lora_modules_to_save qlora_rank
+    load_in_4bit load_in_8bit pissa_init lora_target_parameters qlora_rank
     lora_model_dir batch_size stage neftune_noise_alpha rope_scaling
     galore_rank use_badam use_eaft_loss reward_model <<
 """
@@ -380,12 +380,12 @@ def test_the_columns_of_a_prompt_of_axolotl(load: Load) -> None:
 @pytest.mark.parametrize("switch", ["adapter:", "use_peft: false", "finetuning_type: full"])
 def test_an_adapter_that_is_off_has_settings_that_change_nothing(load: Load, switch: str) -> None:
     notices = load(MINIMAL + f"{switch}\nlora_r: 64\nlora_target_modules: [q_proj]\npeft_use_dora: true\n").notices
-    assert len(notices) == 1 and "`lora_r`, `lora_target_modules`, `peft_use_dora`" in notices[0]
+    assert "`lora_r`, `lora_target_modules`, `peft_use_dora`" in notices[-1]
 
 
 def test_an_adapter_that_is_on(complain: Complain) -> None:
-    [error] = complain(MINIMAL + "adapter: lora\nlora_r: 64\npeft_use_dora: true\n")
-    assert "`peft_use_dora` is not a key of Ratel: it belongs to a kind of adapter" in error
+    [error] = complain(MINIMAL + "adapter: lora\nlora_r: 64\npissa_init: true\n")
+    assert "`pissa_init` is not a key of Ratel: it belongs to a kind of adapter" in error
     [error] = complain(MINIMAL + "adapter: qlora\n")
     assert "`adapter` must be `lora`" in error
     [error] = complain(MINIMAL + "adapter: lora\nfrozen_parameters: [a]\n")
@@ -418,8 +418,11 @@ def test_a_regular_expression_for_modules(complain: Complain) -> None:
     assert "is one string, a regular expression in PEFT | name them" in error
 
 
-def test_rslora_by_another_name(load: Load) -> None:
+def test_keys_of_adapters_by_other_names(load: Load) -> None:
     assert load(MINIMAL + "adapter: lora\nuse_rslora: true\n").config.peft_use_rslora
+    assert load(MINIMAL + "use_peft: true\nlora_target_modules: all-linear\nuse_dora: true\n").config.peft_use_dora
+    found = load(MINIMAL + "finetuning_type: lora\nadditional_target: embed_tokens, lm_head\n").config
+    assert found.lora_modules_to_save == ("embed_tokens", "lm_head")
 
 
 def test_trl_leaves_the_modules_to_peft(complain: Complain) -> None:

@@ -33,6 +33,7 @@ from tests.reference import Trained, train_in_memory
 NUM_STEPS = 4
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHANGES: dict[str, object] = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "max_steps": NUM_STEPS}
+WHOLE: dict[str, object] = {"peft_use_dora": True, "lora_modules_to_save": ["lm_head"]}
 IN_PEFT: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -52,7 +53,7 @@ def adapter_of(config: Path) -> dict[str, torch.Tensor]:
 
 
 def saved_name(name: str) -> str:
-    return "base_model.model." + name.replace(".default", "")
+    return "base_model.model." + name.replace("_vector.default.weight", "_vector").replace(".default", "")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -69,8 +70,12 @@ def saved_name(name: str) -> str:
             {"layers_to_transform": [1], "init_lora_weights": "gaussian", "target_modules": LINEAR},
         ),
         ({"peft_init_lora_weights": False, "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, {}),
+        (
+            {"peft_use_dora": True, "lora_dropout": 0.1, "lora_modules_to_save": ["embed_tokens", "lm_head"]},
+            {"use_dora": True, "lora_dropout": 0.1, "modules_to_save": ["embed_tokens", "lm_head"]},
+        ),
     ],
-    ids=["all linear", "dropout and rslora", "one layer", "all linear by axolotl"],
+    ids=["all linear", "dropout and rslora", "one layer", "all linear by axolotl", "dora, and modules trained whole"],
 )
 def test_the_adapter_is_what_peft_trains(
     make_config: MakeConfig, base: Path, dtype: str, keys: dict[str, object], lora: dict[str, object]
@@ -78,17 +83,23 @@ def test_the_adapter_is_what_peft_trains(
     config = make_config(**{**CHANGES, **keys, "dtype": dtype})
     succeed(config)
     found, wanted = adapter_of(config), plain(config, base, **lora)
-    adapters = {saved_name(name): values for name, values in wanted.weights.items() if "lora_" in name}
+    saved = tuple(f"{name}.weight" for name in keys.get("lora_modules_to_save", ()))  # type: ignore[attr-defined]
+    adapters = {
+        saved_name(name): values if "lora_" in name else values.to(DTYPES[dtype])
+        for name, values in wanted.weights.items()
+        if "lora_" in name or name.endswith(saved)
+    }
     assert found.keys() == adapters.keys()
     for name, values in adapters.items():
-        assert found[name].dtype == torch.float32 and torch.equal(found[name], values), name
+        assert found[name].dtype == values.dtype and torch.equal(found[name], values), name
     assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
     assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
 
 
-def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path) -> None:
+@pytest.mark.parametrize("keys", [{}, WHOLE], ids=["lora", "dora"])
+def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path, keys: dict[str, object]) -> None:
     """Killed in between, too. Of the base nothing is copied or changed."""
-    config, before = make_config(**CHANGES), file_hash(base / "model.safetensors")
+    config, before = make_config(**CHANGES, **keys), file_hash(base / "model.safetensors")
     run_until_killed(config, kill_at="commit.written:3")
     succeed(config)
     output = output_of(config)
@@ -99,10 +110,9 @@ def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path) -> Non
     assert settings["base_model_name_or_path"] == str(base) and settings["inference_mode"] is True
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(model, output)
+    theirs = {saved_name(name): each for name, each in loaded.base_model.model.named_parameters()}
     for name, values in adapter_of(config).items():
-        assert torch.equal(
-            loaded.get_parameter(name.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default")), values
-        )
+        assert torch.equal(theirs[name.replace("lm_head", "lm_head.modules_to_save")], values.float()), name
     ended = ratel("verify", config)
     assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
 
@@ -175,6 +185,7 @@ def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
         ({"lora_target_modules": ["nothing"]}, "adapter: LlamaForCausalLM: Target modules {'nothing'} not found"),
         ({"lora_target_modules": ["embed_tokens"]}, "embedding and head can have no adapter"),
         ({"lora_target_modules": ["embed_tokens"], "lora_target_linear": True}, "embed_tokens: no linear layer"),
+        ({"lora_modules_to_save": ["score"]}, "lora_modules_to_save: score: no module of the model with weights"),
         ({"unfrozen_parameters": ["lm_head"]}, "`adapter` and `unfrozen_parameters` are both set"),
         ({"random_init": True}, "`adapter` and `random_init` are both set"),
         ({"data_type": "latents"}, "`adapter` is for language models"),
@@ -187,9 +198,13 @@ def test_adapters_that_cannot_be(make_config: MakeConfig, keys: dict[str, object
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("keys", [{}, WHOLE], ids=["lora", "dora, and the head whole"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_merging_has_the_bits_of_peft(make_config: MakeConfig, base: Path, dtype: str, tmp_path: Path) -> None:
-    config, merged = make_config(**CHANGES, dtype=dtype, save_steps=2, save_total_limit=2), tmp_path / "merged"
+def test_merging_has_the_bits_of_peft(
+    make_config: MakeConfig, base: Path, dtype: str, keys: dict[str, object], tmp_path: Path
+) -> None:
+    changes = {**CHANGES, **keys, "dtype": dtype, "save_steps": 2, "save_total_limit": 2}
+    config, merged = make_config(**changes), tmp_path / "merged"
     succeed(config)
     ended = ratel("merge", config, "-o", merged)
     assert ended.code == 0 and f"merged step {NUM_STEPS} to" in ended.stderr, ended.stderr
@@ -198,7 +213,7 @@ def test_merging_has_the_bits_of_peft(make_config: MakeConfig, base: Path, dtype
     found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
     assert found.keys() == before.keys()
     for name, values in found.items():
-        is_adapted = name.removesuffix(".weight").endswith(tuple(LINEAR))
+        is_adapted = name.removesuffix(".weight").endswith((*LINEAR, "lm_head") if keys else tuple(LINEAR))
         assert torch.equal(values, wanted[name] if is_adapted else before[name]), name
         assert not is_adapted or values.dtype == DTYPES[dtype]
     loaded = AutoModelForCausalLM.from_pretrained(merged)

@@ -25,10 +25,11 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import AdaptedSource, drawn_adapter, inject
+from ratel_cli.model.adapters import AdaptedSource, adapted_matrices, drawn_adapter, inject, magnitudes_of
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
+from ratel_cli.model.merged_weights import AdaptedMatrix
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base
@@ -267,6 +268,7 @@ def machine(
     A `queue` is only borrowed; without one there is a new one. `model` is that of an earlier machine, to save time.
     """
     drawn: Mapping[str, torch.Tensor] = {}
+    magnitudes: Mapping[str, AdaptedMatrix] = {}
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
         if adapter is not None:
@@ -277,6 +279,8 @@ def machine(
             freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
         model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients)
+        if adapter is not None and adapter.has_magnitudes:
+            magnitudes = magnitudes_of(adapted_matrices(skeleton, model.spec))
     groups = GroupShape(elements=group_elements, in_flight=groups_in_flight)
     paths = [directory / f"drive{index}" for index in range(num_directories)]
     num_elements = sum(block.num_elements for block in model.spec.blocks)
@@ -314,7 +318,7 @@ def machine(
             )
             import_base(
                 model.spec.sliced(ranks.slice),
-                AdaptedSource(Source(weights), lambda: drawn),
+                AdaptedSource(Source(weights), lambda: drawn, magnitudes),
                 store,
                 pool,
                 progress=lambda num_elements: None,

@@ -32,6 +32,8 @@ ADAPTERS: dict[str, AdapterSettings] = {
     "all linear": AdapterSettings(rank=4, alpha=8),
     "dropout": AdapterSettings(rank=2, alpha=4, dropout=0.2),
     "rslora, drawn": AdapterSettings(rank=3, alpha=5, scales_by_root=True, initialisation=False),
+    "dora": AdapterSettings(rank=3, alpha=5, has_magnitudes=True),
+    "dora, drawn, dropout": AdapterSettings(rank=2, alpha=3, has_magnitudes=True, initialisation=False, dropout=0.2),
 }
 IN_LAYERS = AdapterSettings(
     rank=4, alpha=8, layers=(1,), initialisation="gaussian", target_modules=("q_proj", "up_proj")
@@ -48,6 +50,8 @@ def in_peft(settings: AdapterSettings) -> tuple[tuple[str, object], ...]:
         "target_modules": targets if isinstance(targets, str) else list(targets),
         "layers_to_transform": list(settings.layers) or None,
         "use_rslora": settings.scales_by_root,
+        "use_dora": settings.has_magnitudes,
+        "modules_to_save": list(settings.saved_modules) or None,
         "init_lora_weights": settings.initialisation,
         "task_type": "CAUSAL_LM",
     }
@@ -129,6 +133,37 @@ def test_adapters_outside_the_layers(tmp_path: Path, num_micro_batches: int) -> 
     recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
     config = tiny_config("opt")
     check_training(machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, adapter=settings)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "saved",
+    [("lm_head",), ("embed_tokens", "lm_head"), ("model.norm", "layers.1.mlp")],
+    ids="+".join,
+)
+def test_modules_that_are_trained_whole(tmp_path: Path, architecture: str, saved: tuple[str, ...]) -> None:
+    if architecture == "gpt_neox":
+        names = {"embed_tokens": "embed_in", "model.norm": "final_layer_norm"}
+        saved = tuple(names.get(name, name) for name in saved)
+    settings = AdapterSettings(rank=2, alpha=4, dropout=0.1, saved_modules=saved)
+    recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
+    check_training(machine, tmp_path, tiny_config(architecture), recipe, adapter=settings)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "saved", "message"),
+    [
+        ("llama", "head", "head: PEFT takes lm_head, too"),
+        ("llama", "score", "score: no module of the model with weights"),
+        ("llama", "act_fn", "act_fn: no module of the model with weights"),
+        ("llama_tied", "lm_head", "embedding and head of LlamaForCausalLM are one matrix"),
+        ("llama_tied", "embed_tokens", "embedding and head of LlamaForCausalLM are one matrix"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole(architecture: str, saved: str, message: str) -> None:
+    skeleton = build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa")
+    with pytest.raises(BadInput, match=f"lora_modules_to_save: {message}"):
+        inject(skeleton, AdapterSettings(rank=2, alpha=4, saved_modules=(saved,)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

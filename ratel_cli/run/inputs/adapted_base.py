@@ -30,6 +30,7 @@ from ratel_cli.model.adapters import (
     inject,
     is_of_adapter,
     load_adapted,
+    magnitudes_of,
     merged_spec,
     read_adapter,
 )
@@ -57,8 +58,13 @@ class AdaptedBase(LanguageBase):
     peft_config: LoraConfig
 
     def __post_init__(self) -> None:
-        """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind."""
+        """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind;
+        or if text does not use a module that is to be trained whole."""
         spec = self.model.spec
+        known = {each.name for each in spec.parameters}
+        for name in (name for name, each in self.model.skeleton.named_parameters() if each.requires_grad):
+            if name not in known:
+                raise BadInput(f"lora_modules_to_save: {name} is in a part that text does not use", "name others")
         outside = (each.name for part in (spec.embedding, spec.head) for each in part.parameters)
         found = next(filter(is_of_adapter, outside), None)
         if found is not None and self.settings.dropout:
@@ -73,7 +79,10 @@ class AdaptedBase(LanguageBase):
         def drawn() -> dict[str, torch.Tensor]:
             return drawn_adapter(self._plain(), self.settings, seed=config.seed)
 
-        return AdaptedSource(self._open_base(resources), drawn), self.layout(config)
+        has_magnitudes = self.settings.has_magnitudes
+        adapted = adapted_matrices(self.model.skeleton, self.model.spec) if has_magnitudes else {}
+        source = AdaptedSource(self._open_base(resources), drawn, magnitudes_of(adapted))
+        return source, self.layout(config)
 
     def layout(self, config: RunConfig) -> ExportLayout:
         """See Base. The adapter alone."""

@@ -59,6 +59,8 @@ def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
         target_modules="all-linear" if takes_all else tuple(sorted(config.lora_target_modules)),
         layers=tuple(sorted(config.lora_layers_to_transform)),
         scales_by_root=config.peft_use_rslora,
+        has_magnitudes=config.peft_use_dora,
+        saved_modules=tuple(sorted(config.lora_modules_to_save)),
         initialisation=config.peft_init_lora_weights or True,
         also_named=tuple(sorted(config.lora_target_modules)) if takes_all else (),
         task=task,
