@@ -12,32 +12,34 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from ratel_cli.cli.arguments import check_option
+from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.planning.forecast.advice import Advice, advise
+from ratel_cli.planning.forecast.advice import Advice, advise, best_first
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.split import SplitRate
 from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
 from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
+from ratel_cli.run.ask.adapter_advice import advise_adapter
 from ratel_cli.run.ask.plan_inputs import (
     Cluster,
     find_hardware,
     forecaster_of,
     on_same_drives,
     setting_of,
-    space_tiers,
     wear_warning,
     with_planned_split,
+    with_space_tiers,
 )
 from ratel_cli.run.ask.plan_questions import Questions, answers, reject_questions
 from ratel_cli.run.files.new_file import reject_existing
 from ratel_cli.run.files.run_directory import read_config, stores_on_machine
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
-from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit
+from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit, warn_of_learning_rate
 from ratel_cli.units import format_bytes
 
 
@@ -76,12 +78,10 @@ def run(
     setting = setting_of(config, hardware, step_keys=step_keys, layout=layout)
     forecast = forecaster.forecast(setting)
     if is_here:
-        spaces = space_tiers(config, forecaster, setting, nvme_bytes=forecast.prediction.nvme_bytes)
-        forecast = replace(forecast, tiers=(*forecast.tiers, *spaces))
-    warning = wear_warning(config, forecaster, setting)
-    if warning is not None:
-        log.warn(warning)
-    advices = _advices(forecaster, forecast)
+        forecast = with_space_tiers(forecast, config, forecaster)
+    _warn(config, forecaster, setting, log)
+    adapter = advise_adapter(config, forecaster, forecast, log, is_here=is_here)
+    advices = best_first([*_advices(forecaster, forecast), *([] if adapter is None else [adapter])])
     answered = answers(questions, forecaster, forecast)
     if as_json:
         helps = [
@@ -90,6 +90,7 @@ def run(
                 "tokens_per_second": each.tokens_per_second,
                 "gain": each.gain,
                 "unclipped_gain": each.unclipped_gain,
+                "times_less_written": each.times_less_written,
             }
             for each in advices
         ]
@@ -107,6 +108,15 @@ def run(
             draw(picture)
         log.say(f"wrote {picture}")
     _check(forecast, advices)
+
+
+def _warn(config: RunConfig, forecaster: Forecaster, setting: Setting, log: RunLog) -> None:
+    """Warn of what a run of this config would do, though it can be done."""
+    if isinstance(forecaster, RatelForecaster) and config.model_shape is None:
+        warn_of_learning_rate(config, forecaster.spec, log)
+    wear = wear_warning(config, forecaster, setting)
+    if wear is not None:
+        log.warn(wear)
 
 
 def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:

@@ -407,6 +407,11 @@ class RunConfig(Section):
         return self
 
 
+def may_have_adapter(config: RunConfig) -> bool:
+    """Whether the config trains a whole model and could train an adapter instead, as far as the config alone says."""
+    return config.adapter is None and _training_contradiction(config.model_copy(update={"adapter": "lora"})) is None
+
+
 def _training_contradiction(config: RunConfig) -> Contradiction | None:
     """What cannot be trained so; None if there is nothing."""
     if config.use_dft_loss and config.label_smoothing_factor:

@@ -20,6 +20,7 @@ from ratel_cli.cli.app import main
 from ratel_cli.commands import pip_install
 from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import processor_name
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import device_of
@@ -286,6 +287,68 @@ def test_what_does_not_fit_is_told_whole_and_ends_with_3(ask: Ask, config: Path,
     assert "what would help" not in result.out
     assert result.err.startswith("error: the run does not fit: GPU is short by ")
     assert "hint: raise limits.gpu_memory" in result.err
+
+
+@pytest.mark.full
+def test_an_adapter_is_advised_with_what_its_own_plan_has(ask: Ask, config: Path, here: Path) -> None:
+    arguments = (config, "--hardware", PAPER_MACHINE, "--json", "lora_r=8")
+    whole, adapted = (json.loads(ask(*arguments, *more).out) for more in ((), ("adapter=lora",)))
+    [advice] = [each for each in whole["advice"] if each["change"].startswith("adapter: lora")]
+    written = [each["traffic"]["nvme_written_bytes"] for each in (whole, adapted)]
+    rates = [each["throughput"]["tokens_per_second"] for each in (whole, adapted)]
+    assert advice["times_less_written"] == written[0] / written[1] > 5
+    assert advice["tokens_per_second"] == pytest.approx(rates[1])
+    assert advice["gain"] == pytest.approx(rates[1] / rates[0] - 1)
+    assert advice["change"].startswith(f"adapter: lora (LoRA r=8: {written[0] / written[1]:.0f} x less written")
+    assert all(each["times_less_written"] is None for each in whole["advice"] if each is not advice)
+    assert not [each for each in adapted["advice"] if each["change"].startswith("adapter")]
+    assert "x less written" in ask(*arguments[:3]).out.partition("what would help")[2]
+
+
+def test_an_adapter_is_what_would_fit(ask: Ask, config: Path, here: Path) -> None:
+    nvme = replace(LAPTOP.nvme, free_bytes=20 << 20)
+    result = ask(config, "--hardware", hardware_file(here / "a.json", replace(LAPTOP, nvme=nvme)))
+    assert result.code == 3 and result.row("fits").startswith("no: not enough NVMe")
+    assert re.search(r"\n  +\d+ tokens/s  adapter: lora \(LoRA r=16: [0-9.]+ x less written; trains", result.out)
+    assert "hint: set adapter: lora (LoRA r=16" in result.err
+    shutil.rmtree(here / "base")
+    (here / "base").mkdir()
+    (here / "base" / "config.json").write_text(json.dumps(LLAMA))
+    assert ask(config, "adapter=lora", "learning_rate=1e-4", "--hardware", here / "a.json").code == 0
+
+
+@pytest.mark.parametrize("key", ["frozen_parameters=[lm_head]", "random_init=true"])
+def test_no_adapter_is_advised_where_there_can_be_none(ask: Ask, config: Path, machine: Path, key: str) -> None:
+    assert "adapter: lora" not in ask(config, "--hardware", machine, key).out
+
+
+def test_a_model_that_can_have_no_adapter_is_looked_at_once(
+    ask: Ask, config: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def reject(*arguments: object) -> None:
+        asked.append(arguments)
+        raise BadInput("it can have none")
+
+    monkeypatch.setattr("ratel_cli.run.inputs.adapted_base.adapt", reject)
+    for _ in range(2):
+        result = ask(config, "--hardware", machine)
+        assert result.code == 0 and "adapter" not in result.out
+    assert len(asked) == 1
+    assert "it can have none" in ask(config, "--hardware", machine, "adapter=lora").err
+
+
+def test_the_learning_rate_of_an_adapter_for_all_weights_of_a_large_model(
+    ask: Ask, config: Path, machine: Path, here: Path
+) -> None:
+    warning = "`learning_rate` is 0.0001, which suits an adapter; "
+    assert warning not in ask(config, "--hardware", machine, "learning_rate=1e-4").err, "it is small"
+    (here / "base" / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 4096, "intermediate_size": 16384}))
+    found = ask(config, "--hardware", PAPER_MACHINE, "learning_rate=1e-4").err
+    assert f"warning: {warning}1" in found and "B parameters are usually trained at 5e-6 to 5e-5" in found
+    for other in ("learning_rate=9e-5", "learning_rate=1e-4 adapter=lora", "learning_rate=1e-4 random_init=true"):
+        assert "suits an adapter" not in ask(config, "--hardware", PAPER_MACHINE, *other.split()).err
 
 
 def test_json_has_the_contract_s_keys_and_plain_numbers(ask: Ask) -> None:

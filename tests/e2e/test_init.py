@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,12 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from ratel_cli.config.json_schema import config_schema
 from ratel_cli.config.load import LoadedConfig, load_config
+from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import plain, read_text
+from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import gpu_names
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.run.ask.plan_inputs import find_hardware
 from ratel_cli.run.start.starting_storage import is_in_memory, other_places
 from ratel_cli.run.train import profile_machine
 from tests.config.json_schema_oracle import violations
@@ -262,6 +268,47 @@ def test_a_drive_with_space_is_proposed(
     assert init(base, "--data", rows).code == 0
     assert written().config.storage.paths == (tmp_path / "drive" / "ratel",)
     assert "# the store takes" in Path("run.yaml").read_text()
+
+
+@pytest.mark.full
+def test_an_adapter_is_chosen_where_all_weights_do_not_fit(
+    base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this model they take 872 KiB; an adapter of rank 1, and a copy of the base, a third of that."""
+
+    def full_drive(config: RunConfig, file: Path | None, log: RunLog) -> HardwareProfile:
+        hardware = find_hardware(config, file, log)
+        return replace(hardware, nvme=replace(hardware.nvme, free_bytes=600 << 10))
+
+    monkeypatch.setattr("ratel_cli.run.start.init.find_hardware", full_drive)
+    for name, chosen in (("run.yaml", "lora"), ("all.yaml", None)):
+        given = ("lora_r=1",) if chosen else ("lora_r=1", "adapter=null")
+        ended = init(base, *given, "--data", rows, "-o", name)
+        assert ended.code == 0, ended.stderr
+        config = written(name).config
+        assert (config.adapter, config.learning_rate) == (chosen, 2e-4 if chosen else 1e-5), ended.stderr
+        lines = [line for line in ended.stderr.splitlines() if line.startswith("adapter ")]
+        assert bool(lines) is bool(chosen)
+        if chosen:
+            assert " lora: all weights would need " in lines[0] and " of NVMe more than there is" in lines[0]
+            assert "without this line, all weights" in Path(name).read_text()
+
+
+@pytest.mark.full
+def test_an_adapter_is_chosen_where_all_weights_would_wear_the_drives_out(base: Path, rows: Path) -> None:
+    ended = init(base, "--data", rows, "max_steps=1000000", "storage.endurance_tb=0.1", "storage.paths=[store]")
+    assert ended.code == 0, ended.stderr
+    assert written().config.adapter == "lora"
+    assert re.search(r"lora: all weights would write [0-9]+ GB, \d+ % of what such drives are made for", ended.stderr)
+    ended = init(base, "--data", rows, "max_steps=1000", "storage.endurance_tb=0.1", "-o", "few.yaml")
+    assert written("few.yaml").config.adapter is None, ended.stderr
+
+
+@pytest.mark.full
+def test_the_learning_rate_follows_an_adapter_that_is_asked_for(base: Path, rows: Path) -> None:
+    ended = init(base, "--data", rows, "adapter=lora")
+    assert ended.code == 0 and "\nadapter" not in ended.stderr
+    assert written().notices == () and written().config.learning_rate == 2e-4
 
 
 def test_mounts(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
-"""What would help: a better machine, a larger batch, the same batch in other micro-batches, or no clipping, each
-planned anew by itself. Pure.
+"""What would help: a better machine, a larger batch, the same batch in other micro-batches, no clipping, or an adapter
+instead of the whole model, each planned anew by itself. Pure.
 
-Invariant: advice gains more than 1 % and fits. The greatest gain comes first. Advice that changes the weights says so.
+Invariant: advice gains more than 1 %, or writes less, and fits. The greatest gain comes first. Advice that changes the
+weights says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.forecast.forecast import Setting
+from ratel_cli.planning.forecast.forecast import Forecast, Setting
 from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.units import format_bytes
+
+_SHOWN_AS_FASTER = 1.05
+_SHOWN_WHOLE = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,13 @@ class Advice:
     unclipped_gain: float | None = None
     """No clipping only: the gain over a step that is not clipped, if such a step takes another time than a clipped one.
     """
+    times_less_written: float | None = None
+    """An adapter only: what a step writes to NVMe without the change, by what it writes with it."""
+
+
+def best_first(advices: Iterable[Advice]) -> tuple[Advice, ...]:
+    """The advices in the order in which they are shown."""
+    return tuple(sorted(advices, key=lambda advice: -advice.gain))
 
 
 def advise(setting: Setting, rate: Callable[[Setting], SplitRate]) -> tuple[Advice, ...]:
@@ -37,7 +48,31 @@ def advise(setting: Setting, rate: Callable[[Setting], SplitRate]) -> tuple[Advi
         then = rate(changed)
         if then.fits and then.tokens_per_second > (1 + LEAST_GAIN) * now.tokens_per_second:
             advices.append(_advice(change, now, then, stops_clipping=changed.clips != setting.clips))
-    return tuple(sorted(advices, key=lambda advice: -advice.gain))
+    return best_first(advices)
+
+
+def adapter_advice(now: Forecast, then: Forecast, *, rank: int, tokens_per_second: float) -> Advice | None:
+    """A LoRA adapter of this rank instead of the whole model; None if that does not fit, or writes no less.
+
+    `now` and `then` are the forecasts of the two by costs of one kind. `tokens_per_second`: of the whole model, as the
+    plan shows it. Where the whole model does not fit, the gain is 0: there is nothing to compare with.
+    """
+    written_bytes = then.prediction.traffic.written_bytes
+    times_less = now.prediction.traffic.written_bytes / written_bytes if written_bytes else 0.0
+    if not then.fits or times_less <= 1:
+        return None
+    times = then.prediction.tokens_per_second / now.prediction.tokens_per_second
+    speed = f", {times:.1f} x faster" if now.fits and times >= _SHOWN_AS_FASTER else ""
+    return Advice(
+        change=f"adapter: lora (LoRA r={rank}: {_times_words(times_less)} x less written{speed}; trains other weights)",
+        tokens_per_second=times * tokens_per_second,
+        gain=times - 1 if now.fits else 0.0,
+        times_less_written=times_less,
+    )
+
+
+def _times_words(times: float) -> str:
+    return f"{times:.1f}" if times < _SHOWN_WHOLE else f"{times:,.0f}"
 
 
 def other_split(setting: Setting, rate: Callable[[Setting], SplitRate]) -> Advice | None:

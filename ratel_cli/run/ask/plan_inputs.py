@@ -18,7 +18,7 @@ from ratel_cli.hardware.shares import ONE_RANK, RankLayout
 from ratel_cli.hardware.spec import HardwareProfile, Network
 from ratel_cli.io.files import device_of
 from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.forecast.forecast import Forecaster, Setting, Tier
+from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting, Tier
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, rank_slice_of
 from ratel_cli.planning.papers.largest import with_layers
@@ -152,28 +152,32 @@ def with_planned_chunk(config: RunConfig, hardware: HardwareProfile, *, name: st
     return config.chunked_by(forecaster.chunk_bytes(setting_of(config, hardware)))
 
 
-def space_tiers(config: RunConfig, forecaster: Forecaster, setting: Setting, *, nvme_bytes: int) -> tuple[Tier, ...]:
-    """The tiers of the snapshot's device, if the config asks for a snapshot, and of the export's, on this machine.
+def with_space_tiers(forecast: Forecast, config: RunConfig, forecaster: Forecaster) -> Forecast:
+    """The forecast with the tiers of the snapshot's device, if the config asks for a snapshot, and of the export's, on
+    this machine.
 
     Only a run knows the export to the byte: here it is its weights alone.
     """
     if not isinstance(forecaster, RatelForecaster):
-        return ()
-    return tuple(
+        return forecast
+    setting = forecast.setting
+    spaces = spaces_of(
+        config,
+        forecaster.spec,
+        nvme_bytes=forecast.prediction.nvme_bytes,
+        own=forecaster.spec.sliced(rank_slice_of(setting)),
+        layout=setting.layout,
+    )
+    tiers = (
         Tier(
             name=space.name,
             need_bytes=space.need_bytes,
             have_bytes=space.available_bytes,
             remedy=f"set {space.option} to a device with more space",
         )
-        for space in spaces_of(
-            config,
-            forecaster.spec,
-            nvme_bytes=nvme_bytes,
-            own=forecaster.spec.sliced(rank_slice_of(setting)),
-            layout=setting.layout,
-        )
+        for space in spaces
     )
+    return replace(forecast, tiers=(*forecast.tiers, *tiers))
 
 
 def wear_warning(config: RunConfig, forecaster: Forecaster, setting: Setting) -> str | None:

@@ -46,6 +46,7 @@ from ratel_cli.run.inputs.settings import (
     DECIDES_THE_STATE,
     settings_hash,
     warn_of_host_limit,
+    warn_of_learning_rate,
 )
 from ratel_cli.sizes import SPLIT_KEYS
 from ratel_cli.store.store import StoreIdentity
@@ -136,6 +137,7 @@ def read_model(
     base = errors.attempt(("base_model",), lambda: read_base(config, log))
     if base is None:
         return ModelInputs(device=device, base=None)
+    warn_of_learning_rate(config, base.model.spec, log)
     if isinstance(base.model, DecoderModel):
         smoothing = config.label_smoothing_factor
         base.model.loss = token_loss(label_smoothing=smoothing, is_dft=config.use_dft_loss)

@@ -9,6 +9,7 @@ is made again, and no code that comes with a model is ever run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, replace
@@ -64,6 +65,19 @@ def describe_model(config: RunConfig, *, name: str, log: RunLog) -> ModelDescrip
     return ModelDescription(spec=spec, traits=traits)
 
 
+def describe_if_possible(config: RunConfig, log: RunLog) -> ModelDescription | None:
+    """The model that the config's `base_model` names; None if it cannot be trained so, which is cached as well."""
+    file = description_file(config)
+    if _was_rejected(file):
+        return None
+    try:
+        return _base_model(config, log)
+    except BadInput:
+        with contextlib.suppress(OSError):
+            write_user_cache(file, json.dumps({"format_version": FORMAT_VERSION, "is_rejected": True}) + "\n")
+        return None
+
+
 def description_file(config: RunConfig) -> Path:
     """Where the description of the config's base model is cached: by everything that `find_blocks` takes, but for the
     dtype of gradients, which is set afterwards. Raises BadInput."""
@@ -99,6 +113,14 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     except OSError as error:
         log.notice(f"{file}: the model's description cannot be cached ({error.strerror}); the next plan makes it again")
     return description
+
+
+def _was_rejected(file: Path) -> bool:
+    try:
+        fields = JsonFields(json.loads(file.read_text(encoding="utf-8")))
+        return fields.integer("format_version") == FORMAT_VERSION and fields.value("is_rejected") is True
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def _read(file: Path, *, name: str) -> ModelDescription | None:

@@ -24,7 +24,7 @@ from ratel_cli.sizes import LOGITS_CHUNK_BYTES, Task
 from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.wear_limit import WearLimit
-from ratel_cli.units import format_bytes
+from ratel_cli.units import format_bytes, format_count
 
 DECIDES_THE_BITS: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "shuffle", "micro_batch_size",
@@ -47,6 +47,11 @@ OF_TEXT: Final = (
 """Those of them that count for text alone."""
 DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
+
+_LEAST_OF_ADAPTERS = 1e-4
+"""The least learning rate that is usual for adapters."""
+_LARGE_MODEL = 500_000_000
+"""Parameters. Smaller models are trained whole at such rates, too."""
 
 
 def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
@@ -139,6 +144,16 @@ def warn_of_host_limit(config: RunConfig, log: RunLog) -> None:
     if limit_bytes is not None and limit_bytes > total_bytes:
         limit, total = format_bytes(limit_bytes), format_bytes(total_bytes)
         log.warn(f"limits.host_memory is {limit}, but this machine has {total} of RAM: a run may run out of memory")
+
+
+def warn_of_learning_rate(config: RunConfig, spec: ModelSpec, log: RunLog) -> None:
+    """Warn if all weights of a large model would be trained at the learning rate of an adapter."""
+    is_great = config.learning_rate >= _LEAST_OF_ADAPTERS and spec.num_trained >= _LARGE_MODEL
+    if config.adapter is None and is_great and not config.random_init:
+        log.warn(
+            f"`learning_rate` is {config.learning_rate:g}, which suits an adapter; "
+            f"{format_count(spec.num_trained)} parameters are usually trained at 5e-6 to 5e-5"
+        )
 
 
 def max_bytes_written(config: RunConfig, *, num_sharing: int = 1) -> int | None:

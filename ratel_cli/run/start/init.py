@@ -2,8 +2,9 @@
 
     1. the model is looked at: its config and its tokenizer, no weights
     2. the first rows of the data say of which type they are, and how long
-    3. the plan says how many sequences make a step on this machine, and whether it fits
-    4. the drives are looked at for a place of the store
+    3. the drives are looked at for a place of the store
+    4. the plan says how many sequences make a step on this machine, and whether it fits
+    5. where all weights do not fit, or would wear the drives out, 3 and 4 are tried again with an adapter
 
 Invariant: nothing is written but the description of a model in the user's cache. Of a hub model only the small files
 are downloaded.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -23,7 +24,7 @@ from ratel_cli.config.yaml_marks import Plain
 from ratel_cli.console import RunLog
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.hardware.host import free_bytes, gpu_names
+from ratel_cli.hardware.host import drive_bytes, free_bytes, gpu_names
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.denoiser_config import reject_denoiser
@@ -32,6 +33,8 @@ from ratel_cli.model.skeleton import read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.forecast.forecast import Forecast
 from ratel_cli.planning.traffic import store_bytes
+from ratel_cli.report.plan import percent
+from ratel_cli.run.ask.adapter_advice import with_adapter
 from ratel_cli.run.ask.plan_inputs import find_hardware, forecaster_of, setting_of, with_planned_split
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.process import silence_transformers
@@ -40,7 +43,7 @@ from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.run.start.starting_data import DataSketch, needs_template, sketch_data
 from ratel_cli.run.start.starting_storage import has_space, is_in_memory, other_places
 from ratel_cli.run.start.starting_text import DATA_PLACEHOLDER, MODEL_PLACEHOLDER, StartingText
-from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate
+from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate, format_traffic
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
@@ -52,6 +55,10 @@ _LEAST_STEPS = 20
 _MANY_TOKENS = 10_000_000
 """An epoch with more tokens is enough by itself."""
 _NEAR_BEST = 0.9
+_TYPICAL_WRITES = 600
+"""Writes of its whole size that a consumer drive is rated for: 600 TB for 1 TB."""
+_WEARS_OUT = 0.5
+"""Of what the drives are rated for, the share that no run should write unasked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,16 @@ class Start:
     text: str
     rows: tuple[tuple[str, str], ...]
     """A name and a fact each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """How the model could be trained here."""
+
+    text: StartingText
+    rows: tuple[tuple[str, str], ...]
+    forecast: Forecast | None
+    """None: the model or this machine is not known well enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +108,60 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
     if not data:
         rows.append(("data", f"not given; put its path where {output} has {DATA_PLACEHOLDER}"))
     _choose_length(text, found, sketches)
-    if found is not None:
-        rows.append(("store", _choose_storage(text, found)))
     _choose_epochs(text, sketches)
-    rows.append(("plan", _choose_step(text, found, sketches, log)))
-    text.choose("learning_rate", 1e-5, "usual for a whole model: 5e-6 to 2e-5")
-    written = text.text()
+    chosen = _choose_run(text, found, sketches, log)
+    if chosen.text.config.adapter is None:
+        chosen.text.choose("learning_rate", 1e-5, "usual for a whole model: 5e-6 to 2e-5")
+    else:
+        chosen.text.choose("learning_rate", 2e-4, "usual for LoRA: 1e-4 to 5e-4")
+    rows += chosen.rows
+    written = chosen.text.text()
     if is_open:
         written = written.replace(f"\nbase_model: {MODEL_PLACEHOLDER}", f"\n# base_model: {MODEL_PLACEHOLDER}", 1)
     return Start(text=written, rows=tuple(rows))
+
+
+def _choose_run(text: StartingText, model: _Model | None, sketches: Sequence[DataSketch], log: RunLog) -> _Run:
+    """The store and the step: of all weights or, where these do not fit or would wear the drives out, of an adapter."""
+    whole = _run_of(text, model, sketches, log)
+    if model is None or whole.forecast is None or "adapter" in text.given:
+        return whole
+    why = _why_adapter(whole.forecast, text.config, sketches)
+    found = None if why is None else with_adapter(_local(text.config, model), log)
+    if why is None or found is None:
+        return whole
+    other = text.copy()
+    other.choose("adapter", "lora", f"{why}; without this line, all weights")
+    adapted = _run_of(other, replace(model, spec=found[1].spec), sketches, log)
+    if adapted.forecast is None or not adapted.forecast.fits:
+        return whole
+    return replace(adapted, rows=(("adapter", f"lora: {why}"), *adapted.rows))
+
+
+def _run_of(text: StartingText, model: _Model | None, sketches: Sequence[DataSketch], log: RunLog) -> _Run:
+    """The store and the step, as the text has chosen so far what is trained."""
+    store = () if model is None else (("store", _choose_storage(text, model)),)
+    hardware = None if model is None else _hardware(text.config, log)
+    forecast = _choose_step(text, model, sketches, hardware, log)
+    return _Run(text=text, rows=(*store, ("plan", _plan_words(forecast))), forecast=forecast)
+
+
+def _why_adapter(whole: Forecast, config: RunConfig, sketches: Sequence[DataSketch]) -> str | None:
+    """Why not to train all weights; None if nothing is against it."""
+    if not whole.fits:
+        short = ", ".join(f"{format_bytes(each.shortfall_bytes)} of {each.name}" for each in whole.shortfalls)
+        return f"all weights would need {short} more than there is"
+    tokens = whole.setting.workload.tokens
+    num_steps = config.max_steps or sum(sketch.num_tokens for sketch in sketches) * config.num_epochs / tokens
+    written_bytes = num_steps * whole.prediction.traffic.written_bytes
+    rated_tb = whole.setting.hardware.nvme.endurance_tb_written
+    if rated_tb is None:
+        rated_tb = _TYPICAL_WRITES * drive_bytes(list(map(nearest_existing, config.storage.paths))) / 1e12
+    share = written_bytes / 1e12 / rated_tb
+    if share < _WEARS_OUT:
+        return None
+    written = format_traffic(written_bytes)
+    return f"all weights would write {written}, {percent(share)} of what such drives are made for"
 
 
 def _new_directory(wanted: Path) -> Path:
@@ -201,12 +263,17 @@ def _choose_epochs(text: StartingText, sketches: Sequence[DataSketch]) -> None:
         text.choose("num_epochs", 1 if is_large else 3, comment)
 
 
-def _choose_step(text: StartingText, model: _Model | None, sketches: Sequence[DataSketch], log: RunLog) -> str:
-    """The tokens of a step: the fewest that are nearly as fast as more of them. Returns what the plan says."""
+def _choose_step(
+    text: StartingText,
+    model: _Model | None,
+    sketches: Sequence[DataSketch],
+    hardware: HardwareProfile | None,
+    log: RunLog,
+) -> Forecast | None:
+    """The tokens of a step: the fewest that are nearly as fast as more of them. Returns the plan."""
     config, length = text.config, text.config.sequence_len
-    hardware = None if model is None else _hardware(config, log)
     if text.given & {"tokens_per_step", "micro_batch_size", "gradient_accumulation_steps"}:
-        return _plan_words(None if model is None or hardware is None else _forecast(config, model, hardware, log))
+        return None if model is None or hardware is None else _forecast(config, model, hardware, log)
     most = _STEP_TOKENS // length
     if sketches:
         most = min(most, sum(sketch.num_tokens for sketch in sketches) // (length * _LEAST_STEPS))
@@ -224,7 +291,7 @@ def _choose_step(text: StartingText, model: _Model | None, sketches: Sequence[Da
         workload = forecast.setting.workload
         comment += f", here {workload.num_micro_batches} of {workload.micro_batch_size}"
     text.choose("tokens_per_step", number * length, comment)
-    return _plan_words(forecast)
+    return forecast
 
 
 def _best_number(forecasts: Mapping[int, Forecast]) -> int | None:
@@ -243,9 +310,14 @@ def _hardware(config: RunConfig, log: RunLog) -> HardwareProfile | None:
 
 
 def _forecast(config: RunConfig, model: _Model, hardware: HardwareProfile, log: RunLog) -> Forecast:
-    local = config.model_copy(update={"base_model": str(model.directory)})
+    local = _local(config, model)
     split = with_planned_split(local, hardware, name=model.spec.name, log=log)
     return forecaster_of(split, hardware, name=model.spec.name, log=log).forecast(setting_of(split, hardware))
+
+
+def _local(config: RunConfig, model: _Model) -> RunConfig:
+    """The config with the directory in which the model was found."""
+    return config.model_copy(update={"base_model": str(model.directory)})
 
 
 def _plan_words(forecast: Forecast | None) -> str:

@@ -6,6 +6,7 @@ Invariants: what the user gave as `KEY=VALUE` stands in the file and is never ch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 
 from ratel_cli.commands import command
@@ -20,11 +21,12 @@ DATA_PLACEHOLDER = "train.jsonl"
 MODEL_PLACEHOLDER = "OWNER/NAME"
 _COMMENT_COLUMN = 36
 _GROUPS = (
-    ("base_model", "random_init", "datasets", "chat_template"),
+    ("base_model", "random_init", "adapter", "datasets", "chat_template"),
     ("sequence_len", "tokens_per_step", "num_epochs", "max_steps", "learning_rate", "dtype"),
     ("output_dir", "storage", "limits"),
 )
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "adapter": ("adapter: lora  # trains a LoRA adapter instead of all weights; learning_rate: 2e-4 suits it",),
     "limits": ("limits:", "  host_memory: 48GiB  # default: what is free"),
     "storage": (
         "storage:",
@@ -61,6 +63,12 @@ class StartingText:
         config = self._read().config
         assert config is not None
         return config
+
+    def copy(self) -> StartingText:
+        """The same keys, to be chosen on without a change of these."""
+        other = copy(self)
+        other._values, other._comments = dict(self._values), dict(self._comments)
+        return other
 
     def text(self) -> str:
         """The whole file."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from ratel_cli.planning.forecast.advice import Advice, advise, other_split, with_drives
-from ratel_cli.planning.forecast.forecast import Setting
+from ratel_cli.planning.forecast.advice import Advice, adapter_advice, advise, best_first, other_split, with_drives
+from ratel_cli.planning.forecast.forecast import Forecast, Setting
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.split import SplitRate
 from ratel_cli.units import GIB
@@ -170,3 +172,38 @@ def test_drives_have_their_share(count: int) -> None:
 def test_an_unknown_rating_stays_unknown() -> None:
     unrated = replace(WITH_GPU, nvme=replace(WITH_GPU.nvme, endurance_tb_written=None))
     assert with_drives(unrated, 5).nvme.endurance_tb_written is None
+
+
+@pytest.mark.parametrize(
+    ("times_faster", "times_less", "fits", "wanted"),
+    [
+        (1.94, 41.4, (True, True), "41 x less written, 1.9 x faster"),
+        (1.94, 9.96, (True, True), "10.0 x less written, 1.9 x faster"),
+        (1.04, 1234.6, (True, True), "1,235 x less written"),
+        (0.9, 41.0, (True, True), "41 x less written"),
+        (1.94, 41.0, (False, True), "41 x less written"),
+        (1.94, 41.0, (True, False), None),
+        (1.94, 1.0, (True, True), None),
+    ],
+)
+def test_an_adapter_says_how_much_less_it_writes(
+    times_faster: float, times_less: float, fits: tuple[bool, bool], wanted: str | None
+) -> None:
+    now = forecast_of(100.0, 10**12, fits=fits[0])
+    then = forecast_of(100 * times_faster, int(10**12 / times_less), fits=fits[1])
+    advice = adapter_advice(now, then, rank=16, tokens_per_second=50.0)
+    if wanted is None:
+        assert advice is None
+        return
+    assert advice is not None
+    assert advice.change == f"adapter: lora (LoRA r=16: {wanted}; trains other weights)"
+    assert advice.tokens_per_second == pytest.approx(50 * times_faster)
+    assert advice.gain == pytest.approx(times_faster - 1 if fits[0] else 0)
+    assert advice.times_less_written == pytest.approx(times_less)
+    assert best_first([replace(advice, gain=0.1), replace(advice, gain=0.3)])[0].gain == 0.3
+
+
+def forecast_of(tokens_per_second: float, written_bytes: int, *, fits: bool) -> Forecast:
+    traffic = SimpleNamespace(written_bytes=written_bytes)
+    prediction = SimpleNamespace(tokens_per_second=tokens_per_second, traffic=traffic)
+    return cast("Forecast", SimpleNamespace(prediction=prediction, fits=fits))
