@@ -256,7 +256,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (_but(_PART, "full", "none"), "finetuning_type"),
     (
         _ADAPTER,
-        """freeze_base_model pissa_init use_llama_pro lora_target_parameters lora_model_dir lora_init""",
+        """freeze_base_model pissa_init use_llama_pro lora_model_dir lora_init""",
     ),
     (_OF_PEFT, "lora_qkv_kernel lora_o_kernel lora_mlp_kernel lora_embedding_kernel lora_on_cpu lora_fan_in_fan_out"),
     (_MERGED, "merge_lora"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 OF_ADAPTER: Final = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_layers_to_transform",
-    "peft_use_rslora", "peft_use_dora", "lora_modules_to_save", "peft_init_lora_weights",
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_target_parameters",
+    "lora_layers_to_transform", "peft_use_rslora", "peft_use_dora", "lora_modules_to_save", "peft_init_lora_weights",
 )  # fmt: skip
 """What an adapter is, if there is one."""

@@ -95,6 +95,10 @@ class RunConfig(Section):
     the head."""
     lora_target_linear: bool = False
     """All linear layers get an adapter, as they do if `lora_target_modules` is empty."""
+    lora_target_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Stacks of experts' matrices that get an adapter, too, by the ends of their names: `[mlp.experts.gate_up_proj]`.
+    PEFT computes each of these stacks anew in forward and backward, which takes its size in memory. Of some models
+    `lora_target_modules` has names for them."""
     lora_layers_to_transform: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
     """The layers that get an adapter, counted from 0. Default: all."""
     peft_use_rslora: bool = False

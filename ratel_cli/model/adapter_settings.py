@@ -17,6 +17,8 @@ class AdapterSettings:
     dropout: float = 0.0
     target_modules: tuple[str, ...] | str = "all-linear"
     """Ends of names of modules; one string is a regular expression, or `all-linear`."""
+    target_parameters: tuple[str, ...] = ()
+    """Ends of names of stacks of experts' matrices, which are no modules."""
     layers: tuple[int, ...] = ()
     """The layers that have one; none: all."""
     scales_by_root: bool = False

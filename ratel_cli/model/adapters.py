@@ -16,7 +16,7 @@ import math
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +64,7 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        target_parameters=list(settings.target_parameters) or None,
         exclude_modules="|".join(excluded) or None,
         layers_to_transform=list(settings.layers) or None,
         use_rslora=settings.scales_by_root,
@@ -92,8 +93,6 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
 
 def _check_adapted(model: PreTrainedModel, settings: AdapterSettings) -> None:
     """Raise BadInput if something has an adapter that must have none, or the other way round."""
-    if any(isinstance(module, ParamWrapper) for module in model.modules()):
-        raise _of_experts(model)
     layers = {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
     for name in (name for name, each in layers.items() if settings.has_magnitudes and not isinstance(each, Linear)):
         raise BadInput(f"peft_use_dora: {name} is no linear layer", "set peft_use_dora: false, or name other modules")
@@ -141,10 +140,11 @@ def _other_parts(model: PreTrainedModel) -> list[str]:
 
 
 def _of_experts(model: PreTrainedModel) -> BadInput:
-    """The error for stacks of experts, which are no modules: PEFT computes each expert's matrix anew in forward."""
+    """The error for stacks of experts, which are no modules: PEFT adds their adapters to their matrices in forward."""
     return BadInput(
-        f"adapter: the experts of {type(model).__name__} would get one, which is not supported",
-        "name the other modules, such as lora_target_modules: [q_proj, k_proj, v_proj, o_proj]",
+        f"adapter: the experts of {type(model).__name__} would get one, which can have no dropout and no DoRA",
+        "set lora_dropout: 0 and peft_use_dora: false, or name the other modules, such as "
+        "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]",
     )
 
 
@@ -177,9 +177,10 @@ def base_spec(spec: ModelSpec) -> ModelSpec:
     return replace(spec, blocks=tuple(blocks))
 
 
-def merged_spec(spec: ModelSpec) -> ModelSpec:
-    """The model without its adapters, of which what they change counts as trained, and all else as frozen."""
-    changed, found = adapted_names(spec) | {each.name for each in trained_parameters(spec)}, base_spec(spec)
+def merged_spec(spec: ModelSpec, adapted: Collection[str]) -> ModelSpec:
+    """The model without its adapters, of which what they change counts as trained, and all else as frozen. `adapted`:
+    names, without adapters, of the parameters that have one."""
+    changed, found = {*adapted, *(each.name for each in trained_parameters(spec))}, base_spec(spec)
     blocks = []
     for block in found.blocks:
         for rule in (ADAMW, FROZEN):
@@ -193,33 +194,28 @@ def trained_parameters(spec: ModelSpec) -> list[ParameterSpec]:
     return [each for block in spec.blocks if block.is_trained for each in block.parameters]
 
 
-def adapted_names(spec: ModelSpec) -> frozenset[str]:
-    """The names, without adapters, of the parameters that have one."""
-    return frozenset(
-        f"{each.name.partition('.lora_A.')[0]}.weight" for each in spec.parameters if ".lora_A." in each.name
-    )
-
-
 def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatrix]:
     """What is added to each parameter that has an adapter, by its name without it. Raises BadInput if that is no
-    matrix of a linear layer."""
-    stored = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
+    matrix of a linear layer, and no stack of experts."""
+    stored = {base_name(each.name): (block, each) for block in spec.blocks for each in block.parameters}
     found = {}
-    for name in adapted_names(spec):
-        path = name.removesuffix(".weight")
-        layer = model.get_submodule(path)
-        if f"{path}.base_layer.weight" not in stored or not isinstance(layer, Linear):
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        name = f"{base_name(path)}.{layer.parameter_name if isinstance(layer, ParamWrapper) else 'weight'}"
+        if name not in stored or not isinstance(layer, Linear | ParamWrapper):
             raise BadInput(f"{path}: its adapter is none of a linear layer", "merge it with PEFT: merge_and_unload()")
-        block, matrix = stored[f"{path}.base_layer.weight"]
+        block, matrix = stored[name]
         found[name] = AdaptedMatrix(
             matrix=matrix.name,
-            shape=matrix.shape,
-            dtype=DTYPES[block.dtype],
             first=f"{path}.lora_A.{_NAME}.weight",
             second=f"{path}.lora_B.{_NAME}.weight",
             magnitudes=f"{path}.{_MAGNITUDES}.{_NAME}.weight" if layer.use_dora[_NAME] else None,
+            shape=matrix.shape,
+            dtype=DTYPES[block.dtype],
             scaling=layer.scaling[_NAME],
-            is_inputs_first=layer.fan_in_fan_out,
+            is_inputs_first=layer.fan_in_fan_out if isinstance(layer, Linear) else not layer._did_swap_in_out_features,
+            num_experts=0 if isinstance(layer, Linear) else layer.num_experts,
         )
     return found
 
@@ -344,7 +340,8 @@ def adapter_config_text(config: LoraConfig, *, base_model: str) -> str:
     """The content of adapter_config.json, as PEFT writes it."""
     own = copy.deepcopy(config)
     own.base_model_name_or_path, own.inference_mode = base_model, True
-    own.target_modules = sorted(own.target_modules or ())  # PEFT has made a set of it
+    own.target_modules = sorted(own.target_modules or ())  # PEFT has made sets of them
+    own.target_parameters = sorted(own.target_parameters or ()) or None
     with tempfile.TemporaryDirectory() as directory:
         own.save_pretrained(directory)
         return (Path(directory) / ADAPTER_CONFIG_NAME).read_text(encoding="utf-8")

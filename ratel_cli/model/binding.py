@@ -123,7 +123,8 @@ def bound_views(block: BlockSpec, parts: Sequence[torch.Tensor], *, num_rows: in
     def view(parameter: ParameterSpec, shape: tuple[int, ...]) -> torch.Tensor:
         number = min(bisect_right(starts, parameter.start), len(parts)) - 1
         start = parameter.start - starts[number]
-        return parts[number][start : start + math.prod(shape)].view(shape)
+        # `data` has a version of its own: PEFT sets parameters of experts anew, to themselves, after others were saved.
+        return parts[number][start : start + math.prod(shape)].view(shape).data
 
     return [view(parameter, shape) for parameter, shape in zip(block.parameters, shapes, strict=True)]
 

@@ -31,6 +31,9 @@ class AdaptedMatrix:
     """DoRA: the length of the sum's weights of each output, `[outputs]`; None: it is as it comes."""
     is_inputs_first: bool = False
     """Whether the matrix is `[inputs, outputs]`, as in GPT-2."""
+    num_experts: int = 0
+    """Of a stack `[experts, ...]`, whose matrices `first` has one after another, and `second` by turns; 0: it is the
+    matrix of a linear layer."""
 
 
 class MergedWeights:
@@ -67,14 +70,27 @@ class MergedWeights:
 
     def _merged(self, adapted: AdaptedMatrix) -> torch.Tensor:
         first, second = self._weights.whole(adapted.first), self._weights.whole(adapted.second)
+        matrix = self._weights.whole(adapted.matrix)
+        if adapted.num_experts:
+            matrix += _stack_of_products(first, second, adapted).to(matrix.dtype)
+            return matrix
         product = second @ first
         added = (product.T if adapted.is_inputs_first else product) * adapted.scaling
-        matrix = self._weights.whole(adapted.matrix)
         if adapted.magnitudes is None:
             matrix += added  # in fp32, rounded once to the matrix's dtype
             return matrix
         factors = self._weights.whole(adapted.magnitudes) / output_lengths(matrix, added, adapted)
         return ((factors if adapted.is_inputs_first else factors.unsqueeze(1)) * (matrix + added)).to(matrix.dtype)
+
+
+def _stack_of_products(first: torch.Tensor, second: torch.Tensor, adapted: AdaptedMatrix) -> torch.Tensor:
+    """What is added to a stack of experts, or to a single matrix."""
+    if adapted.num_experts == 1:
+        return second @ first * adapted.scaling
+    firsts = first.reshape(adapted.num_experts, -1, first.shape[-1])
+    seconds = second.reshape(second.shape[0], -1, adapted.num_experts)
+    wanted = "o r e, e r i -> e i o" if adapted.is_inputs_first else "o r e, e r i -> e o i"
+    return torch.einsum(wanted, seconds, firsts) * adapted.scaling
 
 
 def output_lengths(matrix: torch.Tensor, added: torch.Tensor, adapted: AdaptedMatrix) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_alias_values(load: Load) -> None:
 
 
 REJECTED = """
-    load_in_4bit load_in_8bit pissa_init lora_target_parameters qlora_rank
+    load_in_4bit load_in_8bit pissa_init lora_init qlora_rank
     lora_model_dir batch_size stage neftune_noise_alpha rope_scaling
     galore_rank use_badam use_eaft_loss reward_model <<
 """

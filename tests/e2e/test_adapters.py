@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from tests.e2e.runs import (
     succeed,
     succeed_ranks,
     tree,
+    write_config,
 )
+from tests.engine.architectures import tiny_config
 from tests.reference import Trained, train_in_memory
 
 NUM_STEPS = 4
@@ -223,6 +226,46 @@ def test_merging_has_the_bits_of_peft(
     assert ratel("merge", config, "--step", 2, "-o", tmp_path / "earlier").code == 0
     earlier = load_file(tmp_path / "earlier" / "model.safetensors")
     assert any(not torch.equal(values, found[name]) for name, values in earlier.items())
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # PEFT looks for them among modules alone
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("mixtral", {}),
+        ("gpt_oss", {"lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    ],
+    ids=["mixtral", "gpt_oss"],
+)
+def test_adapters_of_experts_are_loaded_and_merged_as_by_peft(
+    base: Path, rows: Path, tmp_path: Path, family: str, keys: dict[str, object], dtype: str
+) -> None:
+    own = tmp_path / "own"
+    AutoModelForCausalLM.from_config(tiny_config(family, vocab_size=400)).save_pretrained(own)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, own)
+    changes = {**CHANGES, **keys, "peft_init_lora_weights": False, "sequence_len": 16, "dtype": dtype}
+    config = write_config(tmp_path, base=own, rows=rows, **changes)
+    succeed(config)
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(own, dtype=DTYPES[dtype]), output_of(config)
+    )
+    theirs = {saved_name(name): each for name, each in loaded.base_model.model.named_parameters()}
+    adapter = adapter_of(config)
+    assert any("experts" in name for name in adapter)
+    for name, values in adapter.items():
+        assert torch.equal(theirs[name], values), name
+    ended = ratel("merge", config, "-o", tmp_path / "merged")
+    assert ended.code == 0, ended.stderr
+    wanted = loaded.merge_and_unload()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
+    is_merged = [name for name, values in wanted.state_dict().items() if "experts" in name and values.dim() == 3]
+    assert is_merged
+    for name, values in wanted.state_dict().items():
+        assert torch.equal(found[name], values), name
+    assert ratel("verify", config).code == 0
 
 
 @pytest.mark.full

@@ -48,6 +48,7 @@ def in_peft(settings: AdapterSettings) -> tuple[tuple[str, object], ...]:
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": targets if isinstance(targets, str) else list(targets),
+        "target_parameters": list(settings.target_parameters) or None,
         "layers_to_transform": list(settings.layers) or None,
         "use_rslora": settings.scales_by_root,
         "use_dora": settings.has_magnitudes,
@@ -117,11 +118,26 @@ def test_mixtures_of_experts(tmp_path: Path, architecture: str, dropout: float) 
     check_training(machine, tmp_path, tiny_config(architecture), recipe, adapter=attention)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("adapter", ["all linear", "dropout"])
-def test_adapters_of_experts_are_refused(architecture: str, adapter: str) -> None:
-    skeleton = build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa")
-    with pytest.raises(BadInput, match=r"the experts of .* would get one, which is not supported") as raised:
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "num_micro_batches"),
+    rotating(["mixtral", "qwen3_moe", "gpt_oss"], ["bfloat16", "float32"], [1, 3], every=3),
+)
+def test_experts(tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int) -> None:
+    """Of Mixtral and Qwen3, whose experts were modules once, PEFT takes all for linear layers."""
+    parameters = EXPERTS if architecture == "gpt_oss" else ()
+    settings = AdapterSettings(rank=2, alpha=6, initialisation=False, target_parameters=parameters)
+    recipe = recipe_of(settings, dtype, max_grad_norm=0.5)
+    config = tiny_config(architecture)
+    check_training(machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, adapter=settings)
+
+
+@pytest.mark.parametrize("adapter", ["dropout", "dora"])
+def test_what_adapters_of_experts_cannot_have(adapter: str) -> None:
+    skeleton = build_skeleton(tiny_config("mixtral"), dtype="bfloat16", attn_implementation="sdpa")
+    with pytest.raises(BadInput, match=r"the experts of .* would get one, which can have no dropout") as raised:
         inject(skeleton, ADAPTERS[adapter])
     assert raised.value.hint is not None and "lora_target_modules: [q_proj" in raised.value.hint
 

@@ -117,7 +117,7 @@ class AdaptedBase(LanguageBase):
         spec = self.model.spec
         stored_names = {base_name(each.name): each.name for each in spec.parameters if not is_of_adapter(each.name)}
         adapted = adapted_matrices(self.model.skeleton, spec)
-        with CheckpointSource(self.directory, self._plain(), merged_spec(spec)) as source:
+        with CheckpointSource(self.directory, self._plain(), merged_spec(spec, adapted)) as source:
             return self.export(
                 config,
                 generation,

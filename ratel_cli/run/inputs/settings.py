@@ -62,6 +62,7 @@ def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
         alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
         dropout=config.lora_dropout,
         target_modules="all-linear" if takes_all else tuple(sorted(config.lora_target_modules)),
+        target_parameters=tuple(sorted(config.lora_target_parameters)),
         layers=tuple(sorted(config.lora_layers_to_transform)),
         scales_by_root=config.peft_use_rslora,
         has_magnitudes=config.peft_use_dora,
