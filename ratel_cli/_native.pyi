@@ -1,11 +1,12 @@
-"""The compiled kernels (kernels/): AdamW in one fused pass, what measures and tests it, and what cuts transfers.
+"""The compiled kernels (kernels/): update rules in one fused pass, what measures and tests them, what cuts transfers.
 
-Training calls `update_*`, imports and exports call `split_bfloat16` and `join_bfloat16`. `adamw_*` and `stream_*` are
-what tests and benchmarks compare `update_*` with. Every array is 1-D, contiguous, on the CPU and detached: a torch
-tensor (through DLPack) or a numpy array. Arrays are changed in place, may not overlap, and have one length. Wrong types
-raise TypeError; wrong devices, shapes, lengths, names and overlaps raise ValueError; nothing has been written then. The
-GIL is released. An array that a kernel writes may also come as its bytes, a memoryview of format "B", which takes less
-time than a view of torch.
+Training calls `update_*`, imports and exports call `split_*` and `join_*`. `adamw_*`, `lion_*` and so on, and
+`stream_*`, are what tests and benchmarks compare `update_*` with. Every array is 1-D, contiguous, on the CPU and
+detached: a torch tensor (through DLPack) or a numpy array. Arrays are changed in place, may not overlap, and have one
+length; those with one value for several elements, or with bytes, have at least as many as the elements need. Wrong
+types raise TypeError; wrong devices, shapes, lengths, names and overlaps raise ValueError; nothing has been written
+then. The GIL is released. An array that a kernel writes may also come as its bytes, a memoryview of format "B", which
+takes less time than a view of torch.
 
 `isa` names the instruction set ("baseline", "avx2", "avx512"); None takes RATEL_FORCE_ISA if set, else the widest that
 the processor runs. All give the same bits. `square_root` says how AdamW's square root is rounded: "correct",
@@ -13,7 +14,8 @@ the processor runs. All give the same bits. `square_root` says how AdamW's squar
 native_square_root().
 
 bf16 layout: the fp32 master is hi16 (the bf16 weight, rounded to nearest even) and lo16 (its low half). Where lo16 is
-0x8000, a tie, the sign of v32 is set if hi16 was rounded up; v itself is never negative.
+0x8000, a tie, one more bit is set if hi16 was rounded up: the sign of v32, which is never negative itself; or without a
+v32 the element's bit in tie8, the lowest bit of a byte first.
 """
 
 from array import array
@@ -32,7 +34,7 @@ class _Array(Protocol):
 
 @final
 class AdamWScalars:
-    """The numbers of one update, rounded to floats; frozen.
+    """The numbers of one update by AdamW, rounded to floats; frozen.
 
     decay_factor = 1 - lr * weight_decay, step_size = lr / (1 - beta1**t) and bias_correction2_sqrt =
     (1 - beta2**t) ** 0.5. Every gradient is multiplied by gradient_scale first. Raises ValueError for an unknown
@@ -43,6 +45,7 @@ class AdamWScalars:
         self,
         *,
         decay_factor: float,
+        beta1: float,
         one_minus_beta1: float,
         beta2: float,
         one_minus_beta2: float,
@@ -52,6 +55,42 @@ class AdamWScalars:
         gradient_scale: float,
         square_root: _SquareRoot | None = None,
     ) -> None: ...
+
+@final
+class LionScalars:
+    """The numbers of one update by Lion, rounded to floats; frozen. decay_factor = 1 - lr * weight_decay."""
+
+    def __init__(
+        self,
+        *,
+        decay_factor: float,
+        beta1: float,
+        one_minus_beta1: float,
+        beta2: float,
+        one_minus_beta2: float,
+        learning_rate: float,
+        gradient_scale: float,
+    ) -> None: ...
+
+@final
+class SgdScalars:
+    """The numbers of one update by gradient descent, rounded to floats; frozen.
+
+    `is_first`: the momentum is not there yet, and becomes the gradient.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight_decay: float,
+        momentum: float,
+        learning_rate: float,
+        gradient_scale: float,
+        is_first: bool,
+        is_nesterov: bool,
+    ) -> None: ...
+
+_Scalars_contra = TypeVar("_Scalars_contra", bound=AdamWScalars | LionScalars | SgdScalars, contravariant=True)
 
 @final
 class ChunkChecksums:
@@ -75,30 +114,32 @@ class ChunkChecksums:
         entries: Sequence[int | None],
     ) -> None: ...
 
-class _AdamW(Protocol):
-    """One AdamW update of a layout's fields. The gradient, the last array, may be bfloat16, float16 or float32.
+class _Plain(Protocol[_Scalars_contra]):
+    """One update of a layout's fields. The gradient, the last array, may be bfloat16, float16 or float32.
 
-    The bits are those of torch.optim.AdamW(foreach=False, fused=False) on fp32 tensors. A NaN becomes 0x7fc00000.
+    The bits are those of the rule's reference on fp32 tensors (kernels/README.md). A NaN becomes 0x7fc00000.
     """
 
-    def __call__(self, *arrays: _Array, scalars: AdamWScalars, isa: str | None = None) -> None: ...
+    def __call__(self, *arrays: _Array, scalars: _Scalars_contra, isa: str | None = None) -> None: ...
 
-class _Update(Protocol):
-    """`adamw_*` on segments of the arrays: (first, last, whether decay_factor applies), in order; and checksums.
+class _Update(Protocol[_Scalars_contra]):
+    """The plain update on segments of the arrays: (first, last, whether weight decay applies), in order; and checksums.
 
-    A chunk is `chunk_elements` of the arrays (a multiple of 512); the last one is the rest. The arrays begin with chunk
-    number `first_chunk` of their block. A checksum is the XXH3-64 of the field's bytes in the chunk, as
-    xxhash.xxh3_64_intdigest computes it with the chunk's seed. Those of the bytes before the update are compared with
-    the table of `before`, all of which must be set; those after it are entered into the table of `after`, and set
-    there. None: neither is wanted. Returns which of the former differ: (number of the field, number of the chunk in the
-    arrays), both from 0. With checksums the arrays must have a multiple of 512 elements. `gradient_dtype`: the gradient
-    comes as its bytes, too, and this is the type of its elements.
+    A segment begins where a unit of the rule does, and where a byte of tie8 does. A chunk is `chunk_elements` of the
+    arrays (a multiple of 512); the last one is the rest. The arrays begin with chunk number `first_chunk` of their
+    block. A checksum is the XXH3-64 of the field's bytes in the chunk, as xxhash.xxh3_64_intdigest computes it with the
+    chunk's seed; of a field with less than two bytes an element, the last one is that of all bytes up to the end of a
+    page of 4096, which the array must have. Those of the bytes before the update are compared with the table of
+    `before`, all of which must be set; those after it are entered into the table of `after`, and set there. None:
+    neither is wanted. Returns which of the former differ: (number of the field, number of the chunk in the arrays),
+    both from 0. With checksums the arrays must have a multiple of 512 elements. `gradient_dtype`: the gradient comes as
+    its bytes, too, and this is the type of its elements.
     """
 
     def __call__(
         self,
         *arrays: _Array | memoryview,
-        scalars: AdamWScalars,
+        scalars: _Scalars_contra,
         segments: Sequence[tuple[int, int, bool]],
         chunk_elements: int,
         first_chunk: int = 0,
@@ -109,33 +150,79 @@ class _Update(Protocol):
     ) -> list[tuple[int, int]]: ...
 
 class _Stream(Protocol):
-    """The loads and stores of `adamw_*` with almost no arithmetic: the limit that memory sets.
+    """The loads and stores of an update with almost no arithmetic: the limit that memory sets.
 
     Flips bits by the gradient's, so that a second call restores the arrays; only w16 is overwritten.
     """
 
     def __call__(self, *arrays: _Array, isa: str | None = None) -> None: ...
 
-# Arrays: hi16, lo16, m32, v32, gradient.
-adamw_bfloat16: _AdamW
-update_bfloat16: _Update
-stream_bfloat16: _Stream
+# Arrays: the fields of the rule's record (ratel_cli/schedule/rules.py) in their order, and the gradient.
 
-# Arrays: w32, m32, v32, gradient.
-adamw_float32: _AdamW
-update_float32: _Update
-stream_float32: _Stream
+adamw_bfloat16: _Plain[AdamWScalars]
+adamw_float32: _Plain[AdamWScalars]
+adamw_float16: _Plain[AdamWScalars]
+update_adamw_bfloat16: _Update[AdamWScalars]
+update_adamw_float32: _Update[AdamWScalars]
+update_adamw_float16: _Update[AdamWScalars]
+stream_adamw_bfloat16: _Stream
+stream_adamw_float32: _Stream
+stream_adamw_float16: _Stream
 
-# Arrays: w16 (the fp16 copy of w32, only written), w32, m32, v32, gradient.
-adamw_float16: _AdamW
-update_float16: _Update
-stream_float16: _Stream
+adamw_8bit_bfloat16: _Plain[AdamWScalars]
+adamw_8bit_float32: _Plain[AdamWScalars]
+adamw_8bit_float16: _Plain[AdamWScalars]
+update_adamw_8bit_bfloat16: _Update[AdamWScalars]
+update_adamw_8bit_float32: _Update[AdamWScalars]
+update_adamw_8bit_float16: _Update[AdamWScalars]
+stream_adamw_8bit_bfloat16: _Stream
+stream_adamw_8bit_float32: _Stream
+stream_adamw_8bit_float16: _Stream
+
+lion_bfloat16: _Plain[LionScalars]
+lion_float32: _Plain[LionScalars]
+lion_float16: _Plain[LionScalars]
+update_lion_bfloat16: _Update[LionScalars]
+update_lion_float32: _Update[LionScalars]
+update_lion_float16: _Update[LionScalars]
+stream_lion_bfloat16: _Stream
+stream_lion_float32: _Stream
+stream_lion_float16: _Stream
+
+sgd_bfloat16: _Plain[SgdScalars]
+sgd_float32: _Plain[SgdScalars]
+sgd_float16: _Plain[SgdScalars]
+update_sgd_bfloat16: _Update[SgdScalars]
+update_sgd_float32: _Update[SgdScalars]
+update_sgd_float16: _Update[SgdScalars]
+stream_sgd_bfloat16: _Stream
+stream_sgd_float32: _Stream
+stream_sgd_float16: _Stream
+
+sgd_momentum_bfloat16: _Plain[SgdScalars]
+sgd_momentum_float32: _Plain[SgdScalars]
+sgd_momentum_float16: _Plain[SgdScalars]
+update_sgd_momentum_bfloat16: _Update[SgdScalars]
+update_sgd_momentum_float32: _Update[SgdScalars]
+update_sgd_momentum_float16: _Update[SgdScalars]
+stream_sgd_momentum_bfloat16: _Stream
+stream_sgd_momentum_float32: _Stream
+stream_sgd_momentum_float16: _Stream
 
 def split_bfloat16(w32: _Array, hi16: _Array, lo16: _Array, v32: _Array, *, isa: str | None = None) -> None:
     """Write the halves of w32 and the sign of v32; v32's other bits stay. Lossless for all 2**32 patterns."""
 
 def join_bfloat16(hi16: _Array, lo16: _Array, v32: _Array, w32: _Array, *, isa: str | None = None) -> None:
     """Write w32, the master that split_bfloat16 was given."""
+
+def split_tied_bfloat16(w32: _Array, hi16: _Array, lo16: _Array, tie8: _Array, *, isa: str | None = None) -> None:
+    """Write the halves of w32 and the elements' bits of tie8. Lossless for all 2**32 patterns."""
+
+def join_tied_bfloat16(hi16: _Array, lo16: _Array, tie8: _Array, w32: _Array, *, isa: str | None = None) -> None:
+    """Write w32, the master that split_tied_bfloat16 was given."""
+
+def dynamic_map(*, signed: bool) -> list[float]:
+    """What the 256 codes of m (`signed`) or of v stand for, in fp32, before they are scaled. They rise."""
 
 def square_root(values: _Array, *, square_root: _SquareRoot | None = None, isa: str | None = None) -> None:
     """Replace float32 values by their square roots, as the AdamW kernels compute them."""

@@ -49,7 +49,8 @@ Element element_of(const nb::dlpack::dtype& type) {
 }  // namespace
 
 const Arrays::Array& Arrays::take(const char* name, nb::handle object, bool is_writable,
-                                  std::initializer_list<Type> types, const char* expected, bool may_be_bytes) {
+                                  std::initializer_list<Type> types, const char* expected, bool may_be_bytes,
+                                  size_t per) {
   const std::string label(name);
   Array array;
   nb::ndarray<> writable;
@@ -85,9 +86,14 @@ const Arrays::Array& Arrays::take(const char* name, nb::handle object, bool is_w
     }
     count /= element_bytes;
   }
-  if (!ranges_.empty() && count != count_) {
+  if (per == 0 && !ranges_.empty() && count != count_) {
     throw std::invalid_argument(label + ": has " + std::to_string(count) + " elements, " + ranges_.front().name +
                                 " has " + std::to_string(count_));
+  }
+  if (per > 0 && count < (count_ + per - 1) / per) {
+    throw std::invalid_argument(label + ": has " + std::to_string(count) + " values, needs " +
+                                std::to_string((count_ + per - 1) / per) + " for " + std::to_string(count_) +
+                                " elements");
   }
   const Range range{name, begin, end};
   for (const Range& other : ranges_) {
@@ -100,17 +106,27 @@ const Arrays::Array& Arrays::take(const char* name, nb::handle object, bool is_w
     throw nb::type_error(message.c_str());
   }
   ranges_.push_back(range);
-  count_ = count;
+  count_ = per == 0 ? count : count_;
   arrays_.push_back(std::move(array));
   return arrays_.back();
 }
 
-void* Arrays::writable(const char* name, nb::handle object, std::initializer_list<Type> types, const char* expected) {
-  return const_cast<void*>(take(name, object, true, types, expected, true).data());  // nanobind has checked that it may
+void* Arrays::writable(const char* name, nb::handle object, std::initializer_list<Type> types, const char* expected,
+                       size_t per) {
+  const Array& array = take(name, object, true, types, expected, true, per);
+  return const_cast<void*>(array.data());  // nanobind has checked that it may
 }
 
 float* Arrays::float32(const char* name, nb::handle object) {
   return static_cast<float*>(writable(name, object, {kFloat32}, "float32"));
+}
+
+uint8_t* Arrays::bytes(const char* name, nb::handle object, size_t per) {
+  return static_cast<uint8_t*>(writable(name, object, {kByte}, "uint8", per));
+}
+
+float* Arrays::float32(const char* name, nb::handle object, size_t per) {
+  return static_cast<float*>(writable(name, object, {kFloat32}, "float32", per));
 }
 
 uint16_t* Arrays::bfloat16(const char* name, nb::handle object) {

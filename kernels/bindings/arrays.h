@@ -27,11 +27,18 @@ class Arrays {
   uint16_t* bfloat16(const char* name, nanobind::handle object);
   uint16_t* float16(const char* name, nanobind::handle object);
   uint16_t* int16(const char* name, nanobind::handle object);
+  // One value for each `per` elements. The array may be longer, up to the end of its page.
+  uint8_t* bytes(const char* name, nanobind::handle object, size_t per);
+  float* float32(const char* name, nanobind::handle object, size_t per);
   const float* read_only_float32(const char* name, nanobind::handle object);
   // `dtype`: the element type of a gradient that comes as its bytes.
   Gradient gradient(const char* name, nanobind::handle object, const std::optional<std::string>& dtype = std::nullopt);
 
+  // Elements of the first array, and of the others with one value for each element.
   size_t count() const { return count_; }
+
+  // Size of the array that was taken as number `place`.
+  size_t num_bytes(size_t place) const { return static_cast<size_t>(ranges_[place].end - ranges_[place].begin); }
 
  private:
   using Array = nanobind::ndarray<nanobind::ro>;
@@ -44,8 +51,10 @@ class Arrays {
   };
 
   const Array& take(const char* name, nanobind::handle object, bool is_writable, std::initializer_list<Type> types,
-                    const char* expected, bool may_be_bytes = false);
-  void* writable(const char* name, nanobind::handle object, std::initializer_list<Type> types, const char* expected);
+                    const char* expected, bool may_be_bytes = false, size_t per = 0);
+  // `per` 0: of the same length as the first array.
+  void* writable(const char* name, nanobind::handle object, std::initializer_list<Type> types, const char* expected,
+                 size_t per = 0);
 
   std::vector<Array> arrays_;
   std::vector<Range> ranges_;

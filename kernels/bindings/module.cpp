@@ -16,8 +16,9 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <new>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,7 @@
 #include "ratel/chunk.h"
 #include "ratel/dispatch.h"
 #include "ratel/kernels.h"
+#include "../update/dynamic_maps.h"
 #include "ring.h"
 #include "transfers.h"
 
@@ -154,49 +156,161 @@ SquareRoot square_root_for(const Name& wanted) {
 }
 
 // Doubles become floats here, as torch rounds the scalars of its operations.
-void make_scalars(AdamWScalars* scalars, double decay_factor, double one_minus_beta1, double beta2,
-                  double one_minus_beta2, double step_size, double bias_correction2_sqrt, double epsilon,
-                  double gradient_scale, const Name& square_root) {
-  // Outside these bounds the division by it would not be exact (adamw/divisor_fused.h); a real one is 1e-8 to 1.
+float rounded(double value) { return static_cast<float>(value); }
+
+void make_adamw_scalars(AdamWScalars* scalars, double decay_factor, double beta1, double one_minus_beta1, double beta2,
+                        double one_minus_beta2, double step_size, double bias_correction2_sqrt, double epsilon,
+                        double gradient_scale, const Name& square_root) {
+  // Outside these bounds the division by it would not be exact (update/divisor_fused.h); a real one is 1e-8 to 1.
   if (!(bias_correction2_sqrt >= 0x1p-30 && bias_correction2_sqrt <= 0x1p30)) {
     throw std::invalid_argument("bias_correction2_sqrt: must lie between 2**-30 and 2**30, is " +
                                 std::to_string(bias_correction2_sqrt));
   }
-  const auto rounded = [](double value) { return static_cast<float>(value); };
-  new (scalars) AdamWScalars{rounded(decay_factor),    rounded(one_minus_beta1), rounded(beta2),
-                             rounded(one_minus_beta2), rounded(-step_size),      rounded(bias_correction2_sqrt),
-                             rounded(epsilon),         rounded(gradient_scale),  square_root_for(square_root)};
+  new (scalars) AdamWScalars{rounded(decay_factor),   rounded(one_minus_beta1),
+                             rounded(beta1),          rounded(beta2),
+                             rounded(one_minus_beta2), rounded(-step_size),
+                             rounded(bias_correction2_sqrt), rounded(epsilon),
+                             rounded(gradient_scale), square_root_for(square_root)};
 }
 
-// The three layouts: how Python passes their fields, and what checksums are taken of.
-
-void take(Arrays& arrays, Bfloat16State* state, nb::handle hi16, nb::handle lo16, nb::handle m32, nb::handle v32) {
-  *state = {arrays.bfloat16("hi16", hi16), arrays.int16("lo16", lo16), arrays.float32("m32", m32),
-            arrays.float32("v32", v32)};
+void make_lion_scalars(LionScalars* scalars, double decay_factor, double beta1, double one_minus_beta1, double beta2,
+                       double one_minus_beta2, double learning_rate, double gradient_scale) {
+  new (scalars) LionScalars{rounded(decay_factor),    rounded(beta1),          rounded(one_minus_beta1), rounded(beta2),
+                            rounded(one_minus_beta2), rounded(-learning_rate), rounded(gradient_scale)};
 }
 
-void take(Arrays& arrays, Float32State* state, nb::handle w32, nb::handle m32, nb::handle v32) {
-  *state = {arrays.float32("w32", w32), arrays.float32("m32", m32), arrays.float32("v32", v32)};
+void make_sgd_scalars(SgdScalars* scalars, double weight_decay, double momentum, double learning_rate,
+                      double gradient_scale, bool is_first, bool is_nesterov) {
+  new (scalars) SgdScalars{rounded(weight_decay),   rounded(momentum), rounded(-learning_rate),
+                           rounded(gradient_scale), is_first,          is_nesterov};
 }
 
-void take(Arrays& arrays, Float16State* state, nb::handle w16, nb::handle w32, nb::handle m32, nb::handle v32) {
-  *state = {arrays.float16("w16", w16), arrays.float32("w32", w32), arrays.float32("m32", m32),
-            arrays.float32("v32", v32)};
+// Weights and moments: their fields in the order of the record, how Python passes them, and what checksums are taken of.
+
+constexpr size_t kUnit = AdamW8Bit::kUnit;
+using Names = std::vector<const char*>;
+using Fields = const nb::handle*;
+
+Names names_of(const HalvedWeights*) { return {"hi16", "lo16"}; }
+Names names_of(const TiedWeights*) { return {"hi16", "lo16", "tie8"}; }
+Names names_of(const Float32Weights*) { return {"w32"}; }
+Names names_of(const Float16Weights*) { return {"w16", "w32"}; }
+Names names_of(const TwoMoments*) { return {"m32", "v32"}; }
+Names names_of(const SignedMoments*) { return {"m32", "v32"}; }
+Names names_of(const ByteMoments*) { return {"m8", "v8", "m_scale", "v_scale"}; }
+Names names_of(const OneMoment*) { return {"m32"}; }
+Names names_of(const NoMoments*) { return {}; }
+
+HalvedWeights taken(Arrays& arrays, Fields given, const HalvedWeights*) {
+  auto* hi16 = arrays.bfloat16("hi16", given[0]);
+  return {hi16, arrays.int16("lo16", given[1])};
 }
 
-std::vector<ChunkField> fields_of(const Bfloat16State& state) {
-  return {{state.hi16, 2}, {state.lo16, 2}, {state.m32, 4}, {state.v32, 4}};
+TiedWeights taken(Arrays& arrays, Fields given, const TiedWeights*) {
+  const HalvedWeights halves = taken(arrays, given, static_cast<const HalvedWeights*>(nullptr));
+  return {halves.hi16, halves.lo16, arrays.bytes("tie8", given[2], 8)};
 }
 
-std::vector<ChunkField> fields_of(const Float32State& state) {
-  return {{state.w32, 4}, {state.m32, 4}, {state.v32, 4}};
+Float32Weights taken(Arrays& arrays, Fields given, const Float32Weights*) { return {arrays.float32("w32", given[0])}; }
+
+Float16Weights taken(Arrays& arrays, Fields given, const Float16Weights*) {
+  auto* w16 = arrays.float16("w16", given[0]);
+  return {w16, arrays.float32("w32", given[1])};
 }
 
-std::vector<ChunkField> fields_of(const Float16State& state) {
-  return {{state.w16, 2}, {state.w32, 4}, {state.m32, 4}, {state.v32, 4}};
+TwoMoments taken(Arrays& arrays, Fields given, const TwoMoments*) {
+  float* m32 = arrays.float32("m32", given[0]);
+  return {m32, arrays.float32("v32", given[1])};
 }
 
-std::vector<Segment> segments_of(const Ranges& ranges, size_t count) {
+SignedMoments taken(Arrays& arrays, Fields given, const SignedMoments*) {
+  const TwoMoments moments = taken(arrays, given, static_cast<const TwoMoments*>(nullptr));
+  return {moments.m32, moments.v32};
+}
+
+ByteMoments taken(Arrays& arrays, Fields given, const ByteMoments*) {
+  uint8_t* m8 = arrays.bytes("m8", given[0], 1);
+  uint8_t* v8 = arrays.bytes("v8", given[1], 1);
+  float* m_scale = arrays.float32("m_scale", given[2], kUnit);
+  return {m8, v8, m_scale, arrays.float32("v_scale", given[3], kUnit)};
+}
+
+OneMoment taken(Arrays& arrays, Fields given, const OneMoment*) { return {arrays.float32("m32", given[0])}; }
+
+NoMoments taken(Arrays&, Fields, const NoMoments*) { return {}; }
+
+void add_fields(std::vector<ChunkField>* fields, const HalvedWeights& weights) {
+  fields->insert(fields->end(), {{weights.hi16, 2}, {weights.lo16, 2}});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const TiedWeights& weights) {
+  fields->insert(fields->end(), {{weights.hi16, 2}, {weights.lo16, 2}, {weights.tie8, 1, 8}});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const Float32Weights& weights) {
+  fields->push_back({weights.w32, 4});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const Float16Weights& weights) {
+  fields->insert(fields->end(), {{weights.w16, 2}, {weights.w32, 4}});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const TwoMoments& moments) {
+  fields->insert(fields->end(), {{moments.m32, 4}, {moments.v32, 4}});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const SignedMoments& moments) {
+  fields->insert(fields->end(), {{moments.m32, 4}, {moments.v32, 4}});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const ByteMoments& moments) {
+  fields->insert(fields->end(),
+                 {{moments.m8, 1}, {moments.v8, 1}, {moments.m_scale, 4, kUnit}, {moments.v_scale, 4, kUnit}});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const OneMoment& moments) { fields->push_back({moments.m32, 4}); }
+
+void add_fields(std::vector<ChunkField>*, const NoMoments&) {}
+
+template <class State>
+State state_of(Arrays& arrays, Fields given) {
+  const typename State::Weights* weights = nullptr;
+  const typename State::Moments* moments = nullptr;
+  State state;
+  state.weights = taken(arrays, given, weights);
+  state.moments = taken(arrays, given + names_of(weights).size(), moments);
+  return state;
+}
+
+template <class State>
+std::vector<ChunkField> fields_of(const State& state) {
+  std::vector<ChunkField> fields;
+  add_fields(&fields, state.weights);
+  add_fields(&fields, state.moments);
+  return fields;
+}
+
+// Throws unless the last checksum of each field covers what the array has, and every other one whole pages.
+void check_pages(const char* name, const Arrays& arrays, const std::vector<ChunkField>& fields, size_t chunk_elements,
+                 size_t count) {
+  for (size_t place = 0; place < fields.size(); ++place) {
+    const ChunkField& field = fields[place];
+    if (is_dense(field) || count == 0) {
+      continue;
+    }
+    const size_t last = count % chunk_elements == 0 ? chunk_elements : count % chunk_elements;
+    const size_t needed = (count - last) / field.per * field.value_bytes + field_bytes(field, last);
+    if (arrays.num_bytes(place) < needed ||
+        (count > chunk_elements && chunk_elements / field.per * field.value_bytes % kPageBytes != 0)) {
+      throw std::invalid_argument(std::string(name) + ": chunks of field " + std::to_string(place) +
+                                  " must be whole pages; the field has " + std::to_string(arrays.num_bytes(place)) +
+                                  " bytes, needs " + std::to_string(needed));
+    }
+  }
+}
+
+// `unit`: how many elements belong together.
+std::vector<Segment> segments_of(const Ranges& ranges, size_t count, size_t unit) {
   std::vector<Segment> segments;
   size_t end = 0;
   for (const auto& [first, last, decays] : ranges) {
@@ -204,44 +318,54 @@ std::vector<Segment> segments_of(const Ranges& ranges, size_t count) {
       throw std::invalid_argument("segments: must lie in order within the arrays, [" + std::to_string(first) + ", " +
                                   std::to_string(last) + ") does not");
     }
+    if (first % unit != 0) {
+      throw std::invalid_argument("segments: must begin at multiples of " + std::to_string(unit) + " elements, [" +
+                                  std::to_string(first) + ", " + std::to_string(last) + ") does not");
+    }
     segments.push_back({first, last, decays});
     end = last;
   }
   return segments;
 }
 
-// What Python calls for one layout. `Fields` is nb::handle for each field of the record.
-template <class State, class... Fields>
+// Elements that a segment must not cut: those of a unit, and those with one byte of bits.
+template <class Rule, class State>
+constexpr size_t kGrain = std::is_same_v<typename State::Weights, TiedWeights> && Rule::kUnit < 8 ? 8 : Rule::kUnit;
+
+// What Python calls for one rule and layout. `Handles` is nb::handle for each field of the record.
+template <class Rule, class State, class... Handles>
 struct Layout {
-  static void adamw(Fields... fields, nb::handle gradient, const AdamWScalars& scalars, const Name& isa) {
+  using Scalars = typename Rule::Scalars;
+
+  static void update(Handles... fields, nb::handle gradient, const Scalars& scalars, const Name& isa) {
+    const nb::handle given[] = {fields...};
     Arrays arrays;
-    State state;
-    take(arrays, &state, fields...);
+    const State state = state_of<State>(arrays, given);
     const Gradient typed = arrays.gradient("gradient", gradient);
     const Kernels& kernels = select_kernels(isa);
     nb::gil_scoped_release unlocked;
-    layout_of(kernels, state).adamw(state, typed, scalars, arrays.count());
+    layout_of(rule_of(kernels, Rule{}), state).update(state, typed, scalars, arrays.count());
   }
 
-  static void stream(Fields... fields, nb::handle gradient, const Name& isa) {
+  static void stream(Handles... fields, nb::handle gradient, const Name& isa) {
+    const nb::handle given[] = {fields...};
     Arrays arrays;
-    State state;
-    take(arrays, &state, fields...);
+    const State state = state_of<State>(arrays, given);
     const Gradient typed = arrays.gradient("gradient", gradient);
     const Kernels& kernels = select_kernels(isa);
     nb::gil_scoped_release unlocked;
-    layout_of(kernels, state).stream(state, typed, arrays.count());
+    layout_of(rule_of(kernels, Rule{}), state).stream(state, typed, arrays.count());
   }
 
-  static Mismatches update(Fields... fields, nb::handle gradient, const AdamWScalars& scalars, const Ranges& ranges,
-                           size_t chunk_elements, uint32_t first_chunk, const ChunkChecksums* before,
-                           const ChunkChecksums* after, const Name& gradient_dtype, const Name& isa) {
+  static Mismatches update_chunks(Handles... fields, nb::handle gradient, const Scalars& scalars, const Ranges& ranges,
+                                  size_t chunk_elements, uint32_t first_chunk, const ChunkChecksums* before,
+                                  const ChunkChecksums* after, const Name& gradient_dtype, const Name& isa) {
+    const nb::handle given[] = {fields...};
     Arrays arrays;
-    State state;
-    take(arrays, &state, fields...);
+    const State state = state_of<State>(arrays, given);
     const Gradient typed = arrays.gradient("gradient", gradient, gradient_dtype);
     const size_t count = arrays.count();
-    const std::vector<Segment> segments = segments_of(ranges, count);
+    const std::vector<Segment> segments = segments_of(ranges, count, kGrain<Rule, State>);
     if (chunk_elements == 0 || chunk_elements % kChunkGrain != 0) {
       throw std::invalid_argument("chunk_elements: must be a multiple of " + std::to_string(kChunkGrain) + ", is " +
                                   std::to_string(chunk_elements));
@@ -250,10 +374,12 @@ struct Layout {
     const size_t num_chunks = count / chunk_elements + (count % chunk_elements != 0);
     if (before != nullptr) {
       before->check("before", chunk.size(), first_chunk, num_chunks, count);
+      check_pages("before", arrays, chunk, chunk_elements, count);
       before->check_set("before", first_chunk, num_chunks);
     }
     if (after != nullptr) {
       after->check("after", chunk.size(), first_chunk, num_chunks, count);
+      check_pages("after", arrays, chunk, chunk_elements, count);
     }
     const Kernels& kernels = select_kernels(isa);
     Mismatches mismatches;
@@ -264,7 +390,8 @@ struct Layout {
         chunk[field].seed_after = after == nullptr ? std::nullopt : after->seed(field, first_chunk + number);
       }
       const size_t start = number * chunk_elements;
-      update_chunk(kernels, state, typed, scalars, segments, &chunk, start, std::min(count, start + chunk_elements));
+      update_chunk<Rule>(kernels, state, typed, scalars, segments, &chunk, start,
+                         std::min(count, start + chunk_elements));
       for (size_t field = 0; field < chunk.size(); ++field) {
         if (chunk[field].before && *chunk[field].before != before->at(field, first_chunk + number)) {
           mismatches.emplace_back(field, number);
@@ -278,39 +405,80 @@ struct Layout {
   }
 };
 
-template <class>
+template <size_t>
 using Handle = nb::handle;
 
-template <class State, class... Fields>
-void define_layout(nb::module_& module, const char* adamw, const char* stream, const char* update, Fields... fields) {
-  using Functions = Layout<State, Handle<Fields>...>;
+// `prefix`: of the name of the stream and the update with checksums.
+template <class Rule, class State, size_t... places>
+void define_layout(nb::module_& module, const std::string& name, std::index_sequence<places...>) {
+  using Functions = Layout<Rule, State, Handle<places>...>;
+  Names fields = names_of(static_cast<const typename State::Weights*>(nullptr));
+  const Names moments = names_of(static_cast<const typename State::Moments*>(nullptr));
+  fields.insert(fields.end(), moments.begin(), moments.end());
+  if (fields.size() != sizeof...(places)) {
+    throw std::logic_error(name + ": another number of fields");
+  }
   const nb::arg gradient("gradient"), scalars("scalars");
-  module.def(adamw, Functions::adamw, nb::arg(fields)..., gradient, nb::kw_only(), scalars,
+  module.def(name.c_str(), Functions::update, nb::arg(fields[places])..., gradient, nb::kw_only(), scalars,
              nb::arg("isa") = nb::none());
-  module.def(stream, Functions::stream, nb::arg(fields)..., gradient, nb::kw_only(), nb::arg("isa") = nb::none());
-  module.def(update, Functions::update, nb::arg(fields)..., gradient, nb::kw_only(), scalars, nb::arg("segments"),
-             nb::arg("chunk_elements"), nb::arg("first_chunk") = 0, nb::arg("before") = nb::none(),
-             nb::arg("after") = nb::none(), nb::arg("gradient_dtype") = nb::none(), nb::arg("isa") = nb::none());
+  module.def(("stream_" + name).c_str(), Functions::stream, nb::arg(fields[places])..., gradient, nb::kw_only(),
+             nb::arg("isa") = nb::none());
+  module.def(("update_" + name).c_str(), Functions::update_chunks, nb::arg(fields[places])..., gradient, nb::kw_only(),
+             scalars, nb::arg("segments"), nb::arg("chunk_elements"), nb::arg("first_chunk") = 0,
+             nb::arg("before") = nb::none(), nb::arg("after") = nb::none(), nb::arg("gradient_dtype") = nb::none(),
+             nb::arg("isa") = nb::none());
+}
+
+// `num_moments`: fields besides the weights.
+template <class Rule, size_t num_moments>
+void define_rule(nb::module_& module, const std::string& name) {
+  constexpr bool is_tied = std::is_same_v<typename Rule::Bfloat16::Weights, TiedWeights>;
+  define_layout<Rule, typename Rule::Bfloat16>(module, name + "_bfloat16",
+                                               std::make_index_sequence<2 + is_tied + num_moments>{});
+  define_layout<Rule, typename Rule::Float32>(module, name + "_float32", std::make_index_sequence<1 + num_moments>{});
+  define_layout<Rule, typename Rule::Float16>(module, name + "_float16", std::make_index_sequence<2 + num_moments>{});
 }
 
 void split_bfloat16(nb::handle w32, nb::handle hi16, nb::handle lo16, nb::handle v32, const Name& isa) {
   Arrays arrays;
   const float* master = arrays.read_only_float32("w32", w32);
-  const Bfloat16State state{arrays.bfloat16("hi16", hi16), arrays.int16("lo16", lo16), nullptr,
-                            arrays.float32("v32", v32)};
+  const nb::handle given[] = {hi16, lo16};
+  const HalvedWeights weights = taken(arrays, given, static_cast<const HalvedWeights*>(nullptr));
+  float* signs = arrays.float32("v32", v32);
   const Kernels& kernels = select_kernels(isa);
   nb::gil_scoped_release unlocked;
-  kernels.split_bfloat16(master, state, arrays.count());
+  kernels.split_signed(master, weights, signs, arrays.count());
 }
 
 void join_bfloat16(nb::handle hi16, nb::handle lo16, nb::handle v32, nb::handle w32, const Name& isa) {
   Arrays arrays;
-  const Bfloat16State state{arrays.bfloat16("hi16", hi16), arrays.int16("lo16", lo16), nullptr,
-                            arrays.float32("v32", v32)};
+  const nb::handle given[] = {hi16, lo16};
+  const HalvedWeights weights = taken(arrays, given, static_cast<const HalvedWeights*>(nullptr));
+  const float* signs = arrays.float32("v32", v32);
   float* master = arrays.float32("w32", w32);
   const Kernels& kernels = select_kernels(isa);
   nb::gil_scoped_release unlocked;
-  kernels.join_bfloat16(state, master, arrays.count());
+  kernels.join_signed(weights, signs, master, arrays.count());
+}
+
+void split_tied_bfloat16(nb::handle w32, nb::handle hi16, nb::handle lo16, nb::handle tie8, const Name& isa) {
+  Arrays arrays;
+  const float* master = arrays.read_only_float32("w32", w32);
+  const nb::handle given[] = {hi16, lo16, tie8};
+  const TiedWeights weights = taken(arrays, given, static_cast<const TiedWeights*>(nullptr));
+  const Kernels& kernels = select_kernels(isa);
+  nb::gil_scoped_release unlocked;
+  kernels.split_tied(master, weights, arrays.count());
+}
+
+void join_tied_bfloat16(nb::handle hi16, nb::handle lo16, nb::handle tie8, nb::handle w32, const Name& isa) {
+  Arrays arrays;
+  const nb::handle given[] = {hi16, lo16, tie8};
+  const TiedWeights weights = taken(arrays, given, static_cast<const TiedWeights*>(nullptr));
+  float* master = arrays.float32("w32", w32);
+  const Kernels& kernels = select_kernels(isa);
+  nb::gil_scoped_release unlocked;
+  kernels.join_tied(weights, master, arrays.count());
 }
 
 void square_root_in_place(nb::handle values, const Name& square_root, const Name& isa) {
@@ -320,6 +488,11 @@ void square_root_in_place(nb::handle values, const Name& square_root, const Name
   const Kernels& kernels = select_kernels(isa);
   nb::gil_scoped_release unlocked;
   kernels.square_root(data, kind, arrays.count());
+}
+
+std::vector<float> dynamic_map(bool is_signed) {
+  const float* values = is_signed ? kSignedMap : kUnsignedMap;
+  return {values, values + 256};
 }
 
 uintptr_t address_of(nb::handle memory) {
@@ -347,22 +520,36 @@ std::vector<std::string> supported_isas() {
 NB_MODULE(_native, module) {
   using namespace ratel;
   nb::set_leak_warnings(false);  // what Python still holds when it exits is no fault of a run
-  const nb::arg isa("isa"), square_root("square_root"), hi16("hi16"), lo16("lo16"), v32("v32"), w32("w32");
+  const nb::arg isa("isa"), square_root("square_root"), hi16("hi16"), lo16("lo16"), tie8("tie8"), v32("v32"), w32("w32");
   nb::class_<AdamWScalars>(module, "AdamWScalars", nb::is_final())
-      .def("__init__", make_scalars, nb::kw_only(), nb::arg("decay_factor"), nb::arg("one_minus_beta1"),
-           nb::arg("beta2"), nb::arg("one_minus_beta2"), nb::arg("step_size"), nb::arg("bias_correction2_sqrt"),
-           nb::arg("epsilon"), nb::arg("gradient_scale"), nb::arg("square_root") = nb::none());
+      .def("__init__", make_adamw_scalars, nb::kw_only(), nb::arg("decay_factor"), nb::arg("beta1"),
+           nb::arg("one_minus_beta1"), nb::arg("beta2"), nb::arg("one_minus_beta2"), nb::arg("step_size"),
+           nb::arg("bias_correction2_sqrt"), nb::arg("epsilon"), nb::arg("gradient_scale"),
+           nb::arg("square_root") = nb::none());
+  nb::class_<LionScalars>(module, "LionScalars", nb::is_final())
+      .def("__init__", make_lion_scalars, nb::kw_only(), nb::arg("decay_factor"), nb::arg("beta1"),
+           nb::arg("one_minus_beta1"), nb::arg("beta2"), nb::arg("one_minus_beta2"), nb::arg("learning_rate"),
+           nb::arg("gradient_scale"));
+  nb::class_<SgdScalars>(module, "SgdScalars", nb::is_final())
+      .def("__init__", make_sgd_scalars, nb::kw_only(), nb::arg("weight_decay"), nb::arg("momentum"),
+           nb::arg("learning_rate"), nb::arg("gradient_scale"), nb::arg("is_first"), nb::arg("is_nesterov"));
   nb::class_<ChunkChecksums>(module, "ChunkChecksums", nb::is_final())
       .def("__init__", ChunkChecksums::make, nb::kw_only(), nb::arg("table"), nb::arg("is_set"), nb::arg("store_id"),
            nb::arg("step"), nb::arg("block"), nb::arg("entries"));
-  define_layout<Bfloat16State>(module, "adamw_bfloat16", "stream_bfloat16", "update_bfloat16", "hi16", "lo16", "m32",
-                               "v32");
-  define_layout<Float32State>(module, "adamw_float32", "stream_float32", "update_float32", "w32", "m32", "v32");
-  define_layout<Float16State>(module, "adamw_float16", "stream_float16", "update_float16", "w16", "w32", "m32", "v32");
+  define_rule<AdamW, 2>(module, "adamw");
+  define_rule<AdamW8Bit, 4>(module, "adamw_8bit");
+  define_rule<Lion, 1>(module, "lion");
+  define_rule<Sgd, 0>(module, "sgd");
+  define_rule<SgdMomentum, 1>(module, "sgd_momentum");
   module.def("split_bfloat16", split_bfloat16, w32, hi16, lo16, v32, nb::kw_only(), nb::arg("isa") = nb::none());
   module.def("join_bfloat16", join_bfloat16, hi16, lo16, v32, w32, nb::kw_only(), nb::arg("isa") = nb::none());
+  module.def("split_tied_bfloat16", split_tied_bfloat16, w32, hi16, lo16, tie8, nb::kw_only(),
+             nb::arg("isa") = nb::none());
+  module.def("join_tied_bfloat16", join_tied_bfloat16, hi16, lo16, tie8, w32, nb::kw_only(),
+             nb::arg("isa") = nb::none());
   module.def("square_root", square_root_in_place, nb::arg("values"), nb::kw_only(),
              nb::arg("square_root") = nb::none(), nb::arg("isa") = nb::none());
+  module.def("dynamic_map", dynamic_map, nb::kw_only(), nb::arg("signed"));
   define_transfers(module);
   define_ring(module);
   module.def("address_of", address_of, nb::arg("memory"));

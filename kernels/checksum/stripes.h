@@ -1,6 +1,6 @@
 // The inner loop of a checksum, compiled for each instruction set.
 //
-// Each adamw/isa_*.cpp includes it after lanes.h and its own multiply_low_words and swap_neighbours.
+// Each update/isa_*.cpp includes it after lanes.h and its own multiply_low_words and swap_neighbours.
 #pragma once
 
 #include "ratel/checksum.h"

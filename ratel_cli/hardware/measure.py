@@ -126,6 +126,7 @@ def adamw_update(number: int) -> Callable[[], None]:
 
     scalars = _native.AdamWScalars(
         decay_factor=1.0,
+        beta1=0.9,
         one_minus_beta1=0.1,
         beta2=0.999,
         one_minus_beta2=0.001,
@@ -136,7 +137,7 @@ def adamw_update(number: int) -> Callable[[], None]:
     )
 
     def update() -> None:
-        _native.update_bfloat16(
+        _native.update_adamw_bfloat16(
             weights,
             low,
             m,

@@ -45,9 +45,9 @@ LAYOUTS = {
     "float16": (torch.float16, torch.float32, torch.float32, torch.float32),
 }
 KERNELS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "bfloat16": (_native.stream_bfloat16, _native.adamw_bfloat16),
-    "float32": (_native.stream_float32, _native.adamw_float32),
-    "float16": (_native.stream_float16, _native.adamw_float16),
+    "bfloat16": (_native.stream_adamw_bfloat16, _native.adamw_bfloat16),
+    "float32": (_native.stream_adamw_float32, _native.adamw_float32),
+    "float16": (_native.stream_adamw_float16, _native.adamw_float16),
 }
 GRADIENTS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 BYTES_PER_PARAMETER = {"bfloat16": 26, "float32": 28, "float16": 28}
@@ -116,6 +116,7 @@ def native(operation: str, layout: str, isa: str, tensors: tuple[torch.Tensor, .
 
     scalars = _native.AdamWScalars(
         decay_factor=1 - LEARNING_RATE * 0.01,
+        beta1=0.9,
         one_minus_beta1=1 - 0.9,
         beta2=0.999,
         one_minus_beta2=1 - 0.999,

@@ -114,13 +114,13 @@ def test_adamw_is_measured_on_what_the_run_can_spare(
     """512 MiB, which no cache holds; at most half of what the limit leaves next to the process, but a chunk."""
     monkeypatch.setattr(measuring, "resident_bytes", lambda: 200 * MIB)
     updated: list[int] = []
-    kernel = _native.update_bfloat16
+    kernel = _native.update_adamw_bfloat16
 
     def update(*fields: torch.Tensor, **others: object) -> object:
         updated.append(sum(field.nbytes for field in fields))
         return kernel(*fields, **others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_native, "update_bfloat16", update)
+    monkeypatch.setattr(_native, "update_adamw_bfloat16", update)
     limit_bytes = None if limit_mib is None else limit_mib * MIB
     with BufferPool(limit_bytes) as pool, open_queue("threads", notice=pytest.fail) as queue:
         budget = replace(BRIEF, seconds=1e-6)

@@ -36,6 +36,7 @@ class Scalars(TypedDict):
     """The keyword arguments of `AdamWScalars`."""
 
     decay_factor: float
+    beta1: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
@@ -51,6 +52,7 @@ def scalars(
     """The scalars that AdamW computes from its settings before update number `step`, which counts from 1."""
     return {
         "decay_factor": 1 - LEARNING_RATE * weight_decay,
+        "beta1": beta1,
         "one_minus_beta1": 1 - beta1,
         "beta2": beta2,
         "one_minus_beta2": 1 - beta2,

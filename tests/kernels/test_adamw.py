@@ -201,9 +201,9 @@ def test_releases_the_gil() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_stream_twice_restores(layout: Layout, isa: str) -> None:
     streams: dict[Layout, tuple[Callable[..., None], tuple[torch.dtype, ...]]] = {
-        "bfloat16": (_native.stream_bfloat16, (torch.bfloat16, torch.int16, torch.float32, torch.float32)),
-        "float32": (_native.stream_float32, (torch.float32, torch.float32, torch.float32)),
-        "float16": (_native.stream_float16, (torch.float16, torch.float32, torch.float32, torch.float32)),
+        "bfloat16": (_native.stream_adamw_bfloat16, (torch.bfloat16, torch.int16, torch.float32, torch.float32)),
+        "float32": (_native.stream_adamw_float32, (torch.float32, torch.float32, torch.float32)),
+        "float16": (_native.stream_adamw_float16, (torch.float16, torch.float32, torch.float32, torch.float32)),
     }
     kernel, dtypes = streams[layout]
     for size in SIZES:

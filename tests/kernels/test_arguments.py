@@ -103,9 +103,9 @@ def test_every_kernel_checks_its_arrays() -> None:
     calls: list[Callable[[], None]] = [
         lambda: _native.adamw_float16(w16, w32, m32, wrong, gradient, scalars=ONE),
         lambda: _native.adamw_float32(w32, m32, wrong, gradient, scalars=ONE),
-        lambda: _native.stream_bfloat16(hi16, lo16, m32, wrong, gradient),
-        lambda: _native.stream_float16(w16, w32, m32, wrong, gradient),
-        lambda: _native.stream_float32(w32, m32, wrong, gradient),
+        lambda: _native.stream_adamw_bfloat16(hi16, lo16, m32, wrong, gradient),
+        lambda: _native.stream_adamw_float16(w16, w32, m32, wrong, gradient),
+        lambda: _native.stream_adamw_float32(w32, m32, wrong, gradient),
         lambda: _native.split_bfloat16(w32, hi16, lo16, wrong),
         lambda: _native.join_bfloat16(hi16, lo16, wrong, w32),
         lambda: _native.square_root(wrong),

@@ -27,9 +27,9 @@ PLAIN = {
     "float16": _native.adamw_float16,
 }
 UPDATE = {
-    "bfloat16": _native.update_bfloat16,
-    "float32": _native.update_float32,
-    "float16": _native.update_float16,
+    "bfloat16": _native.update_adamw_bfloat16,
+    "float32": _native.update_adamw_float32,
+    "float16": _native.update_adamw_float16,
 }
 LARGEST = 2**64 - 1
 ONE = _native.AdamWScalars(**scalars(1))
@@ -208,7 +208,7 @@ def test_invalid_arguments_are_rejected_and_change_nothing(
     if entries is not None:
         place = Place(table, is_set, bytes(16), step=1, block=2, first_chunk=1, entries=entries).checksums
     with pytest.raises(ValueError, match=message.format(when=when)):
-        _native.update_bfloat16(
+        _native.update_adamw_bfloat16(
             *arrays,
             segments=segments,
             chunk_elements=chunk_elements,
@@ -244,7 +244,7 @@ def test_bytes_are_not_compared_with_a_checksum_that_is_not_set(missing: int) ->
     place = Place(array("Q", [1]) * 7, is_set, bytes(16), step=1, block=2, first_chunk=1, entries=(0, None, 4, None))
 
     def update() -> list[tuple[int, int]]:
-        return _native.update_bfloat16(
+        return _native.update_adamw_bfloat16(
             *arrays, segments=[], chunk_elements=512, first_chunk=1, before=place.checksums, scalars=ONE
         )
 
@@ -307,14 +307,14 @@ def test_bytes_that_are_not_whole_aligned_elements_of_the_same_number_are_reject
     start = -_native.address_of(octets) % 4
     part = octets[start + first : start + last]
     with pytest.raises(ValueError, match=r"its bytes must be whole and aligned elements of 4 bytes|has 511 elements"):
-        _native.update_float32(arrays[0], part, *arrays[2:], segments=[], chunk_elements=512, scalars=ONE)
+        _native.update_adamw_float32(arrays[0], part, *arrays[2:], segments=[], chunk_elements=512, scalars=ONE)
 
 
 def test_read_only_bytes_are_rejected() -> None:
     arrays = arrays_of("float32", 512, torch.Generator().manual_seed(3))
     for memory in (memoryview(bytes(2048)), memoryview(bytearray(2048))[::2]):
         with pytest.raises((TypeError, ValueError), match="m32"):
-            _native.update_float32(arrays[0], memory, *arrays[2:], segments=[], chunk_elements=512, scalars=ONE)
+            _native.update_adamw_float32(arrays[0], memory, *arrays[2:], segments=[], chunk_elements=512, scalars=ONE)
 
 
 def test_the_address_of_memory_is_that_of_its_first_byte() -> None:

@@ -133,7 +133,7 @@ def test_a_kernel_compares_and_enters_the_checksums_of_the_bytes(start: int, sto
         computed.set_chunks(1, name, start, stop, memory)
 
     def pass_over(fields: Collection[str], before: ChunkTable) -> list[tuple[int, int]]:
-        return _native.update_bfloat16(
+        return _native.update_adamw_bfloat16(
             *(values_of(data[field.name], field) for field in RECORD.fields),
             torch.zeros(stop - start),
             scalars=_native.AdamWScalars(**scalars(1)),

@@ -22,16 +22,33 @@ const Kernels& select_kernels(const std::optional<std::string>& isa);
 // The square root that torch's MKL is expected to use on this processor.
 SquareRoot native_square_root();
 
-// The kernels for a state's layout.
-inline const LayoutKernels<Bfloat16State>& layout_of(const Kernels& kernels, const Bfloat16State&) {
+// The kernels of a rule.
+inline const RuleKernels<AdamW>& rule_of(const Kernels& kernels, AdamW) { return kernels.adamw; }
+
+inline const RuleKernels<AdamW8Bit>& rule_of(const Kernels& kernels, AdamW8Bit) { return kernels.adamw_8bit; }
+
+inline const RuleKernels<Lion>& rule_of(const Kernels& kernels, Lion) { return kernels.lion; }
+
+inline const RuleKernels<Sgd>& rule_of(const Kernels& kernels, Sgd) { return kernels.sgd; }
+
+inline const RuleKernels<SgdMomentum>& rule_of(const Kernels& kernels, SgdMomentum) { return kernels.sgd_momentum; }
+
+// Those of them for a state's layout.
+template <class Rule>
+const LayoutKernels<typename Rule::Bfloat16, typename Rule::Scalars>& layout_of(const RuleKernels<Rule>& kernels,
+                                                                                const typename Rule::Bfloat16&) {
   return kernels.bfloat16;
 }
 
-inline const LayoutKernels<Float32State>& layout_of(const Kernels& kernels, const Float32State&) {
+template <class Rule>
+const LayoutKernels<typename Rule::Float32, typename Rule::Scalars>& layout_of(const RuleKernels<Rule>& kernels,
+                                                                               const typename Rule::Float32&) {
   return kernels.float32;
 }
 
-inline const LayoutKernels<Float16State>& layout_of(const Kernels& kernels, const Float16State&) {
+template <class Rule>
+const LayoutKernels<typename Rule::Float16, typename Rule::Scalars>& layout_of(const RuleKernels<Rule>& kernels,
+                                                                               const typename Rule::Float16&) {
   return kernels.float16;
 }
 

@@ -1,6 +1,6 @@
 // What the kernels compute on, and the table of one instruction set's kernels.
 //
-// Each adamw/isa_*.cpp fills one table. Invariant: plain structs without member functions, and no STL: a file compiled
+// Each update/isa_*.cpp fills one table. Invariant: plain structs without member functions, and no STL: a file compiled
 // for AVX-512 must not emit a weak symbol that the linker could choose for code on an older processor.
 #pragma once
 
@@ -25,30 +25,71 @@ struct Gradient {
   Element element;
 };
 
-// The fp32 master in two halves: hi16 is the bf16 weight, lo16 the low half. v32's sign says how a tie was rounded.
-struct Bfloat16State {
+// Weights: the fp32 master, and the weight that the model computes with.
+
+// The master in two halves: hi16 is the bf16 weight, lo16 the low half. How a tie was rounded is among the moments.
+struct HalvedWeights {
   uint16_t* hi16;
   uint16_t* lo16;
-  float* m32;
-  float* v32;
 };
 
-struct Float32State {
+// The same, with one bit for each element that says how a tie was rounded.
+struct TiedWeights {
+  uint16_t* hi16;
+  uint16_t* lo16;
+  uint8_t* tie8;
+};
+
+struct Float32Weights {
   float* w32;
-  float* m32;
-  float* v32;
 };
 
-struct Float16State {
+struct Float16Weights {
   uint16_t* w16;
   float* w32;
+};
+
+// Moments: what a rule keeps besides.
+
+struct TwoMoments {
   float* m32;
   float* v32;
 };
+
+// The sign of v32, which is never negative, says how a tie of the weight was rounded.
+struct SignedMoments {
+  float* m32;
+  float* v32;
+};
+
+// One byte for each element, and for each 256 elements of a parameter what the codes are multiplied with.
+struct ByteMoments {
+  uint8_t* m8;
+  uint8_t* v8;
+  float* m_scale;
+  float* v_scale;
+};
+
+struct OneMoment {
+  float* m32;
+};
+
+struct NoMoments {};
+
+template <class Weights_, class Moments_>
+struct State {
+  using Weights = Weights_;
+  using Moments = Moments_;
+  Weights weights;
+  Moments moments;
+};
+
+// The numbers of an update. Weight decay does not apply to some parameters: `without_decay` in chunk.h.
 
 struct AdamWScalars {
   float decay_factor;
   float one_minus_beta1;
+  float beta1;
   float beta2;
   float one_minus_beta2;
   float negative_step_size;
@@ -58,23 +99,96 @@ struct AdamWScalars {
   SquareRoot square_root;
 };
 
-// The kernels of one layout.
-template <class State>
-struct LayoutKernels {
-  void (*adamw)(State state, Gradient gradient, const AdamWScalars& scalars, size_t count);
+struct LionScalars {
+  float decay_factor;
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float negative_learning_rate;
+  float gradient_scale;
+};
 
-  // The loads and stores of `adamw` with almost no arithmetic: the limit that memory sets.
+struct SgdScalars {
+  float weight_decay;
+  float momentum;
+  float negative_learning_rate;
+  float gradient_scale;
+  bool is_first;  // the momentum begins as the gradient
+  bool is_nesterov;
+};
+
+// Update rules: the states of the three layouts, and the numbers. Elements that belong together are `kUnit`.
+
+struct AdamW {
+  static constexpr size_t kUnit = 1;
+  using Scalars = AdamWScalars;
+  using Bfloat16 = State<HalvedWeights, SignedMoments>;
+  using Float32 = State<Float32Weights, TwoMoments>;
+  using Float16 = State<Float16Weights, TwoMoments>;
+};
+
+struct AdamW8Bit {
+  static constexpr size_t kUnit = 256;
+  using Scalars = AdamWScalars;
+  using Bfloat16 = State<TiedWeights, ByteMoments>;
+  using Float32 = State<Float32Weights, ByteMoments>;
+  using Float16 = State<Float16Weights, ByteMoments>;
+};
+
+struct Lion {
+  static constexpr size_t kUnit = 1;
+  using Scalars = LionScalars;
+  using Bfloat16 = State<TiedWeights, OneMoment>;
+  using Float32 = State<Float32Weights, OneMoment>;
+  using Float16 = State<Float16Weights, OneMoment>;
+};
+
+struct Sgd {
+  static constexpr size_t kUnit = 1;
+  using Scalars = SgdScalars;
+  using Bfloat16 = State<TiedWeights, NoMoments>;
+  using Float32 = State<Float32Weights, NoMoments>;
+  using Float16 = State<Float16Weights, NoMoments>;
+};
+
+struct SgdMomentum {
+  static constexpr size_t kUnit = 1;
+  using Scalars = SgdScalars;
+  using Bfloat16 = State<TiedWeights, OneMoment>;
+  using Float32 = State<Float32Weights, OneMoment>;
+  using Float16 = State<Float16Weights, OneMoment>;
+};
+
+// The kernels of one rule and layout. `count` elements from the first one of a unit on.
+template <class State, class Scalars>
+struct LayoutKernels {
+  void (*update)(State state, Gradient gradient, const Scalars& scalars, size_t count);
+
+  // The loads and stores of `update` with almost no arithmetic: the limit that memory sets.
   void (*stream)(State state, Gradient gradient, size_t count);
+};
+
+template <class Rule>
+struct RuleKernels {
+  LayoutKernels<typename Rule::Bfloat16, typename Rule::Scalars> bfloat16;
+  LayoutKernels<typename Rule::Float32, typename Rule::Scalars> float32;
+  LayoutKernels<typename Rule::Float16, typename Rule::Scalars> float16;
 };
 
 struct Kernels {
   const char* isa;
-  LayoutKernels<Bfloat16State> bfloat16;
-  LayoutKernels<Float32State> float32;
-  LayoutKernels<Float16State> float16;
+  RuleKernels<AdamW> adamw;
+  RuleKernels<AdamW8Bit> adamw_8bit;
+  RuleKernels<Lion> lion;
+  RuleKernels<Sgd> sgd;
+  RuleKernels<SgdMomentum> sgd_momentum;
 
-  void (*split_bfloat16)(const float* w32, Bfloat16State state, size_t count);
-  void (*join_bfloat16)(Bfloat16State state, float* w32, size_t count);
+  // v32: its sign says how ties were rounded. Its other bits stay.
+  void (*split_signed)(const float* w32, HalvedWeights weights, float* v32, size_t count);
+  void (*join_signed)(HalvedWeights weights, const float* v32, float* w32, size_t count);
+  void (*split_tied)(const float* w32, TiedWeights weights, size_t count);
+  void (*join_tied)(TiedWeights weights, float* w32, size_t count);
   void (*square_root)(float* values, SquareRoot square_root, size_t count);
 
   // Add whole blocks, none of them the last, to a checksum.

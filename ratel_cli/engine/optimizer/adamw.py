@@ -37,10 +37,10 @@ _WITHOUT_CHECKSUMS = 1 << 20
 
 
 # Each takes the fields of `ADAMW.record` for that compute dtype, in their order.
-_KERNELS: dict[DtypeName, _native._Update] = {
-    "bfloat16": _native.update_bfloat16,
-    "float32": _native.update_float32,
-    "float16": _native.update_float16,
+_KERNELS: dict[DtypeName, _native._Update[_native.AdamWScalars]] = {
+    "bfloat16": _native.update_adamw_bfloat16,
+    "float32": _native.update_adamw_float32,
+    "float16": _native.update_adamw_float16,
 }
 
 
@@ -186,6 +186,7 @@ class GroupAdamW(Closing):
         bias_correction2 = 1 - settings.beta2**update.number
         scalars = _native.AdamWScalars(
             decay_factor=1 - update.learning_rate * settings.weight_decay,
+            beta1=settings.beta1,
             one_minus_beta1=1 - settings.beta1,
             beta2=settings.beta2,
             one_minus_beta2=1 - settings.beta2,

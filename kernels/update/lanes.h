@@ -21,9 +21,10 @@ constexpr size_t kLanes = RATEL_LANES;
 typedef float Floats __attribute__((vector_size(4 * RATEL_LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * RATEL_LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * RATEL_LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(RATEL_LANES)));
 typedef uint64_t Longs __attribute__((vector_size(4 * RATEL_LANES)));
 
-// How far ahead of each load its stream is fetched: one tile of adamw/chunk.cpp, so that the next tile is in the
+// How far ahead of each load its stream is fetched: one tile of update/chunk.cpp, so that the next tile is in the
 // caches. Without it the kernels are about a fifth slower; 1 to 4 KiB are equal within the noise (2-core Xeon with
 // AVX-512, huge pages, 2026-11). A prefetch past the end does nothing.
 constexpr size_t kPrefetchElements = 1024;
@@ -47,6 +48,12 @@ RATEL_INLINE Floats all_lanes(float value) { return value - Floats{}; }  // minu
 Words widen(Halves halves);  // zero-extends; defined by isa_*.cpp
 
 Halves narrow(Words words);  // keeps the low halves; defined by isa_*.cpp
+
+Words widen_bytes(Bytes bytes);  // zero-extends; defined by isa_*.cpp
+
+Bytes narrow_to_bytes(Words words);  // of numbers below 256; defined by isa_*.cpp
+
+uint32_t sign_bits(Words words);  // bit n is the sign of lane n; defined by isa_*.cpp
 
 RATEL_INLINE Floats as_floats(Words words) { return (Floats)words; }
 
@@ -82,7 +89,7 @@ RATEL_INLINE Halves to_float16_in_software(Floats floats) {
   return narrow(half | (word >> 16 & 0x8000u));
 }
 
-// The fp32 master from its halves. `tie` holds v32's bits: the sign is set if a low half of 0x8000 was rounded up.
+// The fp32 master from its halves. The sign of `tie` is set if a low half of 0x8000 was rounded up.
 RATEL_INLINE Floats join_master(Halves hi16, Halves lo16, Words tie) {
   const Words low = widen(lo16);
   const Words rounded_up = (low + (tie >> 31) + 0x7fffu) >> 16;
@@ -92,7 +99,7 @@ RATEL_INLINE Floats join_master(Halves hi16, Halves lo16, Words tie) {
 struct SplitMaster {
   Halves hi16;
   Halves lo16;
-  Words tie;  // the sign for v32, other bits 0
+  Words tie;  // the sign, other bits 0
 };
 
 RATEL_INLINE SplitMaster split_master(Floats master) {
@@ -100,6 +107,31 @@ RATEL_INLINE SplitMaster split_master(Floats master) {
   const Words odd = word >> 16 & 1u;
   const Words tie = (word & 0x1ffffu) == 0x18000u ? Words{} + 0x80000000u : Words{};
   return {narrow((word + 0x7fffu + odd) >> 16), narrow(word), tie};
+}
+
+// The bits of a field with one bit for each element, as signs. `at` is a multiple of kLanes.
+RATEL_INLINE Words load_bits(const uint8_t* from, size_t at, size_t count) {
+  uint32_t bits = 0;
+  __builtin_memcpy(&bits, from + at / 8, (at % 8 + count + 7) / 8);
+  bits >>= at % 8;
+  Words of_lane{};
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    of_lane[lane] = 1u << lane;
+  }
+  return ((Words{} + bits) & of_lane) != 0u ? Words{} + 0x80000000u : Words{};
+}
+
+// The bits of other elements stay.
+RATEL_INLINE void store_bits(uint8_t* to, Words signs, size_t at, size_t count) {
+  uint32_t bits = sign_bits(signs) << at % 8;
+  const size_t num_bytes = (at % 8 + count + 7) / 8;
+  if (kLanes < 8 || count < kLanes) {
+    const uint32_t own = ((1u << count) - 1u) << at % 8;
+    uint32_t old = 0;
+    __builtin_memcpy(&old, to + at / 8, num_bytes);
+    bits = (old & ~own) | (bits & own);
+  }
+  __builtin_memcpy(to + at / 8, &bits, num_bytes);
 }
 
 // vrsqrt14ps in integer arithmetic, for positive numbers; below 2^-126 it is that of 2^-126.

@@ -15,6 +15,32 @@ RATEL_INLINE Halves narrow(Words words) {
   return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
 
+RATEL_INLINE Words widen_bytes(Bytes bytes) {
+  long long packed;
+  __builtin_memcpy(&packed, &bytes, sizeof packed);
+  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(packed));
+}
+
+RATEL_INLINE Bytes narrow_to_bytes(Words words) {
+  const __m256i halves = _mm256_packus_epi32((__m256i)words, (__m256i)words);
+  const __m256i packed = _mm256_packus_epi16(halves, halves);
+  const __m256i gathered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+  const long long low = _mm_cvtsi128_si64(_mm256_castsi256_si128(gathered));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, &low, sizeof low);
+  return bytes;
+}
+
+RATEL_INLINE uint32_t sign_bits(Words words) { return (uint32_t)_mm256_movemask_ps((__m256)words); }
+
+RATEL_INLINE Floats table_entries(const float* table, Words places) {
+  return (Floats)_mm256_i32gather_ps(table, (__m256i)places, 4);
+}
+
+RATEL_INLINE Floats entry_of_eight(const float* table, Words places) {
+  return (Floats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)places);
+}
+
 RATEL_INLINE bool has_nan(Floats floats) {
   return _mm256_movemask_ps(_mm256_cmp_ps((__m256)floats, (__m256)floats, _CMP_UNORD_Q)) != 0;
 }

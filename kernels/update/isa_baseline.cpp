@@ -33,6 +33,15 @@ RATEL_INLINE Longs multiply_low_words(Longs a, Longs b) {
 
 RATEL_INLINE Longs swap_neighbours(Longs longs) { return (Longs)vextq_u64((uint64x2_t)longs, (uint64x2_t)longs, 1); }
 
+RATEL_INLINE Words widen_bytes(Bytes bytes) { return __builtin_convertvector(bytes, Words); }
+
+RATEL_INLINE Bytes narrow_to_bytes(Words words) { return __builtin_convertvector(words, Bytes); }
+
+RATEL_INLINE uint32_t sign_bits(Words words) {
+  const Words weights = {1, 2, 4, 8};
+  return vaddvq_u32((uint32x4_t)((words >> 31) * weights));
+}
+
 // Never called: mkl_sse roots are rejected on this processor.
 RATEL_INLINE Floats coarse_reciprocal_root_estimate(Floats value) { return (Floats)vrsqrteq_f32((float32x4_t)value); }
 
@@ -52,6 +61,23 @@ RATEL_INLINE Halves narrow(Words words) {
 RATEL_INLINE bool has_nan(Floats floats) {
   return _mm_movemask_ps(_mm_cmpunord_ps((__m128)floats, (__m128)floats)) != 0;
 }
+
+RATEL_INLINE Words widen_bytes(Bytes bytes) {
+  int packed;
+  __builtin_memcpy(&packed, &bytes, sizeof packed);
+  const __m128i halves = _mm_unpacklo_epi8(_mm_cvtsi32_si128(packed), _mm_setzero_si128());
+  return (Words)_mm_unpacklo_epi16(halves, _mm_setzero_si128());
+}
+
+RATEL_INLINE Bytes narrow_to_bytes(Words words) {
+  const __m128i halves = _mm_packs_epi32((__m128i)words, (__m128i)words);
+  const int packed = _mm_cvtsi128_si32(_mm_packus_epi16(halves, halves));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, &packed, sizeof packed);
+  return bytes;
+}
+
+RATEL_INLINE uint32_t sign_bits(Words words) { return (uint32_t)_mm_movemask_ps((__m128)words); }
 
 typedef double Doubles __attribute__((vector_size(8 * RATEL_LANES)));
 typedef uint64_t LongWords __attribute__((vector_size(8 * RATEL_LANES)));
@@ -86,6 +112,16 @@ RATEL_INLINE Floats reciprocal_root_estimate(Floats value) { return reciprocal_r
 RATEL_INLINE Floats from_float16(Halves halves) { return from_float16_in_software(halves); }
 
 RATEL_INLINE Halves to_float16(Floats floats) { return to_float16_in_software(floats); }
+
+RATEL_INLINE Floats table_entries(const float* table, Words places) {
+  Floats found;
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    found[lane] = table[places[lane]];
+  }
+  return found;
+}
+
+RATEL_INLINE Floats entry_of_eight(const float* table, Words places) { return table_entries(table, places & 7u); }
 
 class Divisor {
  public:

@@ -11,6 +11,20 @@ RATEL_INLINE Words widen(Halves halves) { return (Words)_mm512_cvtepu16_epi32((_
 
 RATEL_INLINE Halves narrow(Words words) { return (Halves)_mm512_cvtepi32_epi16((__m512i)words); }
 
+RATEL_INLINE Words widen_bytes(Bytes bytes) { return (Words)_mm512_cvtepu8_epi32((__m128i)bytes); }
+
+RATEL_INLINE Bytes narrow_to_bytes(Words words) { return (Bytes)_mm512_cvtepi32_epi8((__m512i)words); }
+
+RATEL_INLINE uint32_t sign_bits(Words words) { return _mm512_movepi32_mask((__m512i)words); }
+
+RATEL_INLINE Floats table_entries(const float* table, Words places) {
+  return (Floats)_mm512_i32gather_ps((__m512i)places, table, 4);
+}
+
+RATEL_INLINE Floats entry_of_eight(const float* table, Words places) {
+  return (Floats)_mm512_permutexvar_ps((__m512i)(places & 7u), _mm512_castps256_ps512(_mm256_loadu_ps(table)));
+}
+
 RATEL_INLINE bool has_nan(Floats floats) {
   return _mm512_cmp_ps_mask((__m512)floats, (__m512)floats, _CMP_UNORD_Q) != 0;
 }

@@ -1,0 +1,99 @@
+"""A rule's record in memory, updated by the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ratel_cli import _native
+from tests.kernels.rules import LEARNING_RATE, UNIT, Layout, Numbers, RuleName, fields_of
+
+AnyScalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars
+
+
+def kernel(rule: RuleName, layout: Layout, *, prefix: str = "") -> Callable[..., object]:
+    """The kernel of this name: without a prefix the update itself, or `stream_`, or `update_`."""
+    found: Callable[..., object] = getattr(_native, f"{prefix}{rule}_{layout}")
+    return found
+
+
+def scalars_of(rule: RuleName, numbers: Numbers, step: int, *, gradient_scale: float = 1.0) -> AnyScalars:
+    """What the kernels of a rule get for update number `step`, which counts from 1."""
+    rate, beta1, beta2 = LEARNING_RATE, numbers.beta1, numbers.beta2
+    if rule == "lion":
+        return _native.LionScalars(
+            decay_factor=1 - rate * numbers.weight_decay,
+            beta1=beta1,
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            learning_rate=rate,
+            gradient_scale=gradient_scale,
+        )
+    if rule in ("sgd", "sgd_momentum"):
+        return _native.SgdScalars(
+            weight_decay=numbers.weight_decay,
+            momentum=numbers.momentum,
+            learning_rate=rate,
+            gradient_scale=gradient_scale,
+            is_first=step == 1,
+            is_nesterov=numbers.nesterov,
+        )
+    return _native.AdamWScalars(
+        decay_factor=1 - rate * numbers.weight_decay,
+        beta1=beta1,
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        step_size=rate / (1 - beta1**step),
+        bias_correction2_sqrt=(1 - beta2**step) ** 0.5,
+        epsilon=numbers.epsilon,
+        gradient_scale=gradient_scale,
+    )
+
+
+class Native:
+    """One parameter in the record of a rule and layout."""
+
+    def __init__(self, rule: RuleName, layout: Layout, weight: torch.Tensor, *, isa: str) -> None:
+        self.rule: RuleName = rule
+        self.layout: Layout = layout
+        self._isa = isa
+        size = weight.numel()
+        self.fields = {
+            each.name: torch.zeros(each.num_values(size), dtype=each.dtype) for each in fields_of(rule, layout)
+        }
+        if layout == "bfloat16":
+            ends = (self.fields["hi16"], self.fields["lo16"])
+            if rule == "adamw":
+                _native.split_bfloat16(weight, *ends, self.fields["v32"], isa=isa)
+            else:
+                _native.split_tied_bfloat16(weight, *ends, self.fields["tie8"], isa=isa)
+        else:
+            self.fields["w32"].copy_(weight)
+        if "m8" in self.fields:
+            self.fields["m8"].fill_(127)
+            assert self.fields["m_scale"].numel() == -(-size // UNIT)
+
+    def step(self, gradient: torch.Tensor, scalars: AnyScalars) -> None:
+        """One update."""
+        kernel(self.rule, self.layout)(*self.fields.values(), gradient, scalars=scalars, isa=self._isa)
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The fp32 master."""
+        if self.layout != "bfloat16":
+            return self.fields["w32"]
+        hi16, lo16 = self.fields["hi16"], self.fields["lo16"]
+        joined = torch.empty(hi16.numel())
+        if self.rule == "adamw":
+            _native.join_bfloat16(hi16, lo16, self.fields["v32"], joined, isa=self._isa)
+        else:
+            _native.join_tied_bfloat16(hi16, lo16, self.fields["tie8"], joined, isa=self._isa)
+        return joined
+
+    @property
+    def compute(self) -> torch.Tensor:
+        """The weight that a model computes with."""
+        return next(iter(self.fields.values()))
