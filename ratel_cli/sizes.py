@@ -21,6 +21,14 @@ Task = Literal["causal_lm", "masked_lm", "classification", "seq2seq", "denoising
 """What a model learns to predict: for each token the next one, the tokens that are masked, the class of a row, the next
 token of a second text, which a decoder writes to that of an encoder, or the noise in a latent."""
 
+PreferenceMethod = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
+"""How a model learns from answers that are compared."""
+FIGURES: Final = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+    "nll_loss", "log_odds_ratio", "log_odds_chosen", "kl",
+)  # fmt: skip
+"""What is known of micro-batches whose answers are compared, besides their loss, by TRL's names."""
+
 TASKS: Final[dict[str, Task]] = {
     "mlm": "masked_lm",
     "classification": "classification",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratel_cli.config.key_groups import OF_ADAPTER
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.sections import Contradiction
 
@@ -29,6 +29,7 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
     if config.task == "denoising":
         given = (key for key in ("label_smoothing_factor", "use_dft_loss") if _differs(config, key))
         found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
+    found += _of_preferences(config)
     if config.adapter is None:
         found.extend(_unused(key, "`adapter` is not set") for key in OF_ADAPTER if _differs(config, key))
     elif config.learning_rate < _LEAST_OF_ADAPTER:
@@ -39,6 +40,25 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
         message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
         found.append(Contradiction(keys=("learning_rate",), message=message, hint="1e-6 to 1e-3 are usual"))
     return found
+
+
+def _of_preferences(config: RunConfig) -> list[Contradiction]:
+    if config.rl is None:
+        return [_unused(key, "`rl` is not set") for key in OF_PREFERENCES if _differs(config, key)]
+    of_methods = {key: method for method, keys in _OF_METHODS.items() for key in keys}
+    found = [
+        _unused(key, f"it is for `rl: {method}`")
+        for key, method in of_methods.items()
+        if method != config.rl and _differs(config, key)
+    ]
+    if config.train_on_inputs is True:
+        found.append(_unused("train_on_inputs", "answers are compared, and prompts are not"))
+    if config.sample_packing and "sample_packing" in config.model_fields_set:
+        found.append(_unused("sample_packing", "answers that are compared have a row each"))
+    return found
+
+
+_OF_METHODS = {"simpo": ("simpo_gamma", "cpo_alpha"), "kto": ("kto_desirable_weight", "kto_undesirable_weight")}
 
 
 def _differs(config: RunConfig, key: str) -> bool:

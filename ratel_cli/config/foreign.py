@@ -278,11 +278,11 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         torchao_optimizer dion_learning_rate dion_momentum dion_lr dion_rank_fraction dion_rank_multiple_of
         muon_momentum muon_learning_rate use_dion""",
     ),
-    (_but(_METHOD, "sft", "pt", 0), "stage rl"),
+    (_but(_METHOD, "sft", "pt", 0), "stage"),
     (
         _METHOD,
         """reward_model process_reward_model diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature
-        kd_online_server trl orpo_alpha rpo_alpha dpo_beta simpo_gamma pref_beta pref_loss pref_ftx ref_model
+        kd_online_server trl orpo_alpha rpo_alpha dpo_beta pref_beta pref_loss pref_ftx ref_model
         reward_model_path dpo_use_weighting relora relora_steps relora_prune_ratio relora_cpu_offload ebft vllm
         mtp_enabled distill teacher_model_name_or_path do_predict""",
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+OF_PREFERENCES: Final = ("rl_beta", "simpo_gamma", "cpo_alpha", "kto_desirable_weight", "kto_undesirable_weight")
+"""How answers are compared, if they are."""
 OF_ADAPTER: Final = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_target_parameters",
     "lora_layers_to_transform", "peft_use_rslora", "peft_use_dora", "lora_modules_to_save", "peft_init_lora_weights",

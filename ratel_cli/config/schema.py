@@ -197,6 +197,25 @@ class RunConfig(Section):
     use_dft_loss: bool = False
     """The loss of dynamic fine-tuning: the cross-entropy of each token, times its probability."""
 
+    rl: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None
+    """Learn from answers that are compared instead of answers to imitate, as TRL does: `dpo`, `ipo`, `orpo` and `simpo`
+    from pairs of a chosen and a rejected answer, `kto` from answers with a verdict. `micro_batch_size` counts pairs, or
+    answers, and each takes two rows. `dpo`, `ipo` and `kto` compare the model with what it was before step 1: one pass
+    over the data, a block at a time, computes what it gives, and `run/reference.bin` keeps that. Default: answers are
+    imitated."""
+    rl_beta: float = Field(default=0.1, gt=0)
+    """How strongly the answers' probabilities count in the loss: beta in DPO, KTO and SimPO, tau in IPO, lambda in
+    ORPO."""
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """The margin between the rewards of both answers, for `rl: simpo`."""
+    cpo_alpha: float = Field(default=1.0, ge=0)
+    """The weight of the chosen answers' cross-entropy, for `rl: simpo`. 0: there is none, as in the SimPO paper; 1 is
+    the default of axolotl and TRL."""
+    kto_desirable_weight: float = Field(default=1.0, ge=0)
+    """The weight of the losses of good answers, for `rl: kto`."""
+    kto_undesirable_weight: float = Field(default=1.0, ge=0)
+    """The weight of the losses of bad answers, for `rl: kto`."""
+
     dtype: DtypeName = "bfloat16"
     """The data type that the model computes in. Master weights and moments are always fp32. `float16` uses dynamic loss
     scaling."""
@@ -287,6 +306,21 @@ class RunConfig(Section):
         """What the model learns to predict; the type of the datasets says it."""
         types = {each.type for each in self.datasets}
         return next((task for name, task in TASKS.items() if name in types), "causal_lm")
+
+    @property
+    def compares(self) -> Literal["pairs", "verdicts"] | None:
+        """What of the data is compared; None: answers are imitated."""
+        return None if self.rl is None else "verdicts" if self.rl == "kto" else "pairs"
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """Rows that each of `micro_batch_size` takes: 2 where answers are compared."""
+        return 1 if self.rl is None else 2
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the model is compared with what it was before step 1."""
+        return self.rl in ("dpo", "ipo", "kto")
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -443,8 +477,33 @@ def _training_contradiction(config: RunConfig) -> Contradiction | None:
     return None
 
 
+def _preference_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be learnt from answers that are compared; None if there is nothing."""
+    if config.rl is None:
+        return None
+    for key, reason in (
+        ("streaming", "pairs and verdicts are read as a whole, before step 1"),
+        ("tokens_per_step", "a step is counted in pairs or answers: set `micro_batch_size`"),
+        ("label_smoothing_factor", "each is a loss of its own"),
+        ("use_dft_loss", "each is a loss of its own"),
+        ("model_shape", "a shape has no data"),
+    ):
+        if getattr(config, key):
+            message = f"`rl` and `{key}` are both set: {reason}"
+            return Contradiction(keys=(key, "rl"), message=message, hint="remove one of them")
+    types = {each.type for each in (*config.datasets, *config.test_datasets)}
+    if others := sorted(types - {"auto", "chat_template", "completion"}):
+        message = f"`rl` learns from texts and conversations; `type: {others[0]}` is neither"
+        hint = "set `type: chat_template` or remove `type`"
+        return Contradiction(keys=("datasets", "test_datasets", "rl"), message=message, hint=hint)
+    if config.rl == "kto" and config.micro_batch_size == 1:
+        message = "`rl: kto` needs other answers in a micro-batch, to estimate the KL divergence, and it has one"
+        return Contradiction(keys=("micro_batch_size", "rl"), message=message, hint="set `micro_batch_size: 2` or more")
+    return None
+
+
 def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
-    other = _training_contradiction(config)
+    other = _training_contradiction(config) or _preference_contradiction(config)
     if other is not None:
         return [other]
     if config.model_shape is not None:

@@ -142,6 +142,12 @@ class DatasetConfig(Section):
     field_completion: Column = "completion"
     """The column with the answer to `field_prompt`, which has loss: a text, or a list of messages. With
     `type: chat_template` two texts are a user's and an assistant's turn."""
+    field_chosen: Column = "chosen"
+    """The column with the better one of two answers, for `rl`: a text, a message or a list of messages, which may begin
+    with the prompt. The prompt may also be in `field_prompt`, `field_messages` or `field_instruction`. For `rl: kto`
+    the answer is in `field_completion`, and the verdict, true or false, in `field_label`."""
+    field_rejected: Column = "rejected"
+    """The column with the other answer, for `rl`."""
     field_messages: Column = "messages"
     """The column with the list of messages, for `chat_template`. Each message has a `role` and a `content`."""
     field_instruction: Column = "instruction"

@@ -26,10 +26,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         " than RAM. Merge an adapter into its base model to train on from it.",
     ),
     Unsupported(
-        name="DPO, GRPO, PPO and other training on preferences or rewards",
-        words="dpo grpo ppo kto orpo simpo rlhf rl preference preferences reward rewards distillation",
-        instead="Ratel does supervised fine-tuning. Train on the chosen answers first, and use the export as the base"
-        " model of TRL.",
+        name="GRPO, PPO and other training on rewards",
+        words="grpo ppo rlhf rloo reward rewards distillation",
+        instead="`rl: dpo`, `ipo`, `orpo`, `simpo` and `kto` learn from answers that are compared. For a reward model,"
+        " or answers that the model writes while it trains, use TRL.",
     ),
     Unsupported(
         name="Quantised training, in 4 bit, 8 bit or fp8",

@@ -24,12 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
+from ratel_cli.data.compared_samples import ComparedSamples, in_groups
 from ratel_cli.data.drafts import ExcessLengthStrategy, TrainOnInputs
 from ratel_cli.data.file_names import TEST_REJECTS_NAME
 from ratel_cli.data.ingest import Demand, load_token_cache
 from ratel_cli.data.masking import Masking
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
-from ratel_cli.data.rows import DatasetSource, RowSource, open_source
+from ratel_cli.data.reference import LogProbabilities, Reference
+from ratel_cli.data.rows import Compares, DatasetSource, RowSource, open_source
 from ratel_cli.data.samples import Sample
 from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import TokenCache
@@ -68,11 +70,16 @@ class DataSettings:
     """What the model learns to predict."""
     mlm_probability: float = 0.15
     """Of a token to be masked, if it learns that."""
+    compares: Compares | None = None
+    """What the model learns from: pairs of answers, or answers with a verdict; None: from answers that it imitates."""
+    trains_prompts: bool = False
+    """Where pairs are compared: whether the prompts of chosen answers are targets, too."""
 
     def described(self) -> dict[str, object]:
         """What decides the batches, for a hash: what belongs to a task counts only in that task."""
         values, is_causal = asdict(self), self.task == "causal_lm"
         left_out = {*(["task"] if is_causal else []), *([] if self.task == "masked_lm" else ["mlm_probability"])}
+        left_out |= {"compares", "trains_prompts"} if self.compares is None else set()
         return {key: value for key, value in values.items() if key not in left_out}
 
 
@@ -101,14 +108,15 @@ class TrainingData:
 
         Raises BadInput if `val_set_size` or the weights leave nothing to train on.
         """
-        train_ids, eval_ids = split_samples(len(cache.lengths), settings.val_set_size, settings.seed)
+        per_sample = 1 if settings.compares is None else 2
+        train_ids, eval_ids = split_samples(len(cache.lengths) // per_sample, settings.val_set_size, settings.seed)
         self._weights = tuple(weights) if any(weight != 1 for weight in weights) else ()
         if self._weights:
             counts = [each.num_samples for each in cache.summary.sources]
             train_ids = _weighted(train_ids, counts, self._weights, settings.seed)
         if eval_cache is not None:
             assert not len(eval_ids)
-            eval_ids = np.arange(len(eval_cache.lengths))
+            eval_ids = np.arange(len(eval_cache.lengths) // per_sample)
         self.cache = cache
         """The samples of all datasets, those for evaluation by `val_set_size` too."""
         self.eval_cache = cache if eval_cache is None else eval_cache
@@ -117,6 +125,10 @@ class TrainingData:
         self._padding_id = padding_id
         self._masking = masking
         self._row_multiple = row_multiple
+        self._compared, self._eval_compared = (
+            self._compared_of(each, np.unique(ids))
+            for each, ids in ((self.cache, train_ids), (self.eval_cache, eval_ids))
+        )
         self._window_samples = window_samples
         if window_samples is not None:
             self._train_sequences = self._arrange_windows(train_ids, window_samples)
@@ -130,7 +142,8 @@ class TrainingData:
         self.num_samples = len(train_ids)
         """Samples of one epoch; a sample of a dataset with a weight counts as often as it comes."""
         self.num_eval_samples = len(eval_ids)
-        self.num_tokens = int(cache.lengths[train_ids].sum())
+        lengths = cache.lengths if self._compared is None else self._compared.num_tokens
+        self.num_tokens = int(lengths[train_ids].sum())
         """Tokens of one epoch, without padding."""
         self.steps_per_epoch = -(-len(self._train_sequences) // self._sequences_per_step)
 
@@ -151,11 +164,12 @@ class TrainingData:
         """
         if self._settings.packing:
             return self.num_sequences * self._settings.sequence_len
-        lengths = self.cache.lengths[self._train_sequences.samples[self._order_of(0)]]
+        widths, rows = (self.cache.lengths, 1) if self._compared is None else (self._compared.widths, 2)
+        lengths = widths[self._train_sequences.samples[self._order_of(0)]]
         firsts = np.arange(0, len(lengths), self._settings.micro_batch_size)
         sizes = np.diff(np.append(firsts, len(lengths)))
         chunks = -(-np.maximum.reduceat(lengths, firsts) // self._row_multiple)
-        return int((chunks * self._row_multiple * sizes).sum())
+        return int((chunks * self._row_multiple * sizes * rows).sum())
 
     @property
     def computed_tokens_per_step(self) -> int | None:
@@ -212,14 +226,60 @@ class TrainingData:
         The last step of an epoch takes what is left: it may have fewer micro-batches, and fewer sequences in the last.
         """
         assert step_index >= 0
+        epoch, wanted = self._of_step(step_index)
+        return list(self._micro_batches(self.cache, self._compared, self._train_sequences, wanted, epoch))
+
+    def _of_step(self, step_index: int) -> tuple[int, Integers]:
+        """The epoch of a step, and the sequences that it has."""
         epoch, within = divmod(step_index, self.steps_per_epoch)
         first = within * self._sequences_per_step
-        wanted = self._order_of(epoch)[first : first + self._sequences_per_step]
-        return list(self._micro_batches(self.cache, self._train_sequences, wanted, epoch))
+        return epoch, self._order_of(epoch)[first : first + self._sequences_per_step]
+
+    def compared_numbers(self, num_steps: int) -> tuple[list[Integers], list[Integers]]:
+        """Where answers are compared: the samples of each micro-batch of the first steps, and of evaluations."""
+        size = self._settings.micro_batch_size
+
+        def cut(sequences: Sequences, wanted: Integers) -> list[Integers]:
+            return [sequences.samples[wanted[first : first + size]] for first in range(0, len(wanted), size)]
+
+        of_steps = (cut(self._train_sequences, self._of_step(step)[1]) for step in range(num_steps))
+        evaluated = cut(self._eval_sequences, np.arange(len(self._eval_sequences)))
+        return [each for of_step in of_steps for each in of_step], evaluated
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         """The samples for evaluation, in the same batches every time. Raises EnvironmentFailure."""
-        return self._micro_batches(self.eval_cache, self._eval_sequences, np.arange(len(self._eval_sequences)), -1)
+        order = np.arange(len(self._eval_sequences))
+        return self._micro_batches(self.eval_cache, self._eval_compared, self._eval_sequences, order, -1)
+
+    @property
+    def compared(self) -> tuple[ComparedSamples, ComparedSamples] | None:
+        """The samples for training and for evaluation; None if no answers are compared."""
+        if self._compared is None or self._eval_compared is None:
+            return None
+        return self._compared, self._eval_compared
+
+    def _compared_of(self, cache: TokenCache, used: Integers) -> ComparedSamples | None:
+        """The samples of a cache where answers are compared. `used`: those that are trained, or evaluated, together."""
+        settings = self._settings
+        if settings.compares is None:
+            return None
+        return ComparedSamples(
+            cache=cache,
+            compares=settings.compares,
+            trains_prompts=settings.trains_prompts,
+            others=in_groups(len(cache.lengths) // 2, used, settings.micro_batch_size),
+            sequence_len=settings.sequence_len,
+            padding_id=self._padding_id,
+            multiple=self._row_multiple,
+        )
+
+    def referring_to(self, train: LogProbabilities, evaluation: LogProbabilities) -> TrainingData:
+        """The same data with the log-probabilities of the reference model: of all samples of both caches."""
+        assert self._compared is not None and self._eval_compared is not None
+        found = copy(self)
+        found._compared = replace(self._compared, reference=Reference(train))
+        found._eval_compared = replace(self._eval_compared, reference=Reference(evaluation))
+        return found
 
     def _arrange(self, cache: TokenCache, sample_ids: Integers, *, mixed: bool) -> Sequences:
         """The samples in sequences; `mixed` packs samples of one length in a random order."""
@@ -248,13 +308,21 @@ class TrainingData:
         return self._epoch_order[1]
 
     def _micro_batches(
-        self, cache: TokenCache, sequences: Sequences, wanted: Integers, epoch: int
+        self,
+        cache: TokenCache,
+        compared: ComparedSamples | None,
+        sequences: Sequences,
+        wanted: Integers,
+        epoch: int,
     ) -> Iterator[MicroBatch]:
         size = self._settings.micro_batch_size
         packed_tokens = self._settings.sequence_len if self._settings.packing else None
         for first in range(0, len(wanted), size):
             chosen = [sequences[int(index)] for index in wanted[first : first + size]]
             numbers = np.concatenate(chosen)
+            if compared is not None:
+                yield compared.batch(numbers)
+                continue
             samples: Sequence[Sample] = cache.read(numbers)
             if self._masking is not None:
                 masked = self._masking.masked

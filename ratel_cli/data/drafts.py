@@ -94,4 +94,16 @@ class PairDraft:
     """What of its row is not used."""
 
 
-Draft = TextDraft | ChatDraft | TokensDraft | RowDraft | PairDraft
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedDraft:
+    """Two answers to one prompt, of which one is better; or one answer with a verdict."""
+
+    answers: tuple[TextDraft | ChatDraft, ...]
+    """The better one first. Each has its prompt, which is the same."""
+    is_good: bool | None = None
+    """The verdict on the one answer."""
+    remarks: tuple[Remark, ...] = ()
+    """What of its row is not used."""
+
+
+Draft = TextDraft | ChatDraft | TokensDraft | RowDraft | PairDraft | ComparedDraft

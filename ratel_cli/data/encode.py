@@ -20,7 +20,18 @@ from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.chat_pool import ChatPool, Rendering
-from ratel_cli.data.drafts import ChatDraft, Draft, PairDraft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import (
+    ChatDraft,
+    ComparedDraft,
+    Draft,
+    PairDraft,
+    RowDraft,
+    TextDraft,
+    TokensDraft,
+    TrainOnInputs,
+    Unusable,
+)
+from ratel_cli.data.encode_compared import compared
 from ratel_cli.data.encode_rows import RowEncoder
 from ratel_cli.data.prompt_tokens import PromptTokens
 from ratel_cli.data.samples import Encoded, Sample, TokenIds
@@ -36,6 +47,8 @@ class Begun:
     """Drafts whose conversations are being rendered."""
 
     drafts: Sequence[Draft]
+    parts: Sequence[Draft]
+    """The drafts, and in place of those that compare answers these answers."""
     chats: Sequence[ChatDraft]
     """Those of them that are conversations."""
     rendering: Rendering | None
@@ -92,17 +105,27 @@ class SampleEncoder(Closing):
 
     def begin(self, drafts: Sequence[Draft]) -> Begun:
         """Have the conversations of drafts rendered while other drafts are finished. Raises what `encode` raises."""
-        chats = [draft for draft in drafts if isinstance(draft, ChatDraft)]
-        return Begun(drafts=drafts, chats=chats, rendering=self._render(chats) if chats else None)
+        parts = [part for draft in drafts for part in _parts_of(draft)]
+        chats = [part for part in parts if isinstance(part, ChatDraft)]
+        return Begun(drafts=drafts, parts=parts, chats=chats, rendering=self._render(chats) if chats else None)
 
     def finish(self, begun: Begun) -> list[Encoded | Unusable]:
         """What `encode` gives for the drafts."""
-        texts = [draft for draft in begun.drafts if isinstance(draft, TextDraft)]
+        found = iter(self._finish_parts(begun))
+        return [
+            compared([next(found) for _ in draft.answers], is_good=draft.is_good, remarks=draft.remarks)
+            if isinstance(draft, ComparedDraft)
+            else next(found)
+            for draft in begun.drafts
+        ]
+
+    def _finish_parts(self, begun: Begun) -> list[Encoded | Unusable]:
+        texts = [draft for draft in begun.parts if isinstance(draft, TextDraft)]
         text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(begun)
-        row_answers = self._rows.rows([draft for draft in begun.drafts if isinstance(draft, RowDraft)])
-        pair_answers = self._rows.pairs([draft for draft in begun.drafts if isinstance(draft, PairDraft)])
+        row_answers = self._rows.rows([draft for draft in begun.parts if isinstance(draft, RowDraft)])
+        pair_answers = self._rows.pairs([draft for draft in begun.parts if isinstance(draft, PairDraft)])
         answers: list[Encoded | Unusable] = []
-        for draft in begun.drafts:
+        for draft in begun.parts:
             if isinstance(draft, TextDraft):
                 answer = next(text_answers)
             elif isinstance(draft, ChatDraft):
@@ -112,6 +135,7 @@ class SampleEncoder(Closing):
             elif isinstance(draft, PairDraft):
                 answer = next(pair_answers)
             else:
+                assert isinstance(draft, TokensDraft)
                 answer = self._encode_tokens(draft)
             if isinstance(answer, Encoded) and draft.remarks:
                 answer = replace(answer, remarks=(*draft.remarks, *answer.remarks))
@@ -273,6 +297,10 @@ class SampleEncoder(Closing):
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
         return token_ids(self._tokenizer, texts)
+
+
+def _parts_of(draft: Draft) -> Sequence[Draft]:
+    return draft.answers if isinstance(draft, ComparedDraft) else (draft,)
 
 
 _MOST_CHILDREN = 16  # that render; each takes 60 MB, and one thread tokenises what they make

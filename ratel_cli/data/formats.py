@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ratel_cli.data.compared_rows import ComparedColumns, compared_columns
 from ratel_cli.data.conversations import (
     TurnOptions,
     conversation,
@@ -19,7 +20,17 @@ from ratel_cli.data.conversations import (
     question_and_answer,
     text_in,
 )
-from ratel_cli.data.drafts import ChatDraft, Draft, PairDraft, RowDraft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import (
+    ChatDraft,
+    ComparedDraft,
+    Draft,
+    PairDraft,
+    RowDraft,
+    TextDraft,
+    TokensDraft,
+    TrainOnInputs,
+    Unusable,
+)
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.media import has_mark, has_media_parts, media_column, without_marks
 from ratel_cli.data.rows import DatasetSource, Media
@@ -29,7 +40,7 @@ from ratel_cli.sizes import IGNORED_TARGET
 
 Kind = Literal[
     "completion", "prompt_completion", "alpaca", "messages", "chat_completion", "instruction", "question_answer",
-    "tokens", "mlm", "classification", "seq2seq",
+    "tokens", "mlm", "classification", "seq2seq", "compared",
 ]  # fmt: skip
 _PLAIN = ("completion", "mlm", "classification", "seq2seq")
 """Kinds that read texts, whatever other columns a row has."""
@@ -64,6 +75,8 @@ class RowFormat:
     """What becomes of rows with images, video or sound."""
     labels: tuple[str, ...] = ()
     """The names of the classes, for `classification`."""
+    compared: ComparedColumns | None = None
+    """For answers that are compared."""
 
     def draft(self, record: dict[str, object]) -> Draft:
         """Turn one row into a draft. Raises Unusable."""
@@ -72,11 +85,12 @@ class RowFormat:
             raise Unusable(f"the row has an image, video or sound ({printable(column)}); {_TEXT_ALONE}")
         draft = self._read(record)
         read = {*self.columns, self.turns.system}
-        if self.kind in _CONVERSATIONS:
+        if self.is_chat:
             read.add(self.turns.tools)
         if self.turns.system_prompt is not None:  # it takes the place of all others
             read |= {"system", "system_prompt"}
-        remarks = (*draft.remarks, *unread_columns(self.kind, read, record))
+        like = self.kind if self.compared is None else "messages" if self.is_chat else "prompt_completion"
+        remarks = (*draft.remarks, *unread_columns(like, read, record))
         is_marked = self.kind not in _PLAIN and any(map(has_mark, _asked(draft)))
         if is_marked and self.media == "reject":
             raise Unusable(f"a text has the mark of an image, video or sound, such as <image>; {_TEXT_ALONE}")
@@ -85,7 +99,14 @@ class RowFormat:
             remarks = (*remarks, ("media", "images, video and sound"))
         return replace(draft, remarks=remarks) if remarks else draft
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether rows are conversations."""
+        return self.kind in _CONVERSATIONS or (self.compared is not None and self.compared.is_chat)
+
     def _read(self, record: dict[str, object]) -> Draft:
+        if self.compared is not None:
+            return self.compared.draft(record, self.turns)
         match self.kind:
             case "completion":
                 return TextDraft(prompt="", answer=text_in(record, self.columns[0]), splittable=True)
@@ -104,7 +125,7 @@ class RowFormat:
                 return question_and_answer(record, (self.columns[0], self.columns[1]), self.turns)
             case "tokens":
                 return _tokens(record)
-            case "mlm" | "classification" | "seq2seq":
+            case _:
                 return _row_draft(self.kind, record, self.columns, self.labels)
 
     def describe(self, *, train_on_inputs: TrainOnInputs = False) -> str:
@@ -113,6 +134,12 @@ class RowFormat:
         first, last = columns[0], columns[-1]
         unread = "; what is set about turns is for conversations, and changes nothing here"
         end = unread if self.turns.chooses_turns and self.kind not in _CONVERSATIONS else ""
+        if self.compared is not None:
+            what = "chat_template: conversations" if self.is_chat else "completion: texts"
+            *_, last = [each for each in columns if each != self.compared.verdict]
+            read = f"{', '.join(columns[:-1])} and {columns[-1]}"
+            verb = "whose answers are compared" if self.compared.verdict is None else f"with a verdict on {last}"
+            return f"type {what} in {read}, {verb}{end}"
         if self.kind == "mlm":
             return f"type mlm: texts in the column {first}, loss on tokens that are masked{end}"
         if self.kind == "seq2seq":
@@ -148,7 +175,7 @@ class RowFormat:
 def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_template: bool) -> RowFormat:
     """Choose the format of a source from its settings and its first row. Raises BadInput if no type fits."""
     found = _matching_format(source, record, has_chat_template=has_chat_template)
-    if found is None or not _reads_answers(source, found, record):
+    if source.compares is None and (found is None or not _reads_answers(source, found, record)):
         reject_preferences(source, record)
     if found is None:
         names = ", ".join(map(printable, record)) or "(none)"
@@ -163,7 +190,7 @@ def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_
             "Ratel trains on text",
             hint="to train on their text alone, set media: ignore in the dataset",
         )
-    if found.kind in _CONVERSATIONS and not has_chat_template:
+    if found.is_chat and not has_chat_template:
         raise BadInput(
             f"{printable(source.path)}: its rows are conversations, but the tokenizer has no chat template",
             hint="set chat_template, or use a base model whose tokenizer has one, or set type: alpaca or type: "
@@ -199,6 +226,9 @@ def _turn_options(source: DatasetSource) -> TurnOptions:
 
 def _matching_format(source: DatasetSource, record: dict[str, object], *, has_chat_template: bool) -> RowFormat | None:
     names = record.keys()
+    if source.compares is not None:
+        compared = compared_columns(source, record)
+        return RowFormat(kind="compared", columns=compared.names, compared=compared)
     columns = (source.field_instruction, source.field_input, source.field_output)
     alpaca = RowFormat(kind="alpaca", columns=columns)
     match source.type:
@@ -320,6 +350,8 @@ def _class_of(record: dict[str, object], column: str, labels: tuple[str, ...]) -
 
 def _asked(draft: Draft) -> list[str]:
     """The texts of a draft that an answer follows."""
+    if isinstance(draft, ComparedDraft):
+        return _asked(draft.answers[0])
     if isinstance(draft, TextDraft):
         return [draft.prompt]
     messages = draft.messages if isinstance(draft, ChatDraft) else []
@@ -327,6 +359,9 @@ def _asked(draft: Draft) -> list[str]:
 
 
 def _without_marks(draft: Draft) -> Draft:
+    if isinstance(draft, ComparedDraft):
+        answers = [_without_marks(each) for each in draft.answers]
+        return replace(draft, answers=tuple(each for each in answers if isinstance(each, TextDraft | ChatDraft)))
     if isinstance(draft, TextDraft):
         return replace(draft, prompt=without_marks(draft.prompt), answer=without_marks(draft.answer))
     if isinstance(draft, ChatDraft):

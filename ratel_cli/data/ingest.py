@@ -168,9 +168,12 @@ class _Ingestion:
         self._num_split = 0
         self._remarks: Counter[Remark] = Counter()
         self._skips_header = False
+        self._cached_per_sample = 1
+        """2 where answers are compared."""
 
     def run(self, sources: Sequence[RowSource], demand: Demand | None, open_bar: OpenBar) -> TokenCache:
         """Read every source to its end or its `max_samples`, or until the demand is met. Raises BadInput."""
+        self._cached_per_sample = 2 if any(source.source.compares is not None for source in sources) else 1
         total = sum(source.num_bytes for source in sources) if demand is None else 1
         what = f"reading the {'test data' if self._key_of_sources == 'test_datasets' else 'data'}"
         with open_bar(what, total, items="rows") as advance:
@@ -208,7 +211,8 @@ class _Ingestion:
 
     def _counts(self) -> tuple[int, int, int, int, int]:
         writer = self._writer
-        return self._num_rows, writer.num_rejected, self._num_truncated, writer.num_samples, self._num_dropped
+        num_samples = writer.num_samples // self._cached_per_sample
+        return self._num_rows, writer.num_rejected, self._num_truncated, num_samples, self._num_dropped
 
     def _read_all(self, sources: Sequence[RowSource], advance: Advance) -> None:
         """Read one source after another, to its end or its `max_samples`. After an error, only the first rows."""
@@ -304,7 +308,8 @@ class _Ingestion:
             raise missing.missing()
         what = row_format.describe(train_on_inputs=self._encoder.train_on_inputs)
         self._note(f"{printable(source.source.path)}: {what}")
-        if row_format.kind in ("completion", "prompt_completion", "alpaca") and not self._encoder.closes_texts:
+        is_text = row_format.kind in ("completion", "prompt_completion", "alpaca", "compared")
+        if is_text and not row_format.is_chat and not self._encoder.closes_texts:
             self._note("the tokenizer has no EOS token: the model will not learn where a text ends")
         return row_format
 
@@ -320,7 +325,7 @@ class _Ingestion:
         self._num_rows += 1
         self._num_truncated += is_excess and bool(encoded.samples)
         self._num_dropped += not encoded.samples
-        self._num_split += len(encoded.samples) > 1
+        self._num_split += len(encoded.samples) > self._cached_per_sample
         self._remarks.update(encoded.remarks)
         self._skips_header |= encoded.skips_header
         for sample in encoded.samples:

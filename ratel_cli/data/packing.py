@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ratel_cli.data.comparison import Comparison
 from ratel_cli.data.samples import Sample, TokenIds
 from ratel_cli.sizes import IGNORED_TARGET, Task
 from ratel_cli.units import align_up
@@ -52,9 +53,11 @@ class MicroBatch:
     sample_ids: tuple[int, ...]
     """The numbers of the samples, one sequence after another."""
     num_targets: int
-    """Positions with loss."""
+    """Positions with loss; where rows are compared 1, since each micro-batch counts alike then."""
     num_tokens: int
     """Tokens of the samples; padding does not count."""
+    comparison: Comparison | None = None
+    """How rows are compared; None: they are not, and each target has its own loss."""
 
     @classmethod
     def of_tokens(cls, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Self:
@@ -110,6 +113,7 @@ class MicroBatch:
             position_ids=self.position_ids.to(device),
             mask=None if self.mask is None else self.mask.to(device),
             decoder_ids=None if self.decoder_ids is None else self.decoder_ids.to(device),
+            comparison=None if self.comparison is None else self.comparison.to(device),
         )
 
 

@@ -29,6 +29,7 @@ from ratel_cli.progress import OpenBar, no_bar, no_progress
 DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens", "mlm", "classification", "seq2seq"]
 TextUnit = Literal["line", "file"]
 Media = Literal["reject", "ignore"]
+Compares = Literal["pairs", "verdicts"]
 RowStream = Generator[Row | Reject, None, None]
 
 
@@ -77,6 +78,10 @@ class DatasetSource:
     media: Media = "reject"
     field_label: str = "label"
     labels: tuple[str, ...] | None = None
+    field_chosen: str = "chosen"
+    field_rejected: str = "rejected"
+    compares: Compares | None = None
+    """What of the rows is compared: pairs of answers, or answers with a verdict; None: answers are imitated."""
 
     def described(self) -> dict[str, object]:
         """What decides the tokens of its samples, for a hash: keys that came later count only if they are set."""

@@ -1,5 +1,9 @@
 """What becomes of a row: samples of token ids, with a label for each token that has loss.
 
+Where answers are compared, a row becomes two samples, which belong together: of a pair the chosen answer and the
+rejected one, each behind the prompt; of an answer with a verdict this answer behind its prompt, and the prompt alone.
+The prompt's first label is then the verdict, 1 or 0, as a row's class is.
+
 Invariant: a sample has as many labels as tokens.
 """
 
@@ -31,7 +35,8 @@ class Encoded:
     """The samples of one row."""
 
     samples: tuple[Sample, ...]
-    """One; several if a long text was split; none if the row is longer than `sequence_len` and not truncated."""
+    """One; several if a long text was split; two if answers are compared; none if the row is longer than `sequence_len`
+    and not truncated."""
     excess_tokens: int = 0
     """Tokens of the row beyond `sequence_len`, which no sample has."""
     remarks: tuple[Remark, ...] = ()

@@ -14,17 +14,20 @@ from ratel_cli.sizes import IGNORED_TARGET
 _GROUP_SAMPLES = 1024
 
 
-def statistics_of(cache: TokenCache, names: list[str], *, first_label: int = 1) -> list[SetStatistics]:
+def statistics_of(
+    cache: TokenCache, names: list[str], *, first_label: int = 1, per_sample: int = 1
+) -> list[SetStatistics]:
     """Count the samples of each dataset of a cache; `names` are those of the datasets. `first_label`: labels before it
-    have no loss, since nothing predicts the first token of a causal model. Raises EnvironmentFailure.
+    have no loss, since nothing predicts the first token of a causal model. `per_sample`: 2 where answers are compared,
+    so that a sample is two of the cache's. Raises EnvironmentFailure.
 
     A cache of the first version does not know which samples belong to which dataset: its datasets are counted as one.
     """
     found = []
     start = 0
     for name, counts in zip(*_sources(cache, names), strict=True):
-        ids = np.arange(start, start + counts.num_samples)
-        start += counts.num_samples
+        first, start = start, start + per_sample * counts.num_samples
+        ids = np.arange(first, start)
         lengths = cache.lengths[ids]
         percentiles = np.percentile(lengths, [0, 50, 95, 100], method="nearest") if len(lengths) else np.zeros(4)
         shortest, median, long, longest = (int(each) for each in percentiles)
@@ -37,27 +40,30 @@ def statistics_of(cache: TokenCache, names: list[str], *, first_label: int = 1) 
                 num_dropped=counts.num_dropped,
                 num_samples=counts.num_samples,
                 num_tokens=int(lengths.sum()),
-                num_loss_tokens=_num_loss_tokens(cache, start - counts.num_samples, start, first_label),
+                num_loss_tokens=_num_loss_tokens(cache, first, start, first_label),
                 lengths=(shortest, median, long, longest),
             )
         )
     return found
 
 
-def first_samples(cache: TokenCache, names: list[str], num_samples: int) -> list[tuple[str, int, int]]:
-    """Which samples to show: one of each dataset in turn. For each the dataset, the number in it, and in the cache."""
+def first_samples(
+    cache: TokenCache, names: list[str], num_samples: int, *, per_sample: int = 1
+) -> list[tuple[str, int, int]]:
+    """Which samples to show: one of each dataset in turn. For each the dataset, the number in it, and in the cache,
+    where it is `per_sample`."""
     starts, start = [], 0
     names, counts = _sources(cache, names)
     for each in counts:
         starts.append(start)
-        start += each.num_samples
+        start += per_sample * each.num_samples
     found: list[tuple[str, int, int]] = []
     for number in range(max((each.num_samples for each in counts), default=0)):
         for name, each, first in zip(names, counts, starts, strict=True):
             if len(found) == num_samples:
                 return found
             if number < each.num_samples:
-                found.append((name, number + 1, first + number))
+                found.append((name, number + 1, first + per_sample * number))
     return found
 
 

@@ -40,6 +40,8 @@ class ShownSample:
     """Its class; None: it has none."""
     may_be_masked: bool = False
     """Whether loss is on tokens that are masked."""
+    answer: str | None = None
+    """What it is among answers that are compared, such as `chosen`; None: none are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,20 +61,22 @@ def reject_preferences(source: DatasetSource, record: Mapping[str, object]) -> N
     """Raise BadInput if the rows are for preference tuning: answers to compare, or answers with a verdict."""
     names = record.keys()
     if {*_COMPARED} <= names:
-        what = "pairs of a chosen and a rejected answer, for preference tuning (DPO, ORPO, reward models)"
+        what, way = "pairs of a chosen and a rejected answer, for preference tuning", "`rl: dpo` learns from both"
         hint: str | None = _way_to_chosen(record)
     elif {*_OPENAI_COMPARED} <= names:
-        what = "pairs of a preferred and another answer, for preference tuning (DPO)"
+        what = "pairs of a preferred and another answer, for preference tuning"
+        way = "`rl: dpo` learns from both in columns prompt, chosen and rejected"
         hint = "to train on the preferred answers only, write their prompts and them as lists of messages into the "
         hint += "columns prompt and completion"
     elif has_verdict(record):
-        what = "answers with a verdict, for preference tuning (KTO)"
+        what, way = "answers with a verdict, for preference tuning", "`rl: kto` learns from them"
         hint = "remove the rows with bad answers, and set the type of the others, such as type: chat_template"
     elif {"prompt", "completions", "labels"} <= names:
         what, hint = "solutions with a verdict for each step, for a reward model", None
+        way = "Ratel trains no reward models"
     else:
         return
-    raise BadInput(f"{printable(source.path)}: its rows are {what}; Ratel does supervised fine-tuning only", hint=hint)
+    raise BadInput(f"{printable(source.path)}: its rows are {what}; {way}", hint=hint)
 
 
 def _way_to_chosen(record: Mapping[str, object]) -> str:

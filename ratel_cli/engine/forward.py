@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Self
+from typing import Generic, Self, TypeVar
 
 import torch
 
@@ -23,8 +23,12 @@ from ratel_cli.engine.loss import EvaluatedSums, evaluated_sums
 from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.carried import Carried, Embedded
+from ratel_cli.model.finished import Finished
 from ratel_cli.planning.placement import num_looked_up
 from ratel_cli.units import format_bytes
+
+Measured = TypeVar("Measured")
+"""What is measured of a micro-batch behind the last segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +96,26 @@ class BlockwiseForward(Generic[AnyBatch]):
         micro-batches that have passed a block. Raises what the reader raises, and DoesNotFit if a single micro-batch
         does not fit.
         """
+
+        def sums(finished: Finished, batch: AnyBatch) -> EvaluatedSums:
+            return evaluated_sums(finished, num_targets=batch.num_targets, chunk_tokens=chunk_tokens)
+
+        for batch, found in self.measured(batches, sums, held_bytes=held_bytes, progress=progress):
+            yield EvaluatedBatch(batch=batch, sums=found)
+
+    def measured(
+        self,
+        batches: Iterable[AnyBatch],
+        measure: Callable[[Finished, AnyBatch], Measured],
+        *,
+        held_bytes: int,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[tuple[AnyBatch, Measured]]:
+        """Each micro-batch, in order, and what `measure` gives for it. The rest as in `evaluated`."""
         waiting = iter(batches)
         while True:
             with self._computing():
-                found = self._pass(waiting, held_bytes, chunk_tokens, progress)
+                found = self._pass(waiting, held_bytes, measure, progress)
             if not found:
                 return
             yield from found
@@ -111,21 +131,25 @@ class BlockwiseForward(Generic[AnyBatch]):
             self._reader.end_pass()
 
     def _pass(
-        self, waiting: Iterator[AnyBatch], held_bytes: int, chunk_tokens: int, progress: Callable[[int], None]
-    ) -> list[EvaluatedBatch[AnyBatch]]:
-        """The losses of the next micro-batches, as many as fit; none if there are no more."""
+        self,
+        waiting: Iterator[AnyBatch],
+        held_bytes: int,
+        measure: Callable[[Finished, AnyBatch], Measured],
+        progress: Callable[[int], None],
+    ) -> list[tuple[AnyBatch, Measured]]:
+        """The next micro-batches, as many as fit, with what is measured of each; none if there are no more."""
         batches, passing = self._begin(waiting, held_bytes)
         if not batches:
             return []
         progress(len(batches))
         self._run_layers(passing, progress)
-        losses = []
         with self._reader.bound(self._program.spec.head):
-            for batch, item in zip(batches, passing, strict=True):
-                sums = evaluated_sums(self._program.finish(item.hidden, batch), chunk_tokens=chunk_tokens)
-                losses.append(EvaluatedBatch(batch=batch, sums=sums))
+            found = [
+                (batch, measure(self._program.finish(item.hidden, batch), batch))
+                for batch, item in zip(batches, passing, strict=True)
+            ]
         progress(len(batches))
-        return losses
+        return found
 
     def _begin(self, waiting: Iterator[AnyBatch], held_bytes: int) -> tuple[list[AnyBatch], list[_Passing]]:
         """The next micro-batches, on the device that computes, and what is behind the embedding."""

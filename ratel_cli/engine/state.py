@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic
 
 import torch
 
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import MeanLoss
+from ratel_cli.engine.loss import Figures, MeanLoss
 from ratel_cli.engine.optimizer.partial_sums import PartialSums
 from ratel_cli.engine.program import AnyBatch
 from ratel_cli.engine.replay.recording import StepRecording
@@ -45,6 +45,8 @@ class StepOutcome:
     first_not_finite: str | None
     """What was not finite: "the loss", or the first parameter whose gradient was not; None if only the global norm was
     not, or if all were finite."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Of micro-batches whose rows are compared: means over them, by name (`sizes.FIGURES`)."""
 
 
 class StepState(Generic[AnyBatch]):
@@ -79,6 +81,8 @@ class StepState(Generic[AnyBatch]):
         self.recording = recording
         self.resources = contextlib.ExitStack()
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""
+        self.figures = Figures()
+        """Of micro-batches whose rows are compared."""
         self.partial_sums = self.resources.enter_context(partial_sums)
         """The gradients of blocks that several segments bind."""
         self._tokens = tokens

@@ -37,7 +37,14 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.activations import ActivationOffloader, Unit
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import NOTHING_EVALUATED, ChunkSums, EvaluatedSums, evaluated_sums, loss_and_gradients
+from ratel_cli.engine.loss import (
+    NOTHING_EVALUATED,
+    ChunkSums,
+    EvaluatedSums,
+    evaluated_sums,
+    loss_and_gradients,
+    mean_figures,
+)
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import gradient_of_input
 from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
@@ -229,7 +236,8 @@ class StepEngine(Closing, Generic[AnyBatch]):
             self._embedding_backward(state, gradients, lookup_sum)
         self._exchange.finish()
         self._updates.wait_pending()  # of what was exchanged last
-        loss_total = sum(of_rank for (of_rank,) in self._ranks.gathered([float(loss)]))
+        of_ranks = self._ranks.gathered([float(loss), *state.figures.sums()])
+        loss_total = sum(of_rank for of_rank, *_ in of_ranks)
         norm, not_finite = self._decide(loss_total)
         return StepOutcome(
             loss=loss_total / state.mean.num_targets,
@@ -239,6 +247,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
             applied=math.isfinite(norm),
             clipped=math.isfinite(norm) and self._updates.is_clipped,
             first_not_finite=not_finite,
+            figures=mean_figures([figures for _, *figures in of_ranks]),
         )
 
     def _give_up(self) -> None:
@@ -384,6 +393,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
                         take,
                         mean=state.mean,
                         chunk_tokens=self._chunk_tokens,
+                        figures=state.figures,
                     )
                     if lookup_sum is not None:
                         lookup_sum.end_micro_batch()
@@ -529,7 +539,9 @@ class StepEngine(Closing, Generic[AnyBatch]):
         total = NOTHING_EVALUATED
         with self._reader.open(head), self._computing(head, "forward"):
             for last, batch in zip(hidden, batches, strict=True):
-                total = total.and_of(evaluated_sums(self._program.finish(last, batch), chunk_tokens=self._chunk_tokens))
+                finished = self._program.finish(last, batch)
+                sums = evaluated_sums(finished, num_targets=batch.num_targets, chunk_tokens=self._chunk_tokens)
+                total = total.and_of(sums)
         return total
 
     def _rows_of(self, tokens: Sequence[torch.Tensor]) -> EmbeddingRows | None:

@@ -12,19 +12,52 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from ratel_cli.data.comparison import Comparison
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.model.binding import PlacedParameter
 from ratel_cli.model.carried import Embedded
 from ratel_cli.model.cut_model import CutModel, checked_sum
+from ratel_cli.model.finished import ComparedLoss
 from ratel_cli.model.layer_runner import TokenLoss, last_hidden_state, loss_sum
+from ratel_cli.model.preferences import PreferenceLoss
 from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.trials import Trial
 from ratel_cli.model.two_stacks import AnyRunner
 from ratel_cli.sizes import IGNORED_TARGET, Task
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedComparison:
+    """Rows of one micro-batch that are compared, by the log-probabilities of their targets."""
+
+    layer_runner: AnyRunner
+    result: object
+    """What the owner returned."""
+    targets: torch.Tensor
+    """`[rows, tokens]`."""
+    comparison: Comparison
+    loss: PreferenceLoss
+
+    @property
+    def num_compared(self) -> int:
+        """Pairs or answers."""
+        return self.comparison.num_compared
+
+    def token_values(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
+        """The log-probabilities of the targets from `first` on, fp32 `[tokens]`; 0 where there is no target."""
+        logits = self.layer_runner.logits(self.result, hidden)
+        targets = self.targets.reshape(-1)[first : first + hidden.shape[1]]
+        return -cross_entropy(logits[0].float(), targets, ignore_index=IGNORED_TARGET, reduction="none")
+
+    def loss_of(self, values: torch.Tensor) -> ComparedLoss:
+        """The loss of the micro-batch. `values`: of all tokens, row by row."""
+        has_target = self.targets != IGNORED_TARGET
+        return self.loss.of(values.view_as(self.targets), has_target, self.comparison)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +70,8 @@ class FinishedTokens:
     targets: torch.Tensor
     """`[batch, tokens]`."""
     loss: TokenLoss
+    compared: FinishedComparison | None = None
+    """How rows are compared; None: they are not."""
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -66,6 +101,7 @@ class FinishedRows:
     targets: torch.Tensor
     """The class of each row, `[batch]`."""
     loss: TokenLoss
+    compared: None = None
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of some rows, `[rows, classes]`."""
@@ -104,6 +140,8 @@ class DecoderModel(CutModel[MicroBatch]):
         self.task = task
         self.loss: TokenLoss = loss_sum
         """Of tokens that are finished: their cross-entropy, unless a loop of the caller's own has another one."""
+        self.preference: PreferenceLoss | None = None
+        """The loss of micro-batches whose rows are compared, if the model is to learn from such."""
         self._masks_separate = masks_separate
 
     @property
@@ -218,7 +256,11 @@ class DecoderModel(CutModel[MicroBatch]):
         finished = self.layer_runner.finish(hidden, self._filled(batch).inputs)
         if self.layer_runner.gives_logits:
             return FinishedRows(last_hidden_state(finished).unsqueeze(0), batch.targets[:, 0], self.loss)
-        return FinishedTokens(self.layer_runner, finished, batch.targets, self.loss)
+        compared = None
+        if batch.comparison is not None:
+            assert self.preference is not None
+            compared = FinishedComparison(self.layer_runner, finished, batch.targets, batch.comparison, self.preference)
+        return FinishedTokens(self.layer_runner, finished, batch.targets, self.loss, compared)
 
     def _filled(self, batch: MicroBatch) -> MicroBatch:
         """The batch with what a decoder gets beside an encoder, if it does not say that itself."""

@@ -38,6 +38,7 @@ class FinishedSamples:
     """`[samples, ..]`."""
     batch: SampleBatch
     loss: SampleLoss
+    compared: None = None
 
     @property
     def hidden(self) -> torch.Tensor:

@@ -60,7 +60,8 @@ def sample_title(sample: ShownSample) -> str:
     with_loss = sum(sample.has_loss)
     loss = f"{with_loss} {'that may be masked' if sample.may_be_masked else 'with loss'}"
     fact = loss if sample.label is None else f"class {sample.label}"
-    return f"{sample.dataset}, sample {sample.number}: {len(sample.input_ids)} tokens, {fact}"
+    which = "" if sample.answer is None else f", the {sample.answer} answer"
+    return f"{sample.dataset}, sample {sample.number}{which}: {len(sample.input_ids)} tokens, {fact}"
 
 
 def reject_lines(rejects: Sequence[Reject]) -> list[str]:
@@ -88,6 +89,7 @@ def data_to_json(report: DataReport) -> dict[str, object]:
                 "parts": [{"text": text, "has_loss": has_loss} for text, has_loss in each.parts],
                 "input_ids": each.input_ids,
                 "has_loss": each.has_loss,
+                **({} if each.answer is None else {"answer": each.answer}),
             }
             for each in report.samples
         ],

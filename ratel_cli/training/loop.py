@@ -25,7 +25,7 @@ from typing import Any
 
 from ratel_cli.data.latents import AnyData
 from ratel_cli.data.sample_batch import AnyModelBatch
-from ratel_cli.engine.loss import NOTHING_EVALUATED, EvaluatedSums
+from ratel_cli.engine.loss import NOTHING_EVALUATED, EvaluatedSums, mean_figures
 from ratel_cli.engine.ranks.commits import commit_progress_together, commit_together
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.replay.recording import StepRecording
@@ -351,6 +351,7 @@ class TrainingLoop:
             eval_loss=None,
             slowest_rank=slowest_rank,
             slowest_bottleneck=slowest_bottleneck,
+            preferences=dict(outcome.figures) or None,
         )
 
     def _own(self, batches: Sequence[AnyModelBatch]) -> Sequence[AnyModelBatch]:
@@ -361,11 +362,10 @@ class TrainingLoop:
 
     def _of_all(self, sums: EvaluatedSums) -> EvaluatedSums:
         """What all ranks have evaluated."""
+        found = self._ranks.gathered([sums.loss, sums.num_right or 0, sums.num_targets, *sums.figures])
+        loss, num_right, num_targets, *figures = (sum(each) for each in zip(*found, strict=True))
         is_counted = sums.num_right is not None
-        found = self._ranks.gathered([sums.loss, float(sums.num_right or 0)])
-        return EvaluatedSums(
-            sum(loss for loss, _ in found), int(sum(right for _, right in found)) if is_counted else None
-        )
+        return EvaluatedSums(loss, int(num_right) if is_counted else None, int(num_targets), tuple(figures))
 
     def _commit(self) -> None:
         """Commit the last computed step, whose update is written completely."""
@@ -412,12 +412,11 @@ class TrainingLoop:
         """The metrics with those of the held-out samples: their mean loss, and of a classifier its accuracy. As many
         micro-batches are computed at a time as a step has."""
         self._callbacks.before_evaluation(self._progress.step)
-        total, num_targets = NOTHING_EVALUATED, 0
+        total = NOTHING_EVALUATED
         waiting: list[AnyModelBatch] = []
         for batch in self._data.eval_batches():
             self._callbacks.check_stop()
             waiting.append(batch)
-            num_targets += batch.num_targets
             if len(waiting) == self._settings.micro_batches_per_step * self._ranks.size:
                 total = total.and_of(self._engine.evaluate(self._own(waiting)))
                 waiting = []
@@ -426,10 +425,10 @@ class TrainingLoop:
         total = self._of_all(total)
         self._timeline.take()
         self._count_bytes()
-        if not num_targets:
+        if not total.num_targets:
             return metrics
-        accuracy = None if total.num_right is None else total.num_right / num_targets
-        return replace(metrics, eval_loss=total.loss / num_targets, eval_accuracy=accuracy)
+        figures = mean_figures([total.figures]) or None
+        return replace(metrics, eval_loss=total.mean_loss, eval_accuracy=total.accuracy, eval_preferences=figures)
 
 
 def slowest_rank_of(ranks: Ranks, times: StepTimes) -> tuple[int, Resource] | tuple[None, None]:

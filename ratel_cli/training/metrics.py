@@ -20,6 +20,7 @@ from pathlib import Path
 from ratel_cli.closing import Closing
 from ratel_cli.json_fields import JsonFields, checked_integer
 from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.sizes import FIGURES
 from ratel_cli.units import counted
 
 
@@ -73,11 +74,16 @@ class StepMetrics:
     """The rank that waited for the others least, so that they waited for it; None for one rank alone."""
     slowest_bottleneck: Resource | None = None
     """What was busy for the longest time there, of its own resources."""
+    preferences: dict[str, float] | None = None
+    """Rewards and more of answers that are compared, by TRL's names: means over the step's micro-batches. None where
+    none are."""
+    eval_preferences: dict[str, float] | None = None
+    """The same of the held-out samples; None if the step was not evaluated."""
 
     def to_json(self) -> dict[str, object]:
         """The content of one line. Values that are not finite are null, as JSON has no NaN. None is left out."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
-        return {key: None if _not_finite(value) else value for key, value in values.items()}
+        return {key: _finite(value) for key, value in values.items()}
 
     @classmethod
     def from_json(cls, content: object) -> StepMetrics:
@@ -119,6 +125,8 @@ class StepMetrics:
             eval_accuracy=None if fields.optional("eval_accuracy") is None else fields.number("eval_accuracy"),
             slowest_rank=None if fields.optional("slowest_rank") is None else fields.integer("slowest_rank"),
             slowest_bottleneck=slowest_bottleneck,
+            preferences=_figures(fields, "preferences"),
+            eval_preferences=_figures(fields, "eval_preferences"),
         )
 
 
@@ -286,5 +294,16 @@ def _by_resource(fields: JsonFields) -> dict[Resource, float]:
     return {resource: float(fields.number(resource)) for resource in RESOURCES}
 
 
-def _not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _figures(fields: JsonFields, key: str) -> dict[str, float] | None:
+    """Numbers by name; None if there is no such key. Raises ValueError."""
+    if fields.optional(key) is None:
+        return None
+    inner = fields.fields(key)
+    return {name: _number(inner, name) for name in FIGURES if name in inner.names()}
+
+
+def _finite(value: object) -> object:
+    """The value, also within a mapping, with None for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

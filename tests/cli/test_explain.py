@@ -163,7 +163,7 @@ def test_values_that_are_compared(value: object, words: str) -> None:
     ("word", "first"),
     [
         ("QLoRA", "QLoRA"),
-        ("dpo", "DPO"),
+        ("grpo", "GRPO"),
         ("4-bit", "Quantised"),
         ("multi-gpu", "Several GPUs"),
         ("images", "Images"),

@@ -98,12 +98,12 @@ OTHER_ADAPTER = "it belongs to a kind of adapter that Ratel does not train"
 
 
 def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    write(AXOLOTL + "adapter: lora\npissa_init: true\nrl: dpo\n")
+    write(AXOLOTL + "adapter: lora\npissa_init: true\nreward_model: true\n")
     assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: theirs.yaml:11:1: `pissa_init` is not a key of Ratel: {OTHER_ADAPTER}",
         "hint: remove it; `adapter: lora` trains one",
-        "error: theirs.yaml:12:1: `rl` is not a key of Ratel: it is another training method",
+        "error: theirs.yaml:12:1: `reward_model` is not a key of Ratel: it is another training method",
         "hint: remove it; Ratel does supervised full fine-tuning",
     ]
     assert not Path("run.yaml").exists()

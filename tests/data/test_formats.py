@@ -91,7 +91,7 @@ def test_unknown_columns_are_named() -> None:
     ],
 )
 def test_preference_data_is_named_as_such(record: dict[str, object], what: str, hint: str | None) -> None:
-    with pytest.raises(BadInput, match=f"p: its rows are .*{what}.* supervised fine-tuning only") as caught:
+    with pytest.raises(BadInput, match=f"p: its rows are .*{what}.* (`rl: |Ratel trains no)") as caught:
         decide_format(DatasetSource(path="p"), record, has_chat_template=True)
     assert hint is None or hint in (caught.value.hint or "")
 

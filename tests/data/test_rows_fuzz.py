@@ -14,7 +14,7 @@ from ratel_cli.data.csv_rows import read_csv
 from ratel_cli.data.drafts import Unusable
 from ratel_cli.data.formats import decide_format
 from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
-from ratel_cli.data.rows import DatasetSource, DatasetType
+from ratel_cli.data.rows import Compares, DatasetSource, DatasetType
 from ratel_cli.errors import BadInput
 from tests.tiers import examples
 
@@ -24,6 +24,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.c
 COLUMNS = (
     "text", "messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question",
     "answer", "input_ids", "labels", "tools", "chosen", "rejected", "role", "content", "from", "value", "tool_calls",
+    "label",
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
@@ -81,15 +82,21 @@ def test_any_file(tmp_path: Path, content: bytes, bound: int) -> None:
 )
 @pytest.mark.parametrize("kind", ["auto", "completion", "chat_template", "alpaca", "tokens"])
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("compares", [None, "pairs", "verdicts"])
 def test_any_record(
-    kind: DatasetType, options: dict[str, object], first: dict[str, object], record: dict[str, object]
+    kind: DatasetType,
+    options: dict[str, object],
+    compares: Compares | None,
+    first: dict[str, object],
+    record: dict[str, object],
 ) -> None:
     """The first row decides the format. The second is read with it."""
     try:
-        source = DatasetSource(path="p", type=kind, **options)  # type: ignore[arg-type]
+        source = DatasetSource(path="p", type=kind, compares=compares, **options)  # type: ignore[arg-type]
         row_format = decide_format(source, first, has_chat_template=True)
     except BadInput as error:
-        assert (kind == "auto" or "supervised" in error.message) and error.message.isprintable()
+        is_named = "preference tuning" in error.message or "for a reward model" in error.message
+        assert (kind == "auto" or compares or is_named) and error.message.isprintable()
         return
     for each in (first, record):
         try:

@@ -105,6 +105,7 @@ class _Finished:
     net: Net
     hidden: torch.Tensor
     targets: torch.Tensor
+    compared: None = None
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.net.shared(hidden)

@@ -10,7 +10,7 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.run.ask.generate import cache_bytes
-from ratel_cli.run.ask.streamed import BlockMemory, largest_batch
+from ratel_cli.run.inputs.streamed_blocks import BlockMemory, largest_batch
 from tests import tiers
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 

@@ -167,7 +167,8 @@ class FakeEngine:
         self.evaluated.append(samples)
         self._events.append("evaluate")
         with self._timeline.during("compute", SpanLabel(text="forward", block=0, stage="forward")):
-            return EvaluatedSums(float(sum(sample**2 for sample in samples)), None)
+            num_targets = sum(batch.num_targets for batch in batches)
+            return EvaluatedSums(float(sum(sample**2 for sample in samples)), None, num_targets)
 
 
 class FakeData:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +22,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.data.dataset import TrainingData
 from ratel_cli.data.file_names import REJECTS_NAME
 from ratel_cli.data.lines import Reject
+from ratel_cli.data.rows import Compares
 from ratel_cli.data.statistics import first_samples, statistics_of
 from ratel_cli.data.summary import DataReport, ShownSample
 from ratel_cli.data.token_cache import TokenCache
@@ -49,7 +52,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
     tokenizer = read_tokenizer(
         config, base.directory, base.config, num_embeddings=base.model.spec.vocab_size, notice=log.notice
     )
-    packing = config.sample_packing and base.model.packs
+    packing = config.sample_packing and config.rl is None and base.model.packs
     with ExitStack() as resources:
         directory = temporary_records(config, resources)
         try:
@@ -84,11 +87,13 @@ def _report(
 ) -> DataReport:
     names = [dataset.path for dataset in config.datasets]
     test_names = [dataset.path for dataset in config.test_datasets]
-    wanted = first_samples(data.cache, names, num_samples)
+    per_sample = config.rows_per_sequence
+    wanted = first_samples(data.cache, names, num_samples, per_sample=per_sample)
     first_label = 1 if config.task == "causal_lm" else 0
+    counted = partial(statistics_of, first_label=first_label, per_sample=per_sample)
     return DataReport(
-        sets=statistics_of(data.cache, names, first_label=first_label),
-        test_sets=statistics_of(data.eval_cache, test_names, first_label=first_label) if test_names else [],
+        sets=counted(data.cache, names),
+        test_sets=counted(data.eval_cache, test_names) if test_names else [],
         num_samples=data.num_samples,
         num_tokens=data.num_tokens,
         num_sequences=data.num_sequences,
@@ -96,9 +101,23 @@ def _report(
         steps_per_epoch=data.steps_per_epoch,
         packing_efficiency=data.packing_efficiency,
         is_packed=data.is_packed,
-        samples=[_shown(data.cache, tokenizer, config.task, labels, each) for each in wanted],
+        samples=[
+            replace(_shown(data.cache, tokenizer, config.task, labels, (name, number, at)), answer=answer)
+            for name, number, first in wanted
+            for at, answer in _answers(data.cache, first, config.compares)
+        ],
         rejects=rejects,
     )
+
+
+def _answers(cache: TokenCache, first: int, compares: Compares | None) -> list[tuple[int, str | None]]:
+    """The cache's samples that are answers of the sample which begins with `first`, each with what it is."""
+    if compares == "pairs":
+        return [(first, "chosen"), (first + 1, "rejected")]
+    if compares == "verdicts":
+        (prompt,) = cache.read(np.array([first + 1]))
+        return [(first, "good" if prompt.labels[0] else "bad")]
+    return [(first, None)]
 
 
 def _shown(

@@ -27,19 +27,12 @@ from ratel_cli.errors import Diverged
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.planning.activations import logits_bytes, tokens_per_chunk
 from ratel_cli.report.evaluation import EvaluationReport
-from ratel_cli.run.ask.streamed import (
-    BlockMemory,
-    StreamedModel,
-    completed,
-    fit_blocks,
-    layer_bytes,
-    open_reader,
-    open_streamed,
-)
+from ratel_cli.run.ask.streamed import completed, open_streamed
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.named_model import NamedModel, overrides_for_data, with_data
 from ratel_cli.run.inputs.process import prepare_process
+from ratel_cli.run.inputs.streamed_blocks import BlockMemory, StreamedModel, fit_blocks, layer_bytes, open_reader
 from ratel_cli.run.inputs.text_data import check_positions, load_data, read_fitting_tokenizer, shared_tokens
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
 
@@ -50,6 +43,7 @@ def evaluate(
     """The loss of the model on the rows of `data`. Raises RatelError; Diverged if the loss is not finite."""
     prepare_process()
     config = with_data(completed(named), data, overrides)
+    config = config.model_copy(update={"rl": None})  # the loss is that of answers, whatever the run learns from
     device = compute_device(config.device)
     with (
         determinism(config.deterministic, device, notice=log.notice),
@@ -98,7 +92,7 @@ def _evaluate(
     chunk_tokens = tokens_per_chunk(spec.vocab_size, _chunk_bytes(config))
     memory = _fit(context, streamed, rows, chunk_tokens, is_packed=is_packed)
     num_batches = -(-rows.num_sequences // _batch_size(config))
-    total, num_targets, start = NOTHING_EVALUATED, 0, perf_counter()
+    total, start = NOTHING_EVALUATED, perf_counter()
     with (
         open_device(context.device, Timeline()) as opened,
         opened.translate_errors(),
@@ -110,8 +104,7 @@ def _evaluate(
             _batches(rows), held_bytes=memory.left_bytes, chunk_tokens=chunk_tokens, progress=advance
         ):
             total = total.and_of(found.sums)
-            num_targets += found.batch.num_targets
-    loss = total.loss / num_targets
+    loss = total.mean_loss
     if not math.isfinite(loss):
         raise Diverged(
             f"{data}: the loss is {loss}: logits are not finite",
@@ -121,12 +114,12 @@ def _evaluate(
         model=streamed.name,
         data=data,
         loss=loss,
-        accuracy=None if total.num_right is None else total.num_right / num_targets,
+        accuracy=total.accuracy,
         perplexity=math.exp(min(loss, 700.0)),
         num_samples=rows.num_samples,
         num_rejected=rows.rejected,
         num_tokens=rows.num_tokens,
-        num_loss_tokens=num_targets,
+        num_loss_tokens=total.num_targets,
         num_sequences=rows.num_sequences,
         sequence_len=config.sequence_len,
         is_packed=is_packed,

@@ -26,22 +26,21 @@ from ratel_cli.errors import BadInput, first_line
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.report.completions import Completion, Completions
-from ratel_cli.run.ask.streamed import (
-    BlockMemory,
-    StreamedModel,
-    completed,
-    fit_blocks,
-    largest_batch,
-    layer_bytes,
-    open_reader,
-    open_streamed,
-    resident_blocks,
-)
+from ratel_cli.run.ask.streamed import completed, open_streamed
 from ratel_cli.run.ask.whole_model import computing_whole
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.named_model import NamedModel
 from ratel_cli.run.inputs.process import prepare_process
+from ratel_cli.run.inputs.streamed_blocks import (
+    BlockMemory,
+    StreamedModel,
+    fit_blocks,
+    largest_batch,
+    layer_bytes,
+    open_reader,
+    resident_blocks,
+)
 from ratel_cli.run.inputs.text_data import num_positions, position_table, read_fitting_tokenizer
 from ratel_cli.units import counted
 

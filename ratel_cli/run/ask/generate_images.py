@@ -27,20 +27,19 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.planning.activations import logits_bytes
-from ratel_cli.run.ask.streamed import (
+from ratel_cli.run.ask.streamed import completed_for_images, open_streamed_denoiser
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.inputs.denoiser_base import DenoiserBase
+from ratel_cli.run.inputs.named_model import NamedModel
+from ratel_cli.run.inputs.streamed_blocks import (
     BlockMemory,
     StreamedModel,
-    completed_for_images,
     fit_blocks,
     largest_batch,
     layer_bytes,
     open_reader,
-    open_streamed_denoiser,
     resident_blocks,
 )
-from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.inputs.denoiser_base import DenoiserBase
-from ratel_cli.run.inputs.named_model import NamedModel
 from ratel_cli.units import counted
 
 LATENTS_NAME = "latents.safetensors"

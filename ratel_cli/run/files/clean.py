@@ -38,6 +38,7 @@ from ratel_cli.run.files.run_directory import (
     MODEL_NAME,
     ORIGIN_NAME,
     PLAN_NAME,
+    REFERENCE_NAME,
     REPORT_NAME,
     TOKENS_NAME,
     TRACE_NAME,
@@ -60,7 +61,7 @@ from ratel_cli.training.facts import FACTS_NAME
 
 _RUN_FILES: Final = (
     FACTS_NAME, HARDWARE_NAME, MODEL_NAME, METRICS_NAME, TRACE_NAME, REJECTS_NAME, TEST_REJECTS_NAME,
-    REPORT_NAME, ORIGIN_NAME, CONFIG_NAME,
+    REPORT_NAME, ORIGIN_NAME, REFERENCE_NAME, CONFIG_NAME,
 )  # fmt: skip
 _SHOWS_A_STORE: Final = (PLAN_NAME,)
 """A run writes it when its store is made. It goes first, so that a run without it may have no store any more."""

@@ -12,6 +12,7 @@ They are in `run/` of the output directory:
     metrics.jsonl   one line for each step
     report.html     what `ratel report` shows of the run
     trace.json      the spans of each step, if `trace` is set
+    reference.bin   what the reference model gives to the answers, if `rl` has one: data/reference.py
     tokens/         the samples as tokens, so that a run with the same data finds them
     rejects.jsonl   the rows of the data that cannot be used; test-rejects.jsonl: those of `test_datasets`
 
@@ -50,6 +51,7 @@ REPORT_NAME = "report.html"
 TRACE_NAME = "trace.json"
 ORIGIN_NAME = "origin.json"
 TOKENS_NAME = "tokens"
+REFERENCE_NAME = "reference.bin"
 EVENTS_NAME = "tensorboard"
 """The directory in `run/` with the files of tensorboard."""
 EVENTS_SUFFIX = ".ratel"
@@ -268,6 +270,7 @@ class CachedProfile:
             config.attn_implementation,
             config.micro_batch_size,
             config.sequence_len,
+            *([] if config.rl is None else [config.rl]),
         ]
         machine = [hardware.gpu.name, hardware.host.num_cores, config.deterministic]
         self._made_for = hash_of([values, machine])

@@ -32,6 +32,7 @@ from ratel_cli.run.files.run_directory import (
     MODEL_NAME,
     ORIGIN_NAME,
     PLAN_NAME,
+    REFERENCE_NAME,
     TOKENS_NAME,
     TRACE_NAME,
     as_recorded_by_run,
@@ -66,6 +67,7 @@ def is_users(output_dir: Path, name: str) -> bool:
 def files_of_run(config: RunConfig, *, has_origin: bool) -> list[str]:
     """The names of all files that a run may write. `has_origin`: it starts from another run."""
     optional = ([ORIGIN_NAME] if has_origin else []) + ([TEST_REJECTS_NAME] if config.test_datasets else [])
+    optional += [REFERENCE_NAME] if config.has_reference else []
     return [*_OF_EVERY_RUN, REJECTS_NAME, *optional, *files_of_training(config)]
 
 

@@ -33,6 +33,7 @@ from ratel_cli.model.export_weights import export_names
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.losses import token_loss
 from ratel_cli.model.marker import reject_files_of_others, reject_folders
+from ratel_cli.model.preferences import PreferenceLoss
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.run.files.output import reject_overlap
 from ratel_cli.run.files.run_directory import as_recorded_by_run
@@ -141,6 +142,7 @@ def read_model(
     if isinstance(base.model, DecoderModel):
         smoothing = config.label_smoothing_factor
         base.model.loss = token_loss(label_smoothing=smoothing, is_dft=config.use_dft_loss)
+        base.model.preference = _preference_loss(config)
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: base.open_weights(config, resources))
     if weights is not None:
@@ -150,6 +152,20 @@ def read_model(
     of_all = config if num_ranks == 1 else config.of_ranks(num_ranks)
     read_data = prepare_data(of_all, base, errors, log)
     return ModelInputs(device=device, base=base, weights=weights, read_data=read_data)
+
+
+def _preference_loss(config: RunConfig) -> PreferenceLoss | None:
+    """The loss of answers that are compared; None if they are imitated."""
+    if config.rl is None:
+        return None
+    return PreferenceLoss(
+        method=config.rl,
+        beta=config.rl_beta,
+        simpo_gamma=config.simpo_gamma,
+        cpo_alpha=config.cpo_alpha,
+        desirable_weight=config.kto_desirable_weight,
+        undesirable_weight=config.kto_undesirable_weight,
+    )
 
 
 def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:

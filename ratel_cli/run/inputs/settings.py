@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.key_groups import OF_ADAPTER
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
@@ -34,7 +34,7 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
-CHOOSES_LOSS: Final = ("label_smoothing_factor", "use_dft_loss")
+CHOOSES_LOSS: Final = ("label_smoothing_factor", "use_dft_loss", "rl", *OF_PREFERENCES)
 """Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
 CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER)
 """Keys that decide what is trained of a model."""
@@ -108,7 +108,8 @@ def workload_of(config: RunConfig) -> Workload:
 
 def _workload(config: RunConfig, sequence_len: int) -> Workload:
     size, number = config.known_split
-    return Workload(micro_batch_size=size, num_micro_batches=number, sequence_len=sequence_len)
+    rows = size * config.rows_per_sequence
+    return Workload(micro_batch_size=rows, num_micro_batches=number, sequence_len=sequence_len)
 
 
 def chunked_workload_of(config: RunConfig, spec: ModelSpec) -> Workload:

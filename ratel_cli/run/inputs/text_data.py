@@ -52,7 +52,7 @@ def find_texts(config: RunConfig, errors: ErrorList, log: RunLog, *, reads_rows:
     `reads_rows`: also what is wrong with local rows whatever the tokenizer is, and with `knows_types` by their types.
     """
     for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
-        for number, source in enumerate(_sources(datasets)):
+        for number, source in enumerate(_sources(config, datasets)):
             find = partial(open_source, source, notice=lambda text: None, is_stream=True)
             found = errors.attempt((key, number, "path"), find)
             if found is not None and reads_rows and not config.streaming:
@@ -64,7 +64,8 @@ def _read_texts(
     config: RunConfig, base: LanguageBase, tokenizer: Tokenizer, resources: ExitStack, log: RunLog, *, dry_run: bool
 ) -> TrainingData:
     """The data of a run on this model. Raises BadInput, EnvironmentFailure."""
-    if config.sample_packing and not base.model.packs and config.task == "causal_lm":
+    packing = config.sample_packing and config.rl is None
+    if packing and not base.model.packs and config.task == "causal_lm":
         log.notice(why_not_packed(base.config.model_type, base.attention))
     directory = records(config, resources, dry_run=dry_run)
     rejects = names_of_rejects(config) if is_claimed(config) and not dry_run else []
@@ -72,7 +73,7 @@ def _read_texts(
         return load_data(
             config,
             tokenizer,
-            packing=config.sample_packing and base.model.packs,
+            packing=packing and base.model.packs,
             row_multiple=base.model.row_multiple,
             labels=base.labels,
             cache_dir=directory / TOKENS_NAME,
@@ -106,7 +107,7 @@ def load_data(
     """
     size, number = config.split or config.split_by(1).known_split
     return load_training_data(
-        _sources(config.datasets, labels),
+        _sources(config, config.datasets, labels),
         DataSettings(
             sequence_len=config.sequence_len,
             micro_batch_size=size,
@@ -117,9 +118,11 @@ def load_data(
             val_set_size=config.val_set_size,
             task=config.task,
             mlm_probability=config.mlm_probability,
+            compares=config.compares,
+            trains_prompts=config.rl == "orpo",
         ),
         tokenizer=tokenizer,
-        train_on_inputs=config.train_on_inputs,
+        train_on_inputs=config.train_on_inputs if config.rl is None else False,
         excess_length_strategy=config.excess_length_strategy,
         cache_dir=cache_dir,
         rejects_path=rejects_path,
@@ -128,7 +131,7 @@ def load_data(
         shared=shared,
         open_bar=bars_of(log),
         row_multiple=row_multiple,
-        test_sources=_sources(config.test_datasets, labels),
+        test_sources=_sources(config, config.test_datasets, labels),
         stream_steps=config.max_steps if config.streaming else None,
     )
 
@@ -138,8 +141,12 @@ def shared_tokens(log: RunLog, *, copies: bool) -> SharedTokens:
     return SharedTokens(user_cache_directory() / TOKENS_NAME, copies=copies, notice=log.notice)
 
 
-def _sources(datasets: Sequence[DatasetConfig], labels: Sequence[str] = ()) -> list[DatasetSource]:
-    return [DatasetSource(**{**item.model_dump(), "labels": item.labels or tuple(labels) or None}) for item in datasets]
+def _sources(config: RunConfig, datasets: Sequence[DatasetConfig], labels: Sequence[str] = ()) -> list[DatasetSource]:
+    more = {"compares": config.compares}
+    return [
+        DatasetSource(**{**item.model_dump(), **more, "labels": item.labels or tuple(labels) or None})
+        for item in datasets
+    ]
 
 
 def why_not_packed(model_type: str, attention: str) -> str:

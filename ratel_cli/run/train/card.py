@@ -83,7 +83,11 @@ def _settings(config: RunConfig) -> dict[str, object]:
         *(OF_TEXT if config.task == "denoising" else ()),
         *(("adapter", *OF_ADAPTER) if config.adapter is None else ()),
     )
-    left_out += tuple(key for key in CHOOSES_LOSS if not getattr(config, key))
+    left_out += tuple(
+        key
+        for key in CHOOSES_LOSS
+        if getattr(config, key) == RunConfig.model_fields[key].default and (key != "rl_beta" or config.rl is None)
+    )
     return {key: values[key] for key in ordered if values[key] not in (None, []) and key not in left_out}
 
 

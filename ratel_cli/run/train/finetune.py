@@ -63,6 +63,7 @@ from ratel_cli.run.train.ranks import (
     share_origin,
     with_shape_of_first,
 )
+from ratel_cli.run.train.reference import with_reference
 from ratel_cli.run.train.resharding import Resharding, finish_resharding
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
@@ -132,6 +133,7 @@ def run_finetune(
 
         save_plan = partial(_save_plan, run, cache, facts)
         save_plan(plan, profile)  # phase 4
+        inputs = with_reference(context, inputs, store, run.identity)
         snapshots = start_snapshots(context, store, target, hardware, is_new=run.snapshot is None)
         trackers = _open_trackers(context, store, resources)
         with Training(
