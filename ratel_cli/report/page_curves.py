@@ -139,7 +139,42 @@ def step_figures(report: RunReport) -> list[str]:
     ]
     if last.gpu_peak_bytes:
         curves[5:5] = _gpu_curves(report)
+    curves[:0] = _preference_curves(steps)
     return [_half_figure(curve, steps) for curve in curves]
+
+
+def _preference_curves(steps: Sequence[StepMetrics]) -> list[_Curve]:
+    """What is known of answers that are compared; none if none are."""
+    last = steps[-1]
+    if last.preferences is None:
+        return []
+    curves = [
+        _Curve(
+            name="Rewards",
+            unit="of better answers",
+            value=lambda each: each.preference("rewards/chosen"),
+            last=number(last.preference("rewards/chosen")),
+            second=lambda each: each.preference("rewards/rejected"),
+            second_name="of others",
+        ),
+        _Curve(
+            name="Reward margin",
+            unit="",
+            value=lambda each: each.preference("rewards/margins"),
+            last=number(last.preference("rewards/margins")),
+        ),
+    ]
+    if any(isfinite(each.preference("rewards/accuracies")) for each in steps):
+        curves.append(
+            _Curve(
+                name="Reward accuracy",
+                unit="share of pairs",
+                value=lambda each: each.preference("rewards/accuracies"),
+                last=number(last.preference("rewards/accuracies")),
+                from_zero=True,
+            )
+        )
+    return curves
 
 
 def resource_figure(report: RunReport) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ratel_cli.planning.step_time import RESOURCES
 from ratel_cli.report.plan import RESOURCE_NAMES
-from ratel_cli.report.run import fitted
+from ratel_cli.report.run import fitted, preference_words
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.recent import RecentSteps
 from ratel_cli.units import (
@@ -189,6 +189,8 @@ class Panel:
         if last is None:
             return [Text.assemble(title, (curve, "green")), Text("tokens/s after the first step", "dim")]
         parts = [format_token_rate(self._steps.tokens_per_second)]
+        if last.preferences is not None:
+            parts.append(preference_words(last))
         if self._evaluated is not None:
             step, loss = self._evaluated
             parts.append(f"eval loss {loss:.4f} after step {step}")

@@ -6,7 +6,7 @@ Invariant: nothing is decided here. The functions only choose words and units fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ratel_cli.hardware.load import OtherLoad
@@ -86,6 +86,7 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int = PLAIN_COLUMN
         (0, [f"step {metrics.step}/{num_steps}"]),
         (1, [f"loss {metrics.loss:.4f}"]),
         (7, [f"lr {metrics.learning_rate:.2e}"]),
+        *([] if metrics.preferences is None else [(2, [preference_words(metrics)])]),
         (5, [f"norm {metrics.grad_norm:.3f}{' clipped' if metrics.clipped else ''}"]),
         (3, [f"{metrics.tokens_per_second:.0f} tokens/s"]),
         (6, [format_seconds(metrics.step_seconds)]),
@@ -96,10 +97,21 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int = PLAIN_COLUMN
     return _fitted(parts, width)
 
 
-def evaluation_line(step: int, loss: float, accuracy: float | None = None) -> str:
-    """One line about an evaluation on the held-out samples."""
-    share = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
-    return f"eval loss {loss:.4f}{share} after step {step}"
+def preference_words(metrics: StepMetrics) -> str:
+    """By how much the rewards of better answers are above those of others, in the step."""
+    return f"margin {metrics.preference('rewards/margins'):.4f}"
+
+
+def evaluation_line(
+    step: int, loss: float, accuracy: float | None = None, preferences: Mapping[str, float] | None = None
+) -> str:
+    """One line about an evaluation on the held-out samples. `preferences`: figures of answers that are compared."""
+    figures = preferences or {}
+    share = accuracy if accuracy is not None else figures.get("rewards/accuracies")
+    words = "" if share is None else f", accuracy {100 * share:.2f} %"
+    if share is None and "rewards/margins" in figures:
+        words = f", margin {figures['rewards/margins']:.4f}"
+    return f"eval loss {loss:.4f}{words} after step {step}"
 
 
 def saved_line(step: int, dropped: Sequence[int]) -> str:

@@ -132,6 +132,10 @@ def key_figures(report: RunReport) -> list[Figure]:
         Figure(name="steps", value=str(last.step), context=of),
         Figure(name="loss", value=number(last.loss), context=f"step {steps[0].step}: {number(steps[0].loss)}"),
     ]
+    if last.preferences is not None:
+        margin, accuracy = last.preference("rewards/margins"), last.preference("rewards/accuracies")
+        context = f"{percent(accuracy)} of pairs right" if isfinite(accuracy) else f"step {last.step}"
+        figures.append(Figure(name="reward margin", value=number(margin), context=context))
     evaluated = [each for each in steps if each.eval_loss is not None]
     if evaluated:
         best = min(evaluated, key=lambda each: each.eval_loss or 0.0)

@@ -80,6 +80,10 @@ class StepMetrics:
     eval_preferences: dict[str, float] | None = None
     """The same of the held-out samples; None if the step was not evaluated."""
 
+    def preference(self, name: str) -> float:
+        """A figure of answers that are compared, such as `rewards/margins`; NaN if there is none."""
+        return math.nan if self.preferences is None else self.preferences.get(name, math.nan)
+
     def to_json(self) -> dict[str, object]:
         """The content of one line. Values that are not finite are null, as JSON has no NaN. None is left out."""
         values = {key: value for key, value in asdict(self).items() if value is not None}

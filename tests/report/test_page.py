@@ -125,6 +125,22 @@ def test_the_figures_are_those_of_the_steps(tmp_path: Path) -> None:
         assert name in shown
 
 
+@pytest.mark.parametrize("has_accuracies", [True, False])
+def test_rewards_of_answers_that_are_compared(tmp_path: Path, has_accuracies: bool) -> None:
+    """Answers with a verdict have no accuracy, and a step may lack bad ones."""
+    made = []
+    for each in steps(42):
+        figures = {"rewards/chosen": 0.01 * each.step, "rewards/rejected": -0.02, "rewards/margins": 0.01 * each.step}
+        figures |= {"rewards/accuracies": 0.75} if has_accuracies else {}
+        made.append(replace(each, preferences=figures))
+    made[7] = replace(made[7], preferences={"rewards/chosen": 0.1})
+    shown = page(made_run(tmp_path, made))
+    assert "Rewards" in shown.text and "Reward margin" in shown.text and "reward margin" in shown.text
+    assert ("Reward accuracy" in shown.text) == has_accuracies and ("75 % of pairs" in shown.text) == has_accuracies
+    for path in shown.every("path"):
+        assert re.fullmatch(r"[MLHVvZ0-9. -]+", path["d"] or ""), path
+
+
 def test_a_run_on_a_gpu(tmp_path: Path) -> None:
     made = [replace(each, gpu_peak_bytes=20 << 30, num_alloc_retries=0) for each in steps(42)]
     output = made_run(tmp_path, made, keys="limits: {gpu_memory: 24GiB}\n")

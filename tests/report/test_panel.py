@@ -122,6 +122,12 @@ def test_evaluations_stay_on_the_panel() -> None:
     assert made.lines(80)[4].endswith("  lr 1.50e-05")
 
 
+def test_the_margin_of_answers_that_are_compared_is_on_the_panel() -> None:
+    made = Made()
+    made.panel.show(replace(METRICS, preferences={"rewards/margins": 0.125}))
+    assert made.lines(80)[4].startswith("250 tokens/s  margin 0.1250  norm 0.988")
+
+
 def test_a_request_to_stop_is_confirmed() -> None:
     """The step that is computed does not count: the run stops within it."""
     made = Made()

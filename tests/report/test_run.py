@@ -405,9 +405,17 @@ def test_the_step_line_reports_skipped_and_clipped_steps() -> None:
     assert "  norm 0.988 clipped  " in step_line(replace(METRICS, clipped=True), 20, width=140)
 
 
+def test_the_step_line_of_answers_that_are_compared_has_their_margin() -> None:
+    compared = replace(METRICS, preferences={"rewards/margins": 0.25, "rewards/accuracies": 1.0})
+    assert step_line(compared, 20).startswith("step 3/20  loss 2.3457  margin 0.2500  ")
+    assert "margin nan" in step_line(replace(METRICS, preferences={}), 20), "of a step with good answers alone"
+
+
 def test_the_lines_about_what_happens_between_steps_fit() -> None:
     lines = [
         evaluation_line(10**6, 123.45678),
+        evaluation_line(7, 0.61, preferences={"rewards/margins": 0.125, "rewards/accuracies": 0.75}),
+        evaluation_line(7, 0.61, preferences={"rewards/margins": -0.5}),
         saved_line(10**6, ()),
         saved_line(300, (100,)),
         saved_line(300, (100, 200)),
@@ -415,6 +423,8 @@ def test_the_lines_about_what_happens_between_steps_fit() -> None:
     ]
     assert lines == [
         "eval loss 123.4568 after step 1000000",
+        "eval loss 0.6100, accuracy 75.00 % after step 7",
+        "eval loss 0.6100, margin -0.5000 after step 7",
         "saved step 1000000",
         "saved step 300 in place of step 100",
         "saved step 300 in place of step 100, 200",

@@ -99,6 +99,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
 
 
+def test_figures_of_answers_that_are_compared_have_trls_names() -> None:
+    row = replace(metrics(1), preferences={"rewards/margins": 0.5}, eval_preferences={"rewards/accuracies": 1.0})
+    values = values_of(row.to_json())
+    assert (values["train/rewards/margins"], values["eval/rewards/accuracies"]) == (0.5, 1.0)
+
+
 def test_there_is_an_adapter_for_each_name() -> None:
     assert list(ADAPTERS) == NAMES
 

@@ -21,6 +21,20 @@ KEYS = [
 """The keys that the README promises."""
 
 
+def test_figures_of_answers_that_are_compared_come_back() -> None:
+    figures = {"rewards/chosen": 0.5, "rewards/margins": math.inf, "kl": 0.0}
+    made = replace(metrics(3), preferences=figures, eval_preferences={"rewards/accuracies": 1.0})
+    line = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    assert line["preferences"] == {"rewards/chosen": 0.5, "rewards/margins": None, "kl": 0.0}
+    back = StepMetrics.from_json(line)
+    assert back.preference("rewards/chosen") == 0.5 and math.isnan(back.preference("rewards/margins"))
+    assert math.isnan(back.preference("rewards/rejected")) and math.isnan(metrics(3).preference("kl"))
+    assert back.eval_preferences == {"rewards/accuracies": 1.0}
+    assert "preferences" not in metrics(3).to_json() and StepMetrics.from_json(metrics(3).to_json()) == metrics(3)
+    with pytest.raises(ValueError, match="object"):
+        StepMetrics.from_json({**line, "preferences": [1]})
+
+
 def metrics(step: int) -> StepMetrics:
     return StepMetrics(
         step=step,

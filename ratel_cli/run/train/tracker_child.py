@@ -42,8 +42,13 @@ _QUIET_ENVIRONMENT = {
     "WANDB_ERROR_REPORTING": "false",
 }
 """These packages report nothing about their own use, unless the user's environment says otherwise."""
-_TRAIN = {"loss": "train/loss", "learning_rate": "train/learning_rate", "grad_norm": "train/grad_norm"}
-_EVAL = {"eval_loss": "eval/loss", "eval_accuracy": "eval/accuracy"}
+_TRAIN = {
+    "loss": "train/loss",
+    "learning_rate": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "preferences": "train",
+}
+_EVAL = {"eval_loss": "eval/loss", "eval_accuracy": "eval/accuracy", "eval_preferences": "eval"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,7 +176,8 @@ class Training(Closing):
                 panel.show_work(None)
                 if metrics.eval_loss is not None:
                     panel.show_evaluation(metrics.step, metrics.eval_loss)
-                    self._log.say(evaluation_line(metrics.step, metrics.eval_loss, metrics.eval_accuracy))
+                    found = metrics.eval_loss, metrics.eval_accuracy, metrics.eval_preferences
+                    self._log.say(evaluation_line(metrics.step, *found))
                 # A step that was clipped leaves its update to the next one.
                 is_overlapped = not loop.is_committed and loop.has_computed
                 is_typical = is_overlapped and previous is not None and previous.clipped == metrics.clipped
