@@ -44,6 +44,10 @@ class Recipe:
     dtype: torch.dtype = torch.float32
     gradient_dtype: torch.dtype | None = None
     learning_rate: float = 1e-3
+    group_rates: tuple[tuple[str, float], ...] = ()
+    """Regular expressions, each with the learning rate of the parameters whose names have it; the first one counts."""
+    never_decayed: str | None = None
+    """A regular expression for parameters that do not decay."""
     learning_rates: tuple[float, ...] | None = None
     """One for each step; None: `learning_rate` for all."""
     weight_decay: float = 0.1
@@ -195,13 +199,15 @@ def _trained(
     }
     _copy_down(model, masters)
     trained = {name: master for name, master in masters.items() if master.requires_grad}
-    decayed = [p for n, p in trained.items() if n in decayed_names]
-    others = [p for n, p in trained.items() if n not in decayed_names]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=recipe.learning_rate,
-        foreach=False,
-    )
+    groups = [
+        {
+            "params": [master],
+            "weight_decay": recipe.weight_decay if _decays(name, decayed_names, recipe) else 0.0,
+            "lr": next((rate for found, rate in recipe.group_rates if re.search(found, name)), recipe.learning_rate),
+        }
+        for name, master in trained.items()
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, foreach=False)
     losses, norms, parameter_norms = [], [], []
     for step in range(num_steps):
         loss, sums = gradients_of(step)
@@ -237,6 +243,11 @@ def _trained(
             if master in optimizer.state
         },
     )
+
+
+def _decays(name: str, decayed_names: Collection[str], recipe: Recipe) -> bool:
+    never = recipe.never_decayed is not None and re.search(recipe.never_decayed, name)
+    return name in decayed_names and not never
 
 
 def kept_in_fp32(config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> frozenset[str]:

@@ -29,16 +29,25 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
     if config.task == "denoising":
         given = (key for key in ("label_smoothing_factor", "use_dft_loss") if _differs(config, key))
         found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
-    found += _of_preferences(config)
-    if config.adapter is None:
-        found.extend(_unused(key, "`adapter` is not set") for key in OF_ADAPTER if _differs(config, key))
-    elif config.learning_rate < _LEAST_OF_ADAPTER:
-        message = f"`learning_rate` is {config.learning_rate:g}: adapters hardly move at what suits a whole model"
-        hint = "1e-4 to 5e-4 are usual for LoRA"
-        found.append(Contradiction(keys=("learning_rate",), message=message, hint=hint))
+    found += _of_preferences(config) + _of_adapter(config)
     if config.learning_rate > _GREAT_LEARNING_RATE:
         message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
         found.append(Contradiction(keys=("learning_rate",), message=message, hint="1e-6 to 1e-3 are usual"))
+    return found
+
+
+def _of_adapter(config: RunConfig) -> list[Contradiction]:
+    if config.adapter is None:
+        keys = (*OF_ADAPTER, "loraplus_lr_ratio")
+        return [_unused(key, "`adapter` is not set") for key in keys if _differs(config, key)]
+    found = []
+    if config.learning_rate < _LEAST_OF_ADAPTER:
+        message = f"`learning_rate` is {config.learning_rate:g}: adapters hardly move at what suits a whole model"
+        hint = "1e-4 to 5e-4 are usual for LoRA"
+        found.append(Contradiction(keys=("learning_rate",), message=message, hint=hint))
+    if not config.lora_modules_to_save:
+        given = (key for key in ("embedding_lr", "embedding_lr_scale") if _differs(config, key))
+        found.extend(_unused(key, "embedding and head are frozen beside an adapter") for key in given)
     return found
 
 

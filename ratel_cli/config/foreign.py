@@ -171,6 +171,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         remove_unused_columns label_names cache_dir base_model_ignore_patterns hf_use_auth_token hf_hub_token
         profiler_steps profiler_steps_start gc_steps torch_empty_cache_steps past_index mp_parameters
         tpu_num_cores tpu_metrics_debug ray_scope ray_num_workers resources_per_worker use_ray use_mps_device
+        loraplus_lr_embedding
         use_ipex jit_mode_eval xpu_backend enable_jit_checkpoint env push_to_hub_token push_to_hub_model_id
         push_to_hub_organization hub_token average_tokens_across_devices split_batches ignore_pad_token_for_loss
         data_shared_file_system resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings
@@ -319,7 +320,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (_but(_TRUNCATION, "keep_start", "right"), "truncation_mode truncation_side"),
     (
         _RATES,
-        """lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio loraplus_lr_embedding lr_quadratic_warmup
+        """lr_groups lr_quadratic_warmup
         cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optim_args optimizer_kwargs
         lr_div_factor""",
     ),

@@ -11,3 +11,5 @@ OF_ADAPTER: Final = (
     "lora_layers_to_transform", "peft_use_rslora", "peft_use_dora", "lora_modules_to_save", "peft_init_lora_weights",
 )  # fmt: skip
 """What an adapter is, if there is one."""
+OF_RATES: Final = ("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale")
+"""What learns at another rate than the rest."""

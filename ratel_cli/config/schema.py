@@ -167,6 +167,14 @@ class RunConfig(Section):
 
     learning_rate: float = Field(default=2e-5, ge=0)
     """The peak learning rate, which is reached at the end of the warm-up."""
+    loraplus_lr_ratio: float | None = Field(default=None, gt=0)
+    """LoRA+: the second matrices of an adapter, and vectors, learn at `learning_rate` times this, as in PEFT. 16 is
+    usual. Default: all learn at `learning_rate`."""
+    embedding_lr: float | None = Field(default=None, ge=0)
+    """The peak learning rate of the matrices of embedding and head, and of `lora_modules_to_save`, which then do not
+    decay, as in axolotl. Default: `learning_rate`."""
+    embedding_lr_scale: float | None = Field(default=None, ge=0)
+    """The same as a multiple of `learning_rate`. Set one of the two."""
     lr_scheduler: SchedulerChoice = "cosine"
     """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
     the last step. The others are those of transformers, to the bit; `lr_scheduler_kwargs` has their settings."""
@@ -524,6 +532,9 @@ def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contra
 
 def _run_contradictions(config: RunConfig) -> list[Contradiction]:
     found = []
+    if config.embedding_lr is not None and config.embedding_lr_scale is not None:
+        message = "`embedding_lr` and `embedding_lr_scale` are both set"
+        found.append(Contradiction(keys=("embedding_lr_scale", "embedding_lr"), message=message, hint="remove one"))
     if config.warmup_steps and config.warmup_ratio:
         message = "`warmup_steps` and `warmup_ratio` are both set"
         found.append(Contradiction(keys=("warmup_ratio", "warmup_steps"), message=message, hint="remove one of them"))

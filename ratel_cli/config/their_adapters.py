@@ -15,7 +15,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, plain, show
 
 _ADAPTER_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
-_PREFIXES = ("lora_", "qlora", "peft_", "adapter", "use_peft")
+_PREFIXES = ("lora_", "loraplus_", "qlora", "peft_", "adapter", "use_peft")
 _NAMES: Mapping[str, str] = {
     "lora_rank": "lora_r",
     "use_rslora": "peft_use_rslora",
@@ -80,7 +80,7 @@ _LORA_DEFAULTS: Mapping[_Tool, Mapping[str, int | float]] = {
 }
 _OURS: Mapping[str, Plain] = {
     key: list(default) if isinstance(default := RunConfig.model_fields[key].default, tuple) else default
-    for key in ("adapter", *OF_ADAPTER)
+    for key in ("adapter", "loraplus_lr_ratio", *OF_ADAPTER)
 }
 """Our keys of an adapter, with the values that a config of ours has where it has no adapter."""
 

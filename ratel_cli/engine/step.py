@@ -128,6 +128,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         step: int,
         update: int,
         learning_rate: float | None,
+        group_rates: tuple[float, ...] = (),
         loss_scale: float = 1.0,
         commit_previous: Callable[[], None] = lambda: None,
         recording: StepRecording | None = None,
@@ -136,10 +137,10 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """Run one step. If its outcome is applied, the step is unsettled afterwards.
 
         `batches`: this rank's, of which the first has the number `first_micro_batch` among those of all ranks. `update`
-        counts applied updates from 1. Without a learning rate, `apply` or `discard` follows it. If the
-        step before is unsettled, it is settled during this one's forward and head, and `commit_previous` is called. A
-        `recording` notes what every operator of the layers costs. Raises RatelError; the step is then abandoned, and
-        the store's current generation is unchanged.
+        counts applied updates from 1. Without a learning rate, `apply` or `discard` follows it. `group_rates`: those of
+        groups that have their own. If the step before is unsettled, it is settled during this one's forward and head,
+        and `commit_previous` is called. A `recording` notes what every operator of the layers costs. Raises RatelError;
+        the step is then abandoned, and the store's current generation is unchanged.
         """
         num_targets = int(sum(count for (count,) in self._ranks.gathered([sum(each.num_targets for each in batches)])))
         assert num_targets, "a step without targets has no loss"
@@ -160,7 +161,11 @@ class StepEngine(Closing, Generic[AnyBatch]):
         )
         assert not self._updates.waits_for_rate
         begin = partial(
-            self._updates.begin, number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale
+            self._updates.begin,
+            number=update,
+            learning_rate=learning_rate,
+            group_rates=group_rates,
+            gradient_scale=1.0 / loss_scale,
         )
         try:
             # On a thread of its own, backward would drop its last tensors whenever that thread is scheduled.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ratel_cli.model.rate_groups import ENDS, GROUP_NAMES, ONE_RATE, RateGroups
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import decays
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
@@ -137,12 +138,16 @@ class CutBlock(NamedTuple):
     dtype: DtypeName
     rule: Rule
     borrowers: tuple[int, ...]
+    rate: int
     parameters: tuple[PlacedParameter, ...]
 
 
-def cut_into_blocks(segments: Sequence[tuple[str, Sequence[PlacedParameter]]], dtype: DtypeName) -> list[CutBlock]:
+def cut_into_blocks(
+    segments: Sequence[tuple[str, Sequence[PlacedParameter]]], dtype: DtypeName, rates: RateGroups = ONE_RATE
+) -> list[CutBlock]:
     """The blocks of segments, given as (name, parameters): of each segment first what is trained in the model's
-    dtype; behind all of these what is in another one, or frozen, or borrowed by other segments.
+    dtype; behind all of these what is in another one, or frozen, or borrowed by other segments, or has a learning rate
+    of its own.
 
     A parameter that several segments have is given for each of them, and belongs to the first. Blocks that are alike
     lie one after another then, and the store's manifest describes them together.
@@ -154,8 +159,16 @@ def cut_into_blocks(segments: Sequence[tuple[str, Sequence[PlacedParameter]]], d
     firsts, others = list[CutBlock](), list[CutBlock]()
     for index, (name, parameters) in enumerate(segments):
         of_segment = [each for each in parameters if users[each.name][0] == index]
-        kinds = [(each.dtype, ADAMW if each.is_trained else FROZEN, tuple(users[each.name][1:])) for each in of_segment]
-        own = (dtype, ADAMW, ()) if index or not kinds else kinds[0]  # an embedding's begins with the matrix
+        kinds = [
+            (
+                each.dtype,
+                ADAMW if each.is_trained else FROZEN,
+                tuple(users[each.name][1:]),
+                rates.of(each.name, len(each.shape)) if each.is_trained else 0,
+            )
+            for each in of_segment
+        ]
+        own = (dtype, ADAMW, (), 0) if index or not kinds else kinds[0]  # an embedding's begins with the matrix
         for of_block in dict.fromkeys(kinds):
             chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
             if of_block == own:
@@ -163,7 +176,7 @@ def cut_into_blocks(segments: Sequence[tuple[str, Sequence[PlacedParameter]]], d
             else:
                 what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
                 shared = ", shared" if of_block[2] else ", not shared" if own[2] else ""
-                others.append(CutBlock(index, what + shared, *of_block, chosen))
+                others.append(CutBlock(index, what + shared + GROUP_NAMES[of_block[3]], *of_block, chosen))
     return [*firsts, *others]
 
 
@@ -177,12 +190,13 @@ def laid_out(
             index=index,
             segment=each.segment,
             name=each.name,
-            parameters=[(placed.name, placed.shape, placed.decay) for placed in each.parameters],
+            parameters=[(placed.name, placed.shape, placed.decay and each.rate != ENDS) for placed in each.parameters],
             dtype=each.dtype,
             gradient_dtype=gradient_dtype if each.dtype == dtype else None,
             rule=each.rule,
             borrowers=each.borrowers,
             is_looked_up=looked_up is not None and looked_up in each.parameters,
+            rate=each.rate,
         )
         for index, each in enumerate(cut)
     )

@@ -25,6 +25,7 @@ from ratel_cli.model.cut_model import placeholder
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.layer_runner import CANNOT_RUN, LayerRunner
 from ratel_cli.model.probe import SAMPLE_TOKENS, Usage, probe_usage, separates_samples
+from ratel_cli.model.rate_groups import ONE_RATE, RateGroups
 from ratel_cli.model.row_lookup import RowLookup
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, is_matrix
@@ -37,15 +38,21 @@ _CLASS_BYTES = 32
 
 
 def find_blocks(
-    skeleton: PreTrainedModel, *, name: str, gradient_dtype: DtypeName | None = None, task: Task = "causal_lm"
+    skeleton: PreTrainedModel,
+    *,
+    name: str,
+    gradient_dtype: DtypeName | None = None,
+    task: Task = "causal_lm",
+    rates: RateGroups = ONE_RATE,
 ) -> DecoderModel:
     """Find embedding, layers and head in `skeleton`, made for `task`. Raises BadInput if the model cannot be streamed.
 
     `name` is the model's name in its spec. `gradient_dtype`: in which gradients leave the device; None: in the model's
-    own dtype. The skeleton is changed: its parameters become unbound ones.
+    own dtype. `rates`: which parameters have a learning rate of their own. The skeleton is changed: its parameters
+    become unbound ones.
     """
     if task == "seq2seq":
-        return _find_two_stacks(skeleton, name, gradient_dtype)
+        return _find_two_stacks(skeleton, name, gradient_dtype, rates)
     classifies = task == "classification"
     embedding, head = _input_and_output(skeleton, has_output=not classifies)
     owner, layers = find_stack(skeleton)
@@ -84,6 +91,7 @@ def find_blocks(
         used,
         name=name,
         gradient_dtype=gradient_dtype,
+        rates=rates,
         task=task,
         lookup=lookup,
         masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
@@ -95,7 +103,9 @@ def find_blocks(
     )
 
 
-def _find_two_stacks(skeleton: PreTrainedModel, name: str, gradient_dtype: DtypeName | None) -> DecoderModel:
+def _find_two_stacks(
+    skeleton: PreTrainedModel, name: str, gradient_dtype: DtypeName | None, rates: RateGroups
+) -> DecoderModel:
     """The same in an encoder-decoder: both stacks, with what is behind the encoder's layers between them."""
     embedding, head = _input_and_output(skeleton, has_output=True)
     assert head is not None
@@ -144,6 +154,7 @@ def _find_two_stacks(skeleton: PreTrainedModel, name: str, gradient_dtype: Dtype
         used,
         name=name,
         gradient_dtype=gradient_dtype,
+        rates=rates,
         task="seq2seq",
         lookup=no_lookup,
         has_other_parts=bool(unused),
@@ -161,6 +172,7 @@ def _assembled(
     *,
     name: str,
     gradient_dtype: DtypeName | None,
+    rates: RateGroups,
     task: Task,
     lookup: RowLookup,
     has_other_parts: bool,
@@ -173,7 +185,7 @@ def _assembled(
     """The model of these segments, each with its parameters; the embedding's matrix is the first one. `embedded`: what
     is before the layers, for `SAMPLE_TOKENS` tokens. `used`: the parameters outside the layers."""
     first, dtype = found[0][1][0], NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
-    cut, hidden_size = cut_into_blocks(found, dtype), embedded.hidden.numel() // SAMPLE_TOKENS
+    cut, hidden_size = cut_into_blocks(found, dtype, rates), embedded.hidden.numel() // SAMPLE_TOKENS
     carried = carried_bytes(
         runner,
         embedded,

@@ -18,7 +18,7 @@ from ratel_cli.schedule.slices import slices_of
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry, RankSlice, StoredBlock
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 TOKEN_BYTES = 24
 """Of a token, its target and its position."""
 ROTARY_BYTES = 512

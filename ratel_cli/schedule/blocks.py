@@ -65,6 +65,8 @@ class BlockSpec:
     """Indices of segments behind its own that bind it too. Its gradient is complete behind its own one's backward."""
     is_looked_up: bool = False
     """Whether it begins with a matrix in whose rows its own segment looks tokens up."""
+    rate: int = 0
+    """Which of a step's learning rates it has: the run's, 0, or that of a group (model/rate_groups.py)."""
 
     @property
     def users(self) -> tuple[int, ...]:
@@ -149,6 +151,7 @@ def lay_out_block(
     rule: Rule = ADAMW,
     borrowers: tuple[int, ...] = (),
     is_looked_up: bool = False,
+    rate: int = 0,
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
 
@@ -170,6 +173,7 @@ def lay_out_block(
         rule=rule,
         borrowers=borrowers,
         is_looked_up=is_looked_up,
+        rate=rate,
     )
 
 
@@ -187,6 +191,7 @@ def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
         gradient_dtype=block.gradient_dtype,
         rule=block.rule,
         is_looked_up=True,
+        rate=block.rate,
     )
 
 
@@ -201,7 +206,7 @@ def block_from_json(content: object, index: int) -> BlockSpec:
     found = read_as(BlockSpec, content, rule=RULES[rule])
     if any(size < 0 for parameter in found.parameters for size in parameter.shape):
         raise ValueError("shape is negative")
-    names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up")
+    names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up", "rate")
     block = lay_out_block(
         index=index,
         parameters=[(each.name, each.shape, each.decay) for each in found.parameters],

@@ -279,6 +279,7 @@ class TrainingLoop:
             step=progress.step,
             update=progress.updates + 1,
             learning_rate=self._schedule.at(progress.step),
+            group_rates=self._schedule.groups_at(progress.step),
             loss_scale=progress.loss_scale if self._settings.scale_loss else 1.0,
             commit_previous=self._commit,
             recording=recording,

@@ -23,7 +23,8 @@ OF_THE_INTERFACE = """
     datasets test_datasets streaming chat_template chat_template_jinja
     special_tokens train_on_inputs sequence_len excess_length_strategy sample_packing mlm_probability
     shuffle
-    micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate lr_scheduler
+    micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate loraplus_lr_ratio
+    embedding_lr embedding_lr_scale lr_scheduler
     lr_scheduler_kwargs warmup_steps warmup_ratio optimizer adam_beta1 adam_beta2 adam_epsilon weight_decay
     max_grad_norm label_smoothing_factor use_dft_loss
     rl rl_beta simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight

@@ -99,6 +99,29 @@ def test_the_adapter_is_what_peft_trains(
     assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
 
 
+def test_the_second_matrices_and_the_head_have_other_rates(make_config: MakeConfig, base: Path) -> None:
+    """LoRA+, and axolotl's `embedding_lr_scale`: the head does not decay."""
+    keys = {**CHANGES, "lora_modules_to_save": ["lm_head"], "weight_decay": 0.1, "learning_rate": 1e-3}
+    rates = {"loraplus_lr_ratio": 16, "embedding_lr_scale": 0.125, "lr_scheduler": "constant", "warmup_ratio": 0}
+    config = make_config(**keys, **rates)
+    succeed(config)
+    data = load_data(config)
+    recipe = replace(
+        recipe_of(config),
+        lora=tuple({**IN_PEFT, "modules_to_save": ["lm_head"]}.items()),
+        group_rates=(("lora_B", 1e-3 * 16), ("^lm_head", 1e-3 * 0.125)),
+        never_decayed="^lm_head",
+    )
+    base_config, weights = LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors")
+    wanted = train_in_memory(base_config, weights, [data.step(step) for step in range(NUM_STEPS)], recipe)
+    for name, values in adapter_of(config).items():
+        assert torch.equal(
+            values, {saved_name(key): each for key, each in wanted.weights.items()}[name].to(values.dtype)
+        )
+    assert_rejected(finetune(config, "max_steps=5", "loraplus_lr_ratio=8"), 2, "loraplus_lr_ratio was 16")
+    assert_rejected(finetune(config, "embedding_lr=1e-5"), 2, "are both set")
+
+
 @pytest.mark.parametrize("keys", [{}, WHOLE], ids=["lora", "dora"])
 def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path, keys: dict[str, object]) -> None:
     """Killed in between, too. Of the base nothing is copied or changed."""

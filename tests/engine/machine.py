@@ -30,6 +30,7 @@ from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
 from ratel_cli.model.merged_weights import AdaptedMatrix
+from ratel_cli.model.rate_groups import ONE_RATE, RateGroups
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base
@@ -148,6 +149,7 @@ class Machine:
         *,
         device: str,
         ranks: Ranks,
+        group_rates: tuple[float, ...] = (),
     ) -> None:
         self.model = model
         self.ranks = ranks
@@ -157,6 +159,7 @@ class Machine:
         self.make_engine = make_engine
         self._engine_for = engine_for
         self.timeline = timeline
+        self.group_rates = group_rates
         self.device = device
         """Where it computes: "cpu" or "cuda"."""
         self.engine = make_engine(lambda: None)
@@ -183,6 +186,7 @@ class Machine:
                     step=step,
                     update=step + 1,
                     learning_rate=recipe.learning_rate,
+                    group_rates=self.group_rates,
                     loss_scale=recipe.loss_scale,
                     commit_previous=self.commit,
                     first_micro_batch=self.ranks.rank * len(steps[step]),
@@ -262,6 +266,8 @@ def machine(
     pin: PinMemory | None = None,
     ranks: Ranks = ALONE,
     adapter: AdapterSettings | None = None,
+    rates: RateGroups = ONE_RATE,
+    group_rates: tuple[float, ...] = (),
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 
@@ -278,7 +284,7 @@ def machine(
         if recipe.unfrozen is not None:
             freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
-        model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients)
+        model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients, rates=rates)
         if adapter is not None and adapter.has_magnitudes:
             magnitudes = magnitudes_of(adapted_matrices(skeleton, model.spec))
     groups = GroupShape(elements=group_elements, in_flight=groups_in_flight)
@@ -360,5 +366,14 @@ def machine(
             )
 
         yield Machine(
-            model, store, pool, queue, make_engine, engine_for, timeline, device=device.torch_device.type, ranks=ranks
+            model,
+            store,
+            pool,
+            queue,
+            make_engine,
+            engine_for,
+            timeline,
+            device=device.torch_device.type,
+            ranks=ranks,
+            group_rates=group_rates,
         )

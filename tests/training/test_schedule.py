@@ -56,6 +56,31 @@ def reference(
     return rates
 
 
+@pytest.mark.parametrize(("scheduler", "options"), [("cosine", {}), *WITH_OPTIONS[3:12]])
+def test_groups_have_the_shares_of_the_run(scheduler: SchedulerName, options: Options) -> None:
+    """Also where a schedule looks at the run's own peak."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    rates = (2e-4, 3.2e-3, 1e-6 / 7)
+    groups = [{"params": [each], "lr": rate} for each, rate in zip(parameters, rates, strict=True)]
+    optimizer = torch.optim.SGD(groups, lr=rates[0])
+    theirs = get_scheduler(
+        scheduler, optimizer, num_warmup_steps=3, num_training_steps=20, scheduler_specific_kwargs=options or None
+    )
+    own = SchedulerConfig(**options).model_dump() if options else {}  # type: ignore[arg-type]
+    schedule = LearningRateSchedule(
+        scheduler=scheduler,
+        peak=rates[0],
+        group_peaks=rates[1:],
+        num_warmup_steps=3,
+        num_steps=20,
+        options=ScheduleOptions(**own),
+    )
+    for step in range(20):
+        assert [schedule.at(step), *schedule.groups_at(step)] == [group["lr"] for group in optimizer.param_groups]
+        optimizer.step()
+        theirs.step()
+
+
 @pytest.mark.parametrize("scheduler", PLAIN)
 @pytest.mark.parametrize("peak", [2e-5, 3e-4 / 7, 0.0])
 @pytest.mark.parametrize(("num_warmup_steps", "num_steps"), LENGTHS)

@@ -73,8 +73,15 @@ class AdamWUpdate:
     number: int
     """Counts applied updates, from 1."""
     learning_rate: float
+    """The run's."""
     gradient_scale: float
     """Every gradient is multiplied by this first: the inverse loss scale times the clip coefficient."""
+    group_rates: tuple[float, ...] = ()
+    """Learning rates of the groups that have their own, from group 1 on."""
+
+    def rate_of(self, block: BlockSpec) -> float:
+        """The block's learning rate."""
+        return self.group_rates[block.rate - 1] if block.rate else self.learning_rate
 
 
 class GroupChecksums:
@@ -138,7 +145,7 @@ class GroupAdamW(Closing):
         `checksums` takes the checksums of their chunks; None takes none. Raises IntegrityFailure if the bytes that were
         read are not those that were written.
         """
-        block, scalars = gradient.block, self._scalars(update)
+        block, scalars = gradient.block, self._scalars(update, update.rate_of(gradient.block))
         kernel, fields = self._kernels[block.dtype], [memories[field.name] for field in block.record.fields]
         chunk_elements, before, after = _WITHOUT_CHECKSUMS, None, None
         if checksums is not None:
@@ -177,7 +184,7 @@ class GroupAdamW(Closing):
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _scalars(self, update: AdamWUpdate) -> _native.AdamWScalars:
+    def _scalars(self, update: AdamWUpdate, learning_rate: float) -> _native.AdamWScalars:
         """The scalars of an update. All groups of a block have the same one."""
         if self._last is not None and self._last[0] is update:
             return self._last[1]
@@ -185,12 +192,12 @@ class GroupAdamW(Closing):
         bias_correction1 = 1 - settings.beta1**update.number
         bias_correction2 = 1 - settings.beta2**update.number
         scalars = _native.AdamWScalars(
-            decay_factor=1 - update.learning_rate * settings.weight_decay,
+            decay_factor=1 - learning_rate * settings.weight_decay,
             beta1=settings.beta1,
             one_minus_beta1=1 - settings.beta1,
             beta2=settings.beta2,
             one_minus_beta2=1 - settings.beta2,
-            step_size=update.learning_rate / bias_correction1,
+            step_size=learning_rate / bias_correction1,
             bias_correction2_sqrt=bias_correction2**0.5,
             epsilon=settings.epsilon,
             gradient_scale=update.gradient_scale,

@@ -123,6 +123,7 @@ class Updates:
         """Gradients of the arriving step that wait for its decision."""
         self._number, self._gradient_scale = 0, 1.0
         self._learning_rate: float | None = None
+        self._group_rates: tuple[float, ...] = ()
         """Of the arriving or the decided step; None: it is not known yet."""
         self._is_writing = False
         """True from the store's `begin_step` until the step is settled or discarded."""
@@ -201,7 +202,13 @@ class Updates:
     # For the step, in this order.
 
     def begin(
-        self, *, number: int, learning_rate: float | None, gradient_scale: float, come_in_order: bool = True
+        self,
+        *,
+        number: int,
+        learning_rate: float | None,
+        gradient_scale: float,
+        group_rates: tuple[float, ...] = (),
+        come_in_order: bool = True,
     ) -> None:
         """Begin a step whose gradients will come. The step before must be settled and committed.
 
@@ -212,6 +219,7 @@ class Updates:
         """
         assert not self._is_decided
         self._number, self._gradient_scale, self._learning_rate = number, gradient_scale, learning_rate
+        self._group_rates = group_rates
         self._norms: Norms = {}
         self._held_bytes = self._spilled_bytes = 0
         self._unknown_norms.clear()
@@ -398,6 +406,7 @@ class Updates:
             adamw=AdamWUpdate(
                 number=self._number,
                 learning_rate=self._learning_rate,
+                group_rates=self._group_rates,
                 gradient_scale=self._gradient_scale * self._clip,
             ),
             holds_gradient=self._mode == "speculative" and not self._is_decided,

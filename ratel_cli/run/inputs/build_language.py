@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -16,6 +16,7 @@ from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
+from ratel_cli.model.rate_groups import RateGroups
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.sizes import Task
@@ -52,7 +53,8 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         from ratel_cli.run.inputs.adapted_base import adapt  # PEFT is needed here alone
 
         make = adapt(skeleton, config, task)
-    model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task)
+    rates = _rate_groups(config, skeleton)
+    model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task, rates=rates)
     if not model.spec.num_trained:
         raise BadInput(
             f"{model.spec.architecture}: what is to be trained is in parts that text does not use",
@@ -72,6 +74,19 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         model=model,
         labels=labels,
     )
+
+
+def _rate_groups(config: RunConfig, skeleton: PreTrainedModel) -> RateGroups:
+    """What has a learning rate of its own."""
+    ends = set[str]()
+    if config.embedding_lr is not None or config.embedding_lr_scale is not None:
+        modules = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+        matrices = [module.weight for module in modules if module is not None]
+        for name, parameter in skeleton.named_parameters():
+            is_saved = config.adapter is not None and parameter.requires_grad and "lora_" not in name
+            if any(parameter is each for each in matrices) or (is_saved and name.endswith(".weight")):
+                ends.add(name)
+    return RateGroups(has_second=config.loraplus_lr_ratio is not None, ends=frozenset(ends))
 
 
 def _check_decoder_ids(model: DecoderModel, config: PretrainedConfig) -> None:

@@ -42,7 +42,7 @@ from ratel_cli.run.inputs.base import Base, ReadData, Weights, model_hash
 from ratel_cli.run.inputs.base_kinds import find_data, prepare_data, read_base
 from ratel_cli.run.inputs.length import num_steps
 from ratel_cli.run.inputs.settings import (
-    CHOOSES_LOSS,
+    CHOOSES_BITS,
     DECIDES_THE_BITS,
     DECIDES_THE_STATE,
     settings_hash,
@@ -206,7 +206,7 @@ def changed_settings(config: RunConfig, started_with: Path, *, ranks_before: int
     except RatelError:
         return []
     old, new = (each.model_dump(mode="json") for each in (before, as_recorded_by_run(config)))
-    keys = dict.fromkeys((*DECIDES_THE_STATE, *DECIDES_THE_BITS, *CHOOSES_LOSS))
+    keys = dict.fromkeys((*DECIDES_THE_STATE, *DECIDES_THE_BITS, *CHOOSES_BITS))
     if config.is_chunk_planned and before.head_chunk in ("auto", *CHUNK_BYTES):
         del keys["head_chunk"]
     if config.split is None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ratel_cli.config.describe import changed_value
+from ratel_cli.config.key_groups import OF_RATES
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, RatelError
@@ -52,10 +53,21 @@ def learning_rates(config: RunConfig, num_steps: int) -> LearningRateSchedule:
     return LearningRateSchedule(
         scheduler=config.lr_scheduler,
         peak=config.learning_rate,
+        group_peaks=group_rates(config),
         num_warmup_steps=config.num_warmup_steps(num_steps),
         num_steps=num_steps,
         options=ScheduleOptions(**options.model_dump()) if options else ScheduleOptions(),
     )
+
+
+def group_rates(config: RunConfig) -> tuple[float, ...]:
+    """Peak learning rates of the groups of model/rate_groups.py, from group 1 on; none if there are no groups."""
+    if all(getattr(config, key) is None for key in OF_RATES):
+        return ()
+    ratio = 1.0 if config.loraplus_lr_ratio is None else config.loraplus_lr_ratio
+    scale = 1.0 if config.embedding_lr_scale is None else config.embedding_lr_scale
+    ends = config.learning_rate * scale if config.embedding_lr is None else config.embedding_lr
+    return config.learning_rate * ratio, ends
 
 
 def check_length(config: RunConfig, *, first_step: int, steps_per_epoch: int, saved_steps: Sequence[int]) -> str | None:

@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ratel_cli.config.key_groups import OF_RATES
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.source import read_file
 from ratel_cli.console import RunLog
@@ -86,7 +87,7 @@ def description_file(config: RunConfig) -> Path:
     with_peft = ["peft"] if config.adapter is not None else []
     software = software_versions("ratel-cli", "torch", "transformers", *with_peft)
     of_task = [] if config.task == "causal_lm" else [config.task, *(config.labels or ())]
-    chosen = [getattr(config, key) for key in CHOOSES_PARAMETERS]
+    chosen = [getattr(config, key) for key in (*CHOOSES_PARAMETERS, *OF_RATES)]
     return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, chosen, *of_task])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_RATES
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
@@ -34,11 +34,11 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
-CHOOSES_LOSS: Final = ("label_smoothing_factor", "use_dft_loss", "rl", *OF_PREFERENCES)
+CHOOSES_BITS: Final = ("label_smoothing_factor", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES)
 """Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
 CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER)
 """Keys that decide what is trained of a model."""
-DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, "dtype")
+DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, *OF_RATES, "dtype")
 """Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
 OF_TEXT: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "mlm_probability", "head_chunk",
@@ -75,7 +75,7 @@ def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
 
 def settings_hash(config: RunConfig) -> str:
     """The part of a store's identity that says which settings its run has."""
-    losses = (key for key in CHOOSES_LOSS if getattr(config, key) != RunConfig.model_fields[key].default)
+    losses = (key for key in CHOOSES_BITS if getattr(config, key) != RunConfig.model_fields[key].default)
     return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *losses}))
 
 

@@ -20,7 +20,7 @@ from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, run_directory
 from ratel_cli.run.inputs.base import hub_id
 from ratel_cli.run.inputs.settings import (
-    CHOOSES_LOSS,
+    CHOOSES_BITS,
     CHOOSES_PARAMETERS,
     DECIDES_THE_BITS,
     OF_TEXT,
@@ -30,7 +30,7 @@ from ratel_cli.store.store import Store
 from ratel_cli.training.history import finite_mean, read_history
 from ratel_cli.training.metrics import StepMetrics
 
-_SETTINGS = (*CHOOSES_PARAMETERS, *CHOOSES_LOSS, *DECIDES_THE_BITS)
+_SETTINGS = (*CHOOSES_PARAMETERS, *CHOOSES_BITS, *DECIDES_THE_BITS)
 _MAX_ROWS = 20
 _LEAST_STEPS_DRAWN = 10
 """The table shows fewer steps as well as a picture does."""
@@ -85,7 +85,7 @@ def _settings(config: RunConfig) -> dict[str, object]:
     )
     left_out += tuple(
         key
-        for key in CHOOSES_LOSS
+        for key in CHOOSES_BITS
         if getattr(config, key) == RunConfig.model_fields[key].default and (key != "rl_beta" or config.rl is None)
     )
     return {key: values[key] for key in ordered if values[key] not in (None, []) and key not in left_out}
