@@ -47,7 +47,13 @@ ModelArgument = Annotated[
 
 
 SavedStep = Annotated[
-    int | None, typer.Option(min=0, metavar="STEP", help="A saved step. Default: the last one.", show_default=False)
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="STEP",
+        help="A saved step. Default: the last or, with load_best_model_at_end, the best one.",
+        show_default=False,
+    ),
 ]
 
 

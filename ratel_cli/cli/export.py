@@ -17,7 +17,7 @@ from ratel_cli.run.files.run_directory import find_run
 
 
 def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merges: bool = False) -> None:
-    """Export the saved step `step`, or the last one. `merges`: the base model with the adapter. Raises RatelError."""
+    """Export the saved step `step`, or the result. `merges`: the base model with the adapter. Raises RatelError."""
     log = RunLog()
     config = find_run(path, log)
     if merges and config.adapter is None:

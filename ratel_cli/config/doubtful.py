@@ -24,6 +24,7 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
     if not config.val_set_size and not config.test_datasets:
         given = (key for key in ("eval_steps", "evals_per_epoch") if getattr(config, key) is not None)
         found.extend(_unused(key, "`val_set_size` is 0") for key in given)
+    found.extend(_unused_of_best(config))
     if config.task == "denoising" and config.sequence_len != type(config).model_fields["sequence_len"].default:
         found.append(_unused("sequence_len", "a latent has as many tokens as the model makes patches of it"))
     if config.task == "denoising":
@@ -68,6 +69,19 @@ def _of_preferences(config: RunConfig) -> list[Contradiction]:
 
 
 _OF_METHODS = {"simpo": ("simpo_gamma", "cpo_alpha"), "kto": ("kto_desirable_weight", "kto_undesirable_weight")}
+
+
+def _unused_of_best(config: RunConfig) -> list[Contradiction]:
+    """Keys about the best step that nothing follows from."""
+    deciding = [key for key in ("load_best_model_at_end", "early_stopping_patience") if _differs(config, key)]
+    if not config.evaluates_steps:
+        reason = "only the last step is evaluated" if config.val_set_size or config.test_datasets else ""
+        return [_unused(key, reason or "there is no data to evaluate on") for key in deciding]
+    keys = () if deciding else ("metric_for_best_model", "greater_is_better")
+    found = [_unused(key, "`load_best_model_at_end` is not set") for key in keys if _differs(config, key)]
+    if config.early_stopping_patience is None and _differs(config, "early_stopping_threshold"):
+        found.append(_unused("early_stopping_threshold", "`early_stopping_patience` is not set"))
+    return found
 
 
 def _differs(config: RunConfig, key: str) -> bool:

@@ -242,8 +242,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         """fp8 fp8_backend fp8_recipe fp8_format fp8_enable_fsdp_float8_all_gather fp8_config enable_fp8 enable_fp8_fsdp
         enable_fp8_training""",
     ),
-    (_WHOLE_RUN, "early_stopping_patience early_stopping_steps load_best_model_at_end metric_for_best_model"),
-    (_WHOLE_RUN, "greater_is_better loss_watchdog_threshold loss_watchdog_patience"),
+    (_WHOLE_RUN, "loss_watchdog_threshold loss_watchdog_patience"),
     (_RESUME, "resume_from_checkpoint auto_resume_from_checkpoints"),
     (_DESTINATION, "overwrite_output_dir"),
     (

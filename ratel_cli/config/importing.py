@@ -54,6 +54,7 @@ def import_config(path: Path) -> Imported:
     defaults = dict(defaults_of(tool, root))
     if tool == "axolotl":
         _clip_by_default(root, dialect)
+        _best_by_patience(root, dialect)
     if tool == "torchtune":
         root.content = translate_torchtune(root.content, dialect)
     is_constant = any(
@@ -97,6 +98,18 @@ def _clip_by_default(root: Marked, dialect: Dialect) -> None:
     if entry is not None and entry.value.content is None:
         dialect.read_as(entry, "max_grad_norm: 1.0, the trainer's default")
         entry.value = replace(entry.value, content=1.0)
+
+
+def _best_by_patience(root: Marked, dialect: Dialect) -> None:
+    """axolotl loads the best model at the end of a run that may be stopped early."""
+    assert isinstance(root.content, dict)
+    patience = root.content.get("early_stopping_patience")
+    if patience is not None and patience.value.content:
+        given = root.content.pop("load_best_model_at_end", patience)
+        dialect.read_as(given, "load_best_model_at_end: true")
+        root.content["load_best_model_at_end"] = replace(
+            patience, written="load_best_model_at_end", value=replace(patience.value, content=True)
+        )
 
 
 def _write_masks(root: Marked, tool: str, dialect: Dialect) -> None:

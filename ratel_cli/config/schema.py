@@ -37,6 +37,7 @@ from ratel_cli.config.values import (
     FractionOrCount,
     HubId,
     Interval,
+    MetricOfBest,
     TimesPerEpoch,
     TrackerNames,
     TrainOnInputs,
@@ -268,12 +269,26 @@ class RunConfig(Section):
     saves_per_epoch: TimesPerEpoch = None
     """Save a step this many times in each of `num_epochs`, instead of every `save_steps`. 0: never."""
     save_total_limit: int = Field(default=1, ge=1)
-    """The most saved steps in the store. When there is one more, the oldest is dropped."""
+    """The most saved steps in the store. When there is one more, the oldest is dropped. With `load_best_model_at_end`
+    the best step is one of them, and is kept besides the last one if this is 1."""
     eval_steps: Interval = None
     """Evaluate on the held-out samples every N steps, and at the end. A number below 1 is a share of all steps.
     Default: only at the end. Needs `val_set_size` or `test_datasets`."""
     evals_per_epoch: TimesPerEpoch = None
     """Evaluate this many times in each of `num_epochs`, instead of every `eval_steps`. 0: only at the end."""
+    load_best_model_at_end: bool = False
+    """Export the step with the best evaluation instead of the last one. That step is saved until there is a better one,
+    whatever `save_steps` is. `ratel export`, `eval` and `generate` take it, too, unless they are given a step."""
+    metric_for_best_model: MetricOfBest = "loss"
+    """Which result of an evaluation says how good a step is: `loss`; for a classifier, `accuracy`; with `rl`, also
+    `rewards/margins` and, but for `kto`, `rewards/accuracies`."""
+    greater_is_better: bool | None = None
+    """Whether more of it is better. Default: of all but the loss."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """End the run after this many evaluations in a row that do not improve on the best one. Default: it has all its
+    steps."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """An evaluation must be better by more than this to count as an improvement there."""
     val_set_size: FractionOrCount = 0
     """Samples that are held out of training for evaluation: a fraction below 1, or a whole number of samples. 0:
     none."""
@@ -398,7 +413,23 @@ class RunConfig(Section):
         """How many saved steps the store has space for, in addition to the two generations that a step needs."""
         if self.storage.keep_generations is not None:
             return self.storage.keep_generations
-        return self.save_total_limit if self.saves else 0
+        return max(self.save_total_limit, 1 + self.saves_best) if self.saves else int(self.saves_best)
+
+    @property
+    def evaluates_steps(self) -> bool:
+        """Whether steps before the last one are evaluated."""
+        has_data = bool(self.val_set_size or self.test_datasets)
+        return has_data and (self.eval_steps is not None or self.evals_per_epoch is not None)
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether the step with the best evaluation is saved, and is the run's result."""
+        return self.load_best_model_at_end and self.evaluates_steps
+
+    @property
+    def is_greater_better(self) -> bool:
+        """Whether more of `metric_for_best_model` is better."""
+        return self.metric_for_best_model != "loss" if self.greater_is_better is None else self.greater_is_better
 
     @property
     def saves(self) -> bool:
@@ -545,8 +576,15 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
         if all(getattr(config, key) is not None for key in pair):
             message = f"`{pair[0]}` and `{pair[1]}` are both set"
             found.append(Contradiction(keys=(pair[1], pair[0]), message=message, hint="remove one of them"))
-    if config.saves:
+    if config.saves or config.saves_best:
         found.extend(_save_contradictions(config))
+    metric = config.metric_for_best_model
+    if metric.startswith("rewards/") and (config.rl is None or (config.rl == "kto" and metric.endswith("accuracies"))):
+        message = f"`metric_for_best_model: {metric}` needs `rl`, which compares answers in pairs"
+        found.append(Contradiction(keys=("metric_for_best_model",), message=message, hint="set it to loss"))
+    if metric == "accuracy" and config.task != "classification":
+        message = "`metric_for_best_model: accuracy` needs datasets of `type: classification`"
+        found.append(Contradiction(keys=("metric_for_best_model",), message=message, hint="set it to loss"))
     return found + _data_contradictions(config)
 
 
@@ -649,12 +687,17 @@ def _split_contradictions(config: RunConfig) -> list[Contradiction]:
 
 def _save_contradictions(config: RunConfig) -> list[Contradiction]:
     saved_by = "save_steps" if config.save_steps is not None else "saves_per_epoch"
+    saved_by = saved_by if config.saves else "load_best_model_at_end"
     if config.storage.durability == "none":
         message = f"`{saved_by}` needs `storage.durability: step`; with `none` the store has no earlier step"
         return [Contradiction(keys=(saved_by, "storage"), message=message)]
-    keep = config.storage.keep_generations
-    if keep is not None and keep < config.save_total_limit:
+    keep, hint = config.storage.keep_generations, "increase `storage.keep_generations`"
+    if keep is None:
+        return []
+    if config.saves and keep < config.save_total_limit:
         message = f"`save_total_limit` is {config.save_total_limit}, but `storage.keep_generations` is {keep}"
-        hint = "increase `storage.keep_generations`"
         return [Contradiction(keys=("save_total_limit", "storage"), message=message, hint=hint)]
+    if config.saves_best and keep < 1 + config.saves:
+        message = f"`load_best_model_at_end` saves a step besides, but `storage.keep_generations` is {keep}"
+        return [Contradiction(keys=("load_best_model_at_end", "storage"), message=message, hint=hint)]
     return []

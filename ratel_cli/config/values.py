@@ -16,6 +16,8 @@ from ratel_cli.config.yaml_marks import show
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 _HUB_ID = r"(?!.*(--|\.\.))([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}"
+_Metric = Literal["loss", "accuracy", "rewards/accuracies", "rewards/margins"]
+_TheirMetric = Literal["eval_loss", "eval_accuracy", "eval_rewards/accuracies", "eval_rewards/margins"]
 _Policy = Literal["auto", "keep", "recompute", "swap_all", "static"]
 
 
@@ -90,6 +92,11 @@ def _whole_steps(value: object, *, least: int, words: str) -> object:
     return value
 
 
+def _without_prefix(value: object) -> object:
+    """Trainer takes `eval_loss` for `loss`."""
+    return value.removeprefix("eval_") if isinstance(value, str) else value
+
+
 def _zero_is_off(value: float | None) -> float | None:
     return value or None
 
@@ -133,5 +140,6 @@ HubId = Annotated[
     BeforeValidator(_check_hub_id, json_schema_input_type=Annotated[str, Field(pattern=f"^{_HUB_ID}$")] | None),
     "text",
 ]
+MetricOfBest = Annotated[_Metric, BeforeValidator(_without_prefix, json_schema_input_type=_Metric | _TheirMetric)]
 ClipNorm = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

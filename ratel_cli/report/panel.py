@@ -107,16 +107,16 @@ class Panel:
         for loss in earlier_losses:
             self._steps.losses.add(loss)
         self._written_bytes = facts.written_bytes
-        self._evaluated: tuple[int, float] | None = None
+        self._evaluated: tuple[int, float, int | None] | None = None
         self._doing: str | None = None
 
     def show(self, metrics: StepMetrics) -> None:
         """Hand over a step that was done now."""
         self._rows.append((self._clock(), metrics))
 
-    def show_evaluation(self, step: int, loss: float) -> None:
-        """Hand over the loss on the held-out samples after a step."""
-        self._evaluated = (step, loss)
+    def show_evaluation(self, step: int, loss: float, *, best_step: int | None = None) -> None:
+        """Hand over the loss on the held-out samples after a step. `best_step`: of all so far; None if none is."""
+        self._evaluated = (step, loss, best_step)
 
     def show_work(self, what: str | None) -> None:
         """Hand over what the run does instead of a step; None: it is at the next step."""
@@ -192,8 +192,9 @@ class Panel:
         if last.preferences is not None:
             parts.append(preference_words(last))
         if self._evaluated is not None:
-            step, loss = self._evaluated
-            parts.append(f"eval loss {loss:.4f} after step {step}")
+            step, loss, best_step = self._evaluated
+            best = "" if best_step is None else " (the best)" if best_step == step else f" (best: step {best_step})"
+            parts.append(f"eval loss {loss:.4f} after step {step}{best}")
         parts += [f"norm {last.grad_norm:.3f}{' clipped' if last.clipped else ''}", f"lr {last.learning_rate:.2e}"]
         return [Text.assemble(title, (curve, "green")), Text(fitted(parts, width))]
 

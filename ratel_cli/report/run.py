@@ -15,6 +15,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.report.plan import RESOURCE_NAMES, percent, step_time, wear_rows
+from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import (
     counted,
@@ -103,15 +104,29 @@ def preference_words(metrics: StepMetrics) -> str:
 
 
 def evaluation_line(
-    step: int, loss: float, accuracy: float | None = None, preferences: Mapping[str, float] | None = None
+    step: int,
+    loss: float,
+    accuracy: float | None = None,
+    preferences: Mapping[str, float] | None = None,
+    *,
+    best_step: int | None = None,
 ) -> str:
-    """One line about an evaluation on the held-out samples. `preferences`: figures of answers that are compared."""
+    """One line about an evaluation on the held-out samples. `preferences`: figures of answers that are compared.
+    `best_step`: of all so far; None if none is."""
     figures = preferences or {}
     share = accuracy if accuracy is not None else figures.get("rewards/accuracies")
     words = "" if share is None else f", accuracy {100 * share:.2f} %"
     if share is None and "rewards/margins" in figures:
         words = f", margin {figures['rewards/margins']:.4f}"
-    return f"eval loss {loss:.4f}{words} after step {step}"
+    best = "" if best_step is None else "; the best so far" if best_step == step else f"; step {best_step} is the best"
+    return f"eval loss {loss:.4f}{words} after step {step}{best}"
+
+
+def ended_early_line(best: BestSoFar, *, step: int, metric: str) -> str:
+    """One line about a run that its evaluations have ended."""
+    since = counted(best.num_without_gain, "evaluation")
+    which = "" if best.step is None else f"; the best is that of step {best.step}"
+    return f"ended early after step {step}: {since} without a better {metric}{which}"
 
 
 def saved_line(step: int, dropped: Sequence[int]) -> str:

@@ -116,6 +116,10 @@ def state_words(report: RunReport) -> str:
         "no store": f"Ended {when}, and its store {'was deleted' if status.store_deleted else 'is not there'}.",
     }
     found = words.get(status.state, "Its config cannot be read.")
+    if status.ended_early:
+        found += " It ended early, since its evaluations did not get better."
+    if status.best_step is not None:
+        found += f" The best step is {status.best_step}."
     return f"{found} Its store was deleted." if status.store_deleted and status.state != "no store" else found
 
 

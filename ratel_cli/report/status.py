@@ -47,6 +47,10 @@ class RunStatus:
     """The speed of the run (`training.history.recent_rate`)."""
     seconds_left: float | None = None
     """Until the last step, at the speed of the recent steps; saves and evaluations not counted."""
+    ended_early: bool = False
+    """Whether its evaluations ended it before its last step."""
+    best_step: int | None = None
+    """The step with the best evaluation; None if the config does not compare them."""
     last_step_at: datetime | None = None
     """When the last step was recorded."""
     store_bytes: int = 0
@@ -79,6 +83,8 @@ def status_to_json(runs: Sequence[RunStatus]) -> dict[str, object]:
                 "eval_loss": each.eval_loss,
                 "tokens_per_second": each.tokens_per_second,
                 "seconds_left": each.seconds_left,
+                "ended_early": each.ended_early,
+                "best_step": each.best_step,
                 "last_step_at": None if each.last_step_at is None else each.last_step_at.isoformat(timespec="seconds"),
                 "store_bytes": each.store_bytes,
                 "store_deleted": each.store_deleted,
@@ -99,10 +105,10 @@ def step_words(step: int, num_steps: int | None) -> str:
 def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
     return (
         _state_words(each),
-        step_words(each.step, each.num_steps),
+        step_words(each.step, each.num_steps) + ("" if each.best_step is None else f", best {each.best_step}"),
         _or_dash(each.loss, lambda loss: f"{loss:.4f}"),
         _or_dash(each.tokens_per_second, format_rate_number),
-        _or_dash(each.seconds_left, lambda seconds: format_wait(seconds) if seconds else "-"),
+        _or_dash(None if each.ended_early else each.seconds_left, lambda left: format_wait(left) if left else "-"),
         "-" if each.last_step_at is None else f"{format_wait(max(0.0, (now - each.last_step_at).total_seconds()))} ago",
         format_bytes(each.store_bytes + each.output_bytes),
         str(each.output_dir),
@@ -110,9 +116,10 @@ def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
 
 
 def _state_words(each: RunStatus) -> str:
+    state = f"{each.state} early" if each.ended_early and each.state == "finished" else each.state
     if not each.store_deleted:
-        return each.state
-    return "store deleted" if each.state == "no store" else f"{each.state}, store deleted"
+        return state
+    return "store deleted" if each.state == "no store" else f"{state}, store deleted"
 
 
 def _or_dash(value: float | None, words: Callable[[float], str]) -> str:

@@ -36,6 +36,10 @@ class RunFacts:
     """When training began: local time to the second."""
     pid: int
     """The process that trained, as the lock of its store names it."""
+    ended_early_at: int | None = None
+    """The step after which evaluations ended the run; None if it has not ended, or at its last step."""
+    exported_step: int | None = None
+    """The step that was exported as the best one; None if it is the last one, or there is no export yet."""
 
     def to_json(self) -> dict[str, object]:
         """The content of the file."""
@@ -45,6 +49,7 @@ class RunFacts:
 def read_facts(run_dir: Path) -> RunFacts | None:
     """The facts in the directory of a run's own files; None if there are none."""
     try:
-        return read_as(RunFacts, json.loads((run_dir / FACTS_NAME).read_bytes()))
-    except (OSError, ValueError, RecursionError):
+        content = json.loads((run_dir / FACTS_NAME).read_bytes())
+        return read_as(RunFacts, {"ended_early_at": None, "exported_step": None, **content})
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -9,7 +9,7 @@ Each step goes through these phases:
     4. commit    its update: overlapped with the next step's forward, or at once if a save, an evaluation or the end
                  follows
     5. save      it, if due: pin the generation, which costs no writes
-    6. evaluate  on the held-out samples, if due
+    6. evaluate  on the held-out samples, if due. Where the best step is saved (training.best), 5 follows 6
     7. report    its metrics to the caller
 
 Invariant: everything that a step depends on is a function of (configuration, step). So a loop that resumes after the
@@ -18,6 +18,7 @@ store's last commit computes the same bits as a loop that was never interrupted.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.store.store import Progress, Store
+from ratel_cli.training.best import BestRule, BestSoFar
 from ratel_cli.training.divergence import diagnose_nonfinite_step
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule, LossScale
@@ -61,7 +63,8 @@ class LoopSettings:
     save_steps: int | None
     """Save every N steps. None: never."""
     save_total_limit: int
-    """The most saved steps; the oldest is dropped first."""
+    """The most saved steps; the oldest is dropped first. The best step is one of them, and if there is but one, one
+    more."""
     first_step: int
     """The step that the store was made with: 0, or the step of another run that this one started from."""
     max_bytes_written: int | None
@@ -74,6 +77,8 @@ class LoopSettings:
     """Seconds that the plan predicts for a step that is clipped."""
     predicted_unclipped_seconds: float
     """Seconds that it predicts for any other step."""
+    best: BestRule | None = None
+    """None: no step is the best, and the run has all its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,8 @@ class LoopCallbacks:
     """Called with a step that was saved, and with the saved steps that were dropped for it."""
     before_evaluation: Callable[[int], None] = lambda step: None
     """Called with a step that is committed and will be evaluated."""
+    evaluated_again: Callable[[StepMetrics], None] = lambda metrics: None
+    """Called with the last step of an earlier process, which ended before the step was evaluated."""
 
 
 def may_skip(before: Progress, *, scale_loss: bool) -> bool:
@@ -134,9 +141,10 @@ class TrainingLoop:
         callbacks: LoopCallbacks,
         recording: StepRecording | None = None,
         ranks: Ranks = ALONE,
+        earlier: Sequence[StepMetrics] = (),
     ) -> None:
         """With a `recording` the loop's first step records what each operator costs. `data`: what all `ranks` train
-        on together."""
+        on together. `earlier`: the steps that are done, of which those count that were evaluated, and the last one."""
         self._ranks = ranks
         self._has_computed = True
         self._engine = engine
@@ -154,6 +162,9 @@ class TrainingLoop:
         """For the next step."""
         self._uncommitted: Progress | None = None
         """Progress of the step that is computed but not yet committed; None if there is none."""
+        self._best = BestSoFar() if settings.best is None else settings.best.best_so_far(earlier)
+        self._last_done = earlier[-1] if earlier else None
+        """Of an earlier process."""
 
     def steps(self) -> Iterator[StepMetrics]:
         """Run all steps. A step is committed when the next one is yielded; the last one when it is yielded itself.
@@ -161,11 +172,13 @@ class TrainingLoop:
         Raises Diverged, IntegrityFailure, Interrupted, EnvironmentFailure. With Diverged and Interrupted, every step
         that was yielded is committed.
         """
-        # A run that was killed between a commit and its save has still to save it.
+        # A run that was killed between a commit and its save has still to save it, or to evaluate it.
+        self._agree_on_best()
+        self._evaluate_again()
         self._save_if_due()
         self._callbacks.after_commit()
         self._count_bytes()
-        while self._progress.step < self._settings.num_steps:
+        while self._progress.step < self._settings.num_steps and not self.ends_early:
             try:
                 # 1. check
                 self._callbacks.check_stop()
@@ -177,13 +190,15 @@ class TrainingLoop:
                 self._callbacks.check_stop()  # raises again, with the step that is committed now
                 raise
             # 5. save
-            self._save_if_due()
+            if not self._saves_best:
+                self._save_if_due()
             # 6. evaluate
             try:
                 evaluated = self._evaluate(metrics) if self._eval_is_due(metrics.step) else metrics
             except Interrupted:
                 yield metrics  # the step counts, without its evaluation
                 raise
+            self._save_if_due()
             # 7. report
             yield evaluated
 
@@ -193,6 +208,16 @@ class TrainingLoop:
         `take_over` makes it, as a part of the next step: it may wait for updates of the last one.
         """
         self._take_over, self._settings = take_over, settings
+
+    @property
+    def best(self) -> BestSoFar:
+        """The best step so far."""
+        return self._best
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the evaluations end the run."""
+        return self._settings.best is not None and self._best.ends(self._settings.best)
 
     @property
     def has_computed(self) -> bool:
@@ -390,19 +415,77 @@ class TrainingLoop:
         return step == self._settings.num_steps or self._save_is_due(step) or self._eval_is_due(step)
 
     def _save_is_due(self, step: int) -> bool:
+        return step > 0 and self._is_time_to_save(step) and step not in self._store.pinned_steps
+
+    def _is_time_to_save(self, step: int) -> bool:
         every = self._settings.save_steps
-        return every is not None and step > 0 and step % every == 0 and step not in self._store.pinned_steps
+        return every is not None and step % every == 0
 
     def _save_if_due(self) -> None:
-        if not self._save_is_due(self._progress.step):
-            return
-        pinned = self._store.pinned_steps
-        # The store has slots for `save_total_limit` saved steps and no more, so the oldest must go first.
-        dropped = pinned[: max(0, len(pinned) - self._settings.save_total_limit + 1)]
-        for oldest in dropped:
-            self._store.unpin(oldest)
+        if self._save_is_due(self._progress.step):
+            self._save()
+
+    def _save(self) -> None:
+        """Pin the step. The store has slots for so many saved steps and no more, so others must go first."""
+        dropped = self._drop_old()
         self._store.pin()
         self._callbacks.after_save(self._progress.step, dropped)
+
+    def _drop_old(self) -> list[int]:
+        """Unpin the oldest steps beyond the limit, as Trainer removes checkpoints: neither the best step nor the one
+        that is saved now. Returns them."""
+        settings, step = self._settings, self._progress.step
+        needed = {step, self._best.step} if self._saves_best else {step}
+        others = [each for each in self._store.pinned_steps if each not in needed]
+        limit = 0 if settings.save_steps is None else settings.save_total_limit
+        kept = {*self._store.pinned_steps, step} & needed
+        dropped = others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]
+        for each in dropped:
+            self._store.unpin(each)
+        return dropped
+
+    def _take_as_evaluated(self, metrics: StepMetrics) -> None:
+        """Compare an evaluation with those before. A step that is the best is saved."""
+        rule = self._settings.best
+        value = None if rule is None else rule.value_of(metrics)
+        if rule is None or value is None:
+            return
+        before, self._best = self._best, self._best.after(rule, metrics.step, value)
+        if self._best.step != metrics.step or not rule.saves_best:
+            return
+        pinned = self._store.pinned_steps
+        if before.step in pinned and not self._is_time_to_save(before.step):
+            self._store.unpin(before.step)  # it was saved for being the best alone
+        if metrics.step not in pinned and not self._is_time_to_save(metrics.step):
+            self._save()
+
+    @property
+    def _saves_best(self) -> bool:
+        return self._settings.best is not None and self._settings.best.saves_best
+
+    def _agree_on_best(self) -> None:
+        """All ranks know what the first one knows: each has read its own records."""
+        if self._settings.best is None or self._ranks.size == 1:
+            return
+        best = self._best
+        known = [math.nan if best.step is None else best.step, math.nan if best.value is None else best.value]
+        step, value, number = self._ranks.gathered([*known, best.num_without_gain])[0]
+        self._best = BestSoFar(
+            step=None if math.isnan(step) else int(step),
+            value=None if math.isnan(value) else value,
+            num_without_gain=int(number),
+        )
+
+    def _evaluate_again(self) -> None:
+        """Evaluate the last step that is done, if it should have been and its process ended before."""
+        rule, last, step = self._settings.best, self._last_done, self._progress.step
+        if rule is None or not step or not self._eval_is_due(step):
+            return
+        is_known = last is not None and last.step == step
+        is_missing = last is not None and is_known and rule.value_of(last) is None
+        known = self._ranks.gathered([is_known, is_missing])
+        if last is not None and known[0][1] and all(is_known for is_known, _ in known):
+            self._callbacks.evaluated_again(self._evaluate(last))
 
     def _eval_is_due(self, step: int) -> bool:
         every = self._settings.eval_steps
@@ -429,7 +512,9 @@ class TrainingLoop:
         if not total.num_targets:
             return metrics
         figures = mean_figures([total.figures]) or None
-        return replace(metrics, eval_loss=total.mean_loss, eval_accuracy=total.accuracy, eval_preferences=figures)
+        evaluated = replace(metrics, eval_loss=total.mean_loss, eval_accuracy=total.accuracy, eval_preferences=figures)
+        self._take_as_evaluated(evaluated)
+        return evaluated
 
 
 def slowest_rank_of(ranks: Ranks, times: StepTimes) -> tuple[int, Resource] | tuple[None, None]:

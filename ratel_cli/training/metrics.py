@@ -213,14 +213,15 @@ class MetricsLog(Closing):
         self.earlier_losses: list[float] = []
         """Of the steps that were in the file already, in order."""
         self._last_line = b""
-        """The line that was written last, at the end of the file."""
+        """The line of the last step, at the end of the file; empty if it has none."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: the operating system has the line when `write` returns, and closing does not try to write
             # again what failed.
             path.touch()
             self._file = path.open("r+b", buffering=0)
-            self._num_bytes, self.earlier_losses = _steps_up_to(path, committed_step)
+            self._num_bytes, self.earlier_losses, self._last_line = _steps_up_to(path, committed_step)
+            self._last_step = committed_step
             if path.is_file():
                 self._file.truncate(self._num_bytes)
         except OSError as error:
@@ -262,9 +263,10 @@ def _end_with(file: FileIO, offset: int, line: bytes) -> None:
     file.truncate(offset + len(line))
 
 
-def _steps_up_to(path: Path, step: int) -> tuple[int, list[float]]:
-    """The length of the part of the file that has complete lines of steps up to `step`, and their losses."""
-    num_bytes = 0
+def _steps_up_to(path: Path, step: int) -> tuple[int, list[float], bytes]:
+    """The length of the part of the file that has complete lines of steps up to `step`, their losses, and the line of
+    this step if it is the last one."""
+    num_bytes, last = 0, b""
     losses = []
     if path.is_file():
         with path.open("rb") as file:
@@ -274,7 +276,8 @@ def _steps_up_to(path: Path, step: int) -> tuple[int, list[float]]:
                     break
                 num_bytes += len(line)
                 losses.append(loss)
-    return num_bytes, losses
+                last = line if found == step else b""
+    return num_bytes, losses, last
 
 
 def _step_and_loss(line: bytes) -> tuple[float, float]:

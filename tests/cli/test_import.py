@@ -157,6 +157,24 @@ def test_axolotl_trains_the_words_of_all_turns() -> None:
     assert (config.train_on_inputs, config.datasets[0].roles_to_train) == (True, None)
 
 
+@pytest.mark.parametrize("given", ["", "load_best_model_at_end: false\n"])
+def test_axolotl_loads_the_best_model_of_a_run_that_may_stop_early(given: str) -> None:
+    steps = "val_set_size: 0.1\neval_steps: 5\nsave_steps: 5\n"
+    text = import_config(write(f"{AXOLOTL}{steps}early_stopping_patience: 3\n{given}")).text
+    config = load_config(write(text)).config
+    assert (config.early_stopping_patience, config.saves_best) == (3, True)
+    assert import_config(write(f"{TRL}{steps}")).text.count("load_best_model_at_end") == 0
+    text = import_config(write(f"{AXOLOTL}{steps}early_stopping_patience:\n{given}")).text
+    assert load_config(write(text)).config.saves_best is False
+
+
+@pytest.mark.parametrize("key", ["early_stopping_patience", "early_stopping_steps"])
+def test_patience_by_other_names(key: str) -> None:
+    text = f"{TRL}eval_strategy: steps\neval_steps: 5\nval_size: 0.1\n{key}: 3\nmetric_for_best_model: eval_loss\n"
+    config = load_config(write(import_config(write(text)).text)).config
+    assert (config.early_stopping_patience, config.metric_for_best_model, config.saves_best) == (3, "loss", False)
+
+
 def test_an_empty_norm_is_the_default_of_axolotl() -> None:
     """In a config of ours, and as an argument of other trainers, nothing turns clipping off."""
     imported = import_config(write(f"{AXOLOTL}max_grad_norm:\n"))

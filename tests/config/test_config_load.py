@@ -30,7 +30,9 @@ OF_THE_INTERFACE = """
     rl rl_beta simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight
     dtype gradient_dtype device attn_implementation activations head_chunk optimizer_overlap
     deterministic trace storage limits
-    output_dir save_steps saves_per_epoch save_total_limit eval_steps evals_per_epoch val_set_size logging_steps
+    output_dir save_steps saves_per_epoch save_total_limit eval_steps evals_per_epoch
+    load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience early_stopping_threshold
+    val_set_size logging_steps
     report_to run_name project hub_model_id hub_private_repo seed
 """
 """The keys that users were promised, in this order. `tests/test_docs.py` checks that docs/config.md has them all."""
@@ -197,6 +199,19 @@ def test_a_plan_needs_only_a_shape(load: Load) -> None:
     [
         ("num_epochs: 3\nmax_steps: 5", "3:1: `num_epochs` is ignored: `max_steps` (5) decides when the run ends"),
         ("eval_steps: 3", "3:1: `eval_steps` is ignored: `val_set_size` is 0"),
+        ("load_best_model_at_end: true", "3:1: `load_best_model_at_end` is ignored: there is no data to evaluate on"),
+        (
+            "early_stopping_patience: 2\nval_set_size: 5",
+            "3:1: `early_stopping_patience` is ignored: only the last step is evaluated",
+        ),
+        (
+            "metric_for_best_model: eval_loss\ngreater_is_better: true\nval_set_size: 5\neval_steps: 2",
+            "4:1: `greater_is_better` is ignored: `load_best_model_at_end` is not set",
+        ),
+        (
+            "early_stopping_threshold: 0.5\nval_set_size: 5\neval_steps: 2",
+            "3:1: `early_stopping_threshold` is ignored: `early_stopping_patience` is not set",
+        ),
         ("save_total_limit: 3", "3:1: `save_total_limit` is ignored: `save_steps` is not set"),
         (
             "warmup_steps: 9\nmax_steps: 5",
@@ -213,6 +228,24 @@ def test_how_many_saved_steps_the_store_has_space_for(load: Load) -> None:
     assert load(MINIMAL + "save_steps: 5\n").config.num_saved_generations == 1
     assert load(MINIMAL + "save_steps: 5\nsave_total_limit: 3\n").config.num_saved_generations == 3
     assert load(MINIMAL + "storage: {keep_generations: 2}\n").config.num_saved_generations == 2
+    best = MINIMAL + "val_set_size: 4\neval_steps: 5\nload_best_model_at_end: true\n"
+    assert load(best).config.num_saved_generations == 1
+    assert load(best + "save_steps: 5\n").config.num_saved_generations == 2, "the best and the last one"
+    assert load(best + "save_steps: 5\nsave_total_limit: 3\n").config.num_saved_generations == 3
+    assert load(best.replace("eval_steps: 5", "")).config.num_saved_generations == 0
+
+
+def test_which_evaluation_is_the_better_one(load: Load) -> None:
+    text = MINIMAL.replace("datasets:", "# ").strip() + "\ndatasets: [{path: d, type: classification}]\n"
+    for lines, wanted in (
+        ("", ("loss", False)),
+        ("metric_for_best_model: eval_loss\n", ("loss", False)),
+        ("metric_for_best_model: accuracy\n", ("accuracy", True)),
+        ("metric_for_best_model: eval_accuracy\ngreater_is_better: false\n", ("accuracy", False)),
+        ("greater_is_better: true\n", ("loss", True)),
+    ):
+        config = load(text + lines).config
+        assert (config.metric_for_best_model, config.is_greater_better) == wanted
 
 
 def test_an_alias_bomb_is_bounded(complain: Complain) -> None:

@@ -58,6 +58,7 @@ class FakeStore:
 
     slot_bytes = SLOT_BYTES
     made_bytes = 2 * SLOT_BYTES
+    num_slots = 1 << 20
 
     def __init__(self, events: list[str], *, step: int = 0, loss_scale: float = 65536.0) -> None:
         self.progress = Progress(step=step, updates=step, loss_scale=loss_scale, good_steps=0, tokens=10 * step)
@@ -74,6 +75,7 @@ class FakeStore:
         self.progress = progress
 
     def pin(self) -> None:
+        assert len(self.pinned_steps) < self.num_slots - 2, "no slot is left"
         self._events.append(f"pin {self.progress.step}")
         self.pinned_steps = (*self.pinned_steps, self.progress.step)
 
@@ -101,6 +103,8 @@ class FakeEngine:
         self.asked: list[tuple[int, int, float, float, tuple[int, ...]]] = []
         self.evaluated: list[tuple[int, ...]] = []
         self.recorded: list[StepRecording | None] = []
+        self.evaluation: Callable[[], float] | None = None
+        """The sum of an evaluation's losses; None: it follows from the samples."""
         self._events = events
         self._queue = queue
         self._timeline = timeline
@@ -168,6 +172,8 @@ class FakeEngine:
         self._events.append("evaluate")
         with self._timeline.during("compute", SpanLabel(text="forward", block=0, stage="forward")):
             num_targets = sum(batch.num_targets for batch in batches)
+            if self.evaluation is not None:
+                return EvaluatedSums(self.evaluation() * num_targets, None, num_targets)
             return EvaluatedSums(float(sum(sample**2 for sample in samples)), None, num_targets)
 
 
@@ -199,8 +205,11 @@ class Run:
         check_stop: Callable[[], None] = lambda: None,
         notes_commits: bool = False,
         recording: StepRecording | None = None,
+        eval_losses: dict[int, float] | None = None,
+        earlier: Sequence[StepMetrics] = (),
         **changes: object,
     ) -> None:
+        """`eval_losses`: of each step that is evaluated; else the samples decide."""
         self.events: list[str] = []
         self._notes_commits = notes_commits
         self.store = FakeStore(self.events, step=step, loss_scale=loss_scale)
@@ -208,6 +217,11 @@ class Run:
         timeline, queue = Timeline(), FakeQueue()
         self.engine = FakeEngine(self.events, queue, timeline, failing or {})
         settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
+        if eval_losses is not None:
+            losses = eval_losses
+            self.engine.evaluation = lambda: losses[self.store.progress.step]
+        self.evaluated_again: list[StepMetrics] = []
+        self.saved: list[tuple[int, Sequence[int]]] = []
         self.loop = TrainingLoop(
             self.engine,
             store=self.store,
@@ -219,9 +233,15 @@ class Run:
             settings=settings,
             timeline=timeline,
             callbacks=LoopCallbacks(
-                check_stop=check_stop, announce=self._announce, after_commit=self._after_commit, trace_step=self._trace
+                check_stop=check_stop,
+                announce=self._announce,
+                after_commit=self._after_commit,
+                trace_step=self._trace,
+                after_save=lambda step, dropped: self.saved.append((step, tuple(dropped))),
+                evaluated_again=self.evaluated_again.append,
             ),
             recording=recording,
+            earlier=earlier,
         )
         self.announced: list[tuple[int, StepMetrics]] = []
         """Each with the step that was committed at that moment."""

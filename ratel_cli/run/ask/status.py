@@ -21,10 +21,11 @@ from ratel_cli.model.marker import Marker, read_marker
 from ratel_cli.report.status import RunState, RunStatus
 from ratel_cli.run.files.output import deleted_store, has_own_store
 from ratel_cli.run.files.run_directory import METRICS_NAME, find_run, is_output_of_run, run_directory
+from ratel_cli.run.inputs.settings import best_rule
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreUse, find_use
 from ratel_cli.store.open import stored_step
 from ratel_cli.training.facts import RunFacts, read_facts
-from ratel_cli.training.history import History, read_recent, recent_rate, recent_seconds
+from ratel_cli.training.history import History, read_history, read_recent, recent_rate, recent_seconds
 
 MOST_LEVELS: Final = 4
 """How many levels of folders below a directory are searched for runs."""
@@ -77,6 +78,8 @@ def status_of(config: RunConfig) -> RunStatus:
         eval_loss=evaluated[-1] if evaluated else None,
         tokens_per_second=recent_rate(steps),
         seconds_left=None if num_steps is None or seconds is None else max(0, num_steps - step) * seconds,
+        ended_early=step > 0 and facts is not None and facts.ended_early_at == step,
+        best_step=_best_step(config, run_dir / METRICS_NAME, step),
         last_step_at=_modified(run_dir / METRICS_NAME) if steps else None,
         store_bytes=_sizes(path / DATA_FILE_NAME for path in paths or ()),
         store_deleted=deleted is not None,
@@ -84,6 +87,16 @@ def status_of(config: RunConfig) -> RunStatus:
         pid=use.pid if use.is_locked else None,
         problem=problem,
     )
+
+
+def _best_step(config: RunConfig, path: Path, last_step: int) -> int | None:
+    """The step with the best evaluation up to `last_step`; None if none is the best, or that is not known."""
+    rule = best_rule(config)
+    if rule is None:
+        return None
+    with suppress(OSError):
+        return rule.best_so_far(read_history(path).up_to(last_step).steps).step
+    return None
 
 
 def store_paths(config: RunConfig) -> Sequence[Path] | None:
@@ -118,8 +131,10 @@ def _state(
 ) -> RunState:
     if use.is_locked:
         return "running" if facts is not None and facts.pid == use.pid else "in use"
-    is_exported = marker is not None and marker.is_run and marker.step is not None and marker.step >= step > 0
-    if is_exported and (num_steps is None or step >= num_steps):
+    best_step, ended_at = (None, None) if facts is None else (facts.exported_step, facts.ended_early_at)
+    is_whole = step > 0 and (num_steps is None or step >= num_steps or step == ended_at)
+    exported = marker.step if marker is not None and marker.is_run else None
+    if is_whole and exported is not None and (exported >= step or exported == best_step):
         return "finished"
     if not has_store:
         return "no store" if has_begun else "not begun"

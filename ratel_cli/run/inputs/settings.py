@@ -23,6 +23,7 @@ from ratel_cli.planning.split import divisors
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, Task
 from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
+from ratel_cli.training.best import BestRule
 from ratel_cli.training.wear_limit import WearLimit
 from ratel_cli.units import format_bytes, format_count
 
@@ -156,6 +157,19 @@ def warn_of_learning_rate(config: RunConfig, spec: ModelSpec, log: RunLog) -> No
             f"`learning_rate` is {config.learning_rate:g}, which suits an adapter; "
             f"{format_count(spec.num_trained)} parameters are usually trained at 5e-6 to 5e-5"
         )
+
+
+def best_rule(config: RunConfig) -> BestRule | None:
+    """How steps are compared by their evaluations; None if nothing follows from it."""
+    if not config.evaluates_steps or not (config.saves_best or config.early_stopping_patience):
+        return None
+    return BestRule(
+        metric=config.metric_for_best_model,
+        is_greater_better=config.is_greater_better,
+        patience=config.early_stopping_patience,
+        threshold=config.early_stopping_threshold,
+        saves_best=config.saves_best,
+    )
 
 
 def max_bytes_written(config: RunConfig, *, num_sharing: int = 1) -> int | None:

@@ -47,6 +47,7 @@ from ratel_cli.run.inputs.settings import wear_limit
 from ratel_cli.run.train.branch import Branch, open_branch
 from ratel_cli.run.train.card import card_of
 from ratel_cli.run.train.hub import upload_export
+from ratel_cli.run.train.open import best_generation
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.profile_machine import measure_for_run, report_other_load
 from ratel_cli.run.train.ranks import (
@@ -73,6 +74,7 @@ from ratel_cli.run.train.store import as_stored, check_decay, find_store, make_s
 from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.run.train.train import Training
 from ratel_cli.run.train.trial import tried_profile
+from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.open import START_OVER
 from ratel_cli.store.store import Store, StoreIdentity
@@ -140,9 +142,11 @@ def run_finetune(
             context, inputs, planner, store, snapshots=snapshots, trackers=trackers, save_plan=save_plan
         ) as training:
             training.run(plan, profile)
-        with read_by_first(ranks, planner.spec, store.current(), context.pool) as generation:
+        exported = best_generation(context.config, store, training.best.step)
+        with read_by_first(ranks, planner.spec, exported, context.pool) as generation:
             if generation is not None:
                 _export(context, inputs, store, generation, overwrite=overwrite)  # phase 5
+        _save_end(run, training, facts, exported)
     if context.config.hub_model_id is not None:
         upload_export(context.config, log)
 
@@ -249,16 +253,26 @@ def _export(context: RunContext, inputs: Inputs, store: Store, generation: Reada
         context.pool,
         config.output_dir,
         layout=inputs.layout,
-        card=card_of(config, store, step=store.progress.step, log=log),
+        card=card_of(config, store, step=generation.progress.step, log=log),
         overwrite=overwrite,
         option="output_dir",
         progress=context.stop.check,
     )
     for text in notices:
         log.notice(text)
-    log.remark(f"exported the model to {config.output_dir}; {inputs.base.how_to_load}")
+    best = f" of step {generation.progress.step}, the best," if config.saves_best else ""
+    log.remark(f"exported the model{best} to {config.output_dir}; {inputs.base.how_to_load}")
     delete = command("clean", config.output_dir, "--store")
     log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
+
+
+def _save_end(run: _Run, training: Training, facts: RunFacts, exported: Generation) -> None:
+    """Write why the run ended, and which step is exported, where that is not the last one."""
+    step = exported.progress.step if run.context.config.saves_best else None
+    if training.ended_early_at is None and step is None:
+        return
+    facts = replace(facts, ended_early_at=training.ended_early_at, exported_step=step)
+    write_run_files(run.context.config, {FACTS_NAME: facts.to_json()}, log=run.context.log)
 
 
 def _planned(run: _Run, cached: ModelProfile | None) -> tuple[ModelProfile, Plan]:

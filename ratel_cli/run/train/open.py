@@ -18,17 +18,19 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
 from ratel_cli.run.files.resharding_record import is_moving
-from ratel_cli.run.files.run_directory import store_of_rank
+from ratel_cli.run.files.run_directory import METRICS_NAME, run_directory, store_of_rank
 from ratel_cli.run.inputs.base import Base, check_model
 from ratel_cli.run.inputs.base_kinds import read_base
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.process import prepare_process
+from ratel_cli.run.inputs.settings import best_rule
 from ratel_cli.run.train.card import card_of
 from ratel_cli.schedule.slices import range_in
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import JoinedGeneration, Readable, SlicedGeneration
 from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.store import Store
+from ratel_cli.training.history import read_history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,22 @@ class OpenedRun:
         return slices_of(self.stores, step)
 
     def generation(self, step: int | None) -> Readable:
-        """All of that generation. Raises BadInput if that step is not saved."""
+        """All of that generation; None: of the run's result. Raises BadInput if that step is not saved."""
+        step = self._best_step if step is None else step
         return joined(self.slices(step), self.base.model.spec, self.context.pool)
+
+    @property
+    def _best_step(self) -> int | None:
+        """The best step that is saved, where the config wants it; None: the last one."""
+        config = self.context.config
+        rule, current = best_rule(config), self.store.progress.step
+        if rule is None or not rule.saves_best:
+            return None
+        try:
+            steps = read_history(run_directory(config.output_dir) / METRICS_NAME).up_to(current).steps
+        except OSError:
+            steps = ()
+        return rule.best_among(steps, {current, *self.store.pinned_steps})
 
 
 def open_run(context: RunContext) -> OpenedRun:
@@ -109,6 +125,13 @@ def open_stores(context: RunContext, config: RunConfig, *, shared: bool = False)
             f"resume the run with --ranks {size}, which brings them to the newest step that all have",
         )
     return tuple(stores)
+
+
+def best_generation(config: RunConfig, store: Store, best_step: int | None) -> Generation:
+    """The result of a run whose steps are done: its best step if the config wants that, and it is saved; else the last
+    one."""
+    is_saved = best_step in store.pinned_steps and best_step != store.progress.step
+    return store.pinned(best_step) if config.saves_best and best_step is not None and is_saved else store.current()
 
 
 def slices_of(stores: Sequence[Store], step: int | None) -> list[Generation]:

@@ -221,7 +221,8 @@ def _check_fits(store: Store, config: RunConfig, start: Start) -> None:
             f"the store has space for {counted(store.num_slots - 2, 'saved generation')}, "
             f"but the config asks for {wanted - 2}"
             + (", one of them for the snapshot" if config.storage.snapshot is not None else ""),
-            "lower save_total_limit or storage.keep_generations, or remove save_steps or storage.snapshot; "
+            "lower save_total_limit or storage.keep_generations, or remove save_steps, load_best_model_at_end or "
+            "storage.snapshot; "
             "or start over with --resume no",
         )
     if isinstance(start, GoBack) and start.step not in store.pinned_steps:

@@ -25,20 +25,29 @@ from ratel_cli.hardware.load import LoadMeter, OtherLoad
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.panel import Panel, PanelFacts
-from ratel_cli.report.run import adapted_line, evaluation_line, plan_line, run_summary, saved_line, step_line
+from ratel_cli.report.run import (
+    adapted_line,
+    ended_early_line,
+    evaluation_line,
+    plan_line,
+    run_summary,
+    saved_line,
+    step_line,
+)
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, TRACE_NAME, run_directory
 from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.run.inputs.length import learning_rates
-from ratel_cli.run.inputs.settings import max_bytes_written
+from ratel_cli.run.inputs.settings import best_rule, max_bytes_written
 from ratel_cli.run.train.adaptation import NUM_STEPS, Adaptation
 from ratel_cli.run.train.engine import open_planned_engines, pin_ahead
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.run.train.ranks import stop_together
 from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.store.store import Store
-from ratel_cli.training.history import read_recent
+from ratel_cli.training.best import BestSoFar
+from ratel_cli.training.history import read_history, read_recent
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
 from ratel_cli.training.snapshots import Snapshots
@@ -75,6 +84,10 @@ class Training(Closing):
         origin = read_origin(config)
         self._first_step = 0 if origin is None else origin.first_step
         self._max_bytes_written = max_bytes_written(config, num_sharing=context.layout.on_drives)
+        self.best = BestSoFar()
+        """The best step, once the steps are done; without a rule for it, none is."""
+        self.ended_early_at: int | None = None
+        """The step after which the evaluations ended the run; None if they did not."""
         self._last: StepMetrics | None = None
         """Of the last step that was announced."""
         self._adaptation: Adaptation | None = None
@@ -174,10 +187,7 @@ class Training(Closing):
                 self._retries.note(metrics)
                 self._trackers.report(self._store.progress.step)
                 panel.show_work(None)
-                if metrics.eval_loss is not None:
-                    panel.show_evaluation(metrics.step, metrics.eval_loss)
-                    found = metrics.eval_loss, metrics.eval_accuracy, metrics.eval_preferences
-                    self._log.say(evaluation_line(metrics.step, *found))
+                self._show_evaluation(panel, metrics, loop.best)
                 # A step that was clipped leaves its update to the next one.
                 is_overlapped = not loop.is_committed and loop.has_computed
                 is_typical = is_overlapped and previous is not None and previous.clipped == metrics.clipped
@@ -188,6 +198,34 @@ class Training(Closing):
                     pin_ahead(self._context, self._inputs.model.spec, followed, units_only=True)
                     loop.follow(partial(engine_for, followed), self._loop_settings(followed))
                     previous = None
+            self.best = loop.best
+            if loop.ends_early:
+                self.ended_early_at = self._store.progress.step
+                self._log.say(ended_early_line(loop.best, step=self.ended_early_at, metric=self._metric_words))
+
+    def _show_evaluation(self, panel: Panel, metrics: StepMetrics, best: BestSoFar) -> None:
+        if metrics.eval_loss is None:
+            return
+        panel.show_evaluation(metrics.step, metrics.eval_loss, best_step=best.step)
+        found = metrics.eval_loss, metrics.eval_accuracy, metrics.eval_preferences
+        self._log.say(evaluation_line(metrics.step, *found, best_step=best.step))
+
+    @property
+    def _metric_words(self) -> str:
+        return f"eval {self._config.metric_for_best_model}"
+
+    def _earlier(self) -> Sequence[StepMetrics]:
+        """The steps that are done."""
+        try:
+            history = read_history(run_directory(self._config.output_dir) / METRICS_NAME)
+        except OSError:  # the log of the metrics has said so
+            return ()
+        return history.up_to(self._store.progress.step).steps
+
+    def _evaluated_again(self, metrics: StepMetrics) -> None:
+        self._metrics.write(metrics)
+        assert metrics.eval_loss is not None
+        self._log.say(evaluation_line(metrics.step, metrics.eval_loss, metrics.eval_accuracy, metrics.eval_preferences))
 
     def _new_plan(self, metrics: StepMetrics, recording: StepRecording | None, *, is_typical: bool) -> Plan | None:
         """The plan for the next steps; None if it stays as it is and is predicted as before."""
@@ -248,9 +286,11 @@ class Training(Closing):
                 after_commit=self._after_commit,
                 after_save=lambda step, dropped: self._log.say(saved_line(step, dropped)),
                 before_evaluation=lambda step: panel.show_work(f"evaluating after step {step}"),
+                evaluated_again=self._evaluated_again,
             ),
             recording=recording,
             ranks=self._context.ranks,
+            earlier=() if best_rule(self._config) is None else self._earlier(),
         )
 
     def _plan_from(self, recording: StepRecording, *, step: int) -> Plan:
@@ -289,4 +329,5 @@ class Training(Closing):
             flops_recomputed_per_token=plan.flops_recomputed / plan.workload.tokens,
             predicted_seconds=plan.time.total,
             predicted_unclipped_seconds=plan.time.total if plan.unclipped_seconds is None else plan.unclipped_seconds,
+            best=best_rule(config),
         )

@@ -1,0 +1,151 @@
+"""Early stopping, and the best step as the result of a run: whole runs, killed and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_same_result,
+    export_hash,
+    file_hash,
+    finetune,
+    output_of,
+    ratel,
+    run_until_killed,
+    succeed,
+    succeed_ranks,
+    write_config,
+)
+
+CHANGES: Mapping[str, object] = {
+    "max_steps": 18,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0.1,  # so that the loss on other samples soon rises
+    "val_set_size": 8,
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "early_stopping_patience": 2,
+}
+
+
+def evaluations(config: Path) -> dict[int, float]:
+    lines = (output_of(config) / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert len({each["step"] for each in steps}) == len(steps), "each step has one line"
+    return {each["step"]: each["eval_loss"] for each in steps if each.get("eval_loss") is not None}
+
+
+def status(config: Path) -> dict[str, object]:
+    [row] = json.loads(ratel("status", output_of(config), "--json").stdout)["runs"]
+    assert isinstance(row, dict)
+    return row
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> tuple[Path, str]:
+    config = write_config(tmp_path_factory.mktemp("ended"), base=base, rows=rows, **CHANGES)
+    return config, succeed(config)
+
+
+@pytest.mark.full
+def test_the_best_step_is_exported_and_the_run_ends_early(
+    ended: tuple[Path, str], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config, err = ended
+    losses = evaluations(config)
+    best, last = min(losses, key=lambda step: losses[step]), max(losses)
+    assert (last, len([step for step in losses if step > best])) == (best + 4, 2) and last < 18, losses
+    assert (
+        f"ended early after step {last}: 2 evaluations without a better eval loss; the best is that of step {best}"
+        in err
+    )
+    assert f"after step {best}; the best so far" in err and f"after step {last}; step {best} is the best" in err
+    assert f"exported the model of step {best}, the best, to " in err
+    row = status(config)
+    assert (row["state"], row["step"], row["best_step"], row["ended_early"]) == ("finished", last, best, True)
+    shown = ratel("status", output_of(config)).stdout
+    assert "finished early" in shown and f"{last}/18, best {best}" in shown
+    assert ratel("report", output_of(config)).code == 0
+    page = (output_of(config) / "run" / "report.html").read_text()
+    assert f"It ended early, since its evaluations did not get better. The best step is {best}." in page
+    shorter = make_config(
+        **{
+            **CHANGES,
+            "max_steps": best,
+            "eval_steps": None,
+            "load_best_model_at_end": False,
+            "early_stopping_patience": None,
+        }
+    )
+    succeed(shorter)
+    assert export_hash(config) == export_hash(shorter)
+    for arguments, is_best in (((), True), (("--step", str(last)), False)):
+        directory = tmp_path / f"export-{len(arguments)}"
+        assert ratel("export", output_of(config), "-o", directory, *arguments).code == 0
+        assert (file_hash(directory / "model.safetensors") == export_hash(shorter)) is is_best
+    assert ratel("verify", output_of(config)).code == 0
+    assert ratel("export", output_of(config), "-o", tmp_path / "x", "--step", str(best - 2)).code == 2, (
+        "it is not saved"
+    )
+
+
+@pytest.mark.full
+def test_a_run_that_ended_early_stays_so_and_goes_on_with_more_patience(make_config: MakeConfig) -> None:
+    config = make_config(**CHANGES)
+    first = succeed(config)
+    losses = evaluations(config)
+    again = succeed(config)
+    line = next(line for line in first.splitlines() if line.startswith("ended early"))
+    assert line in again and evaluations(config) == losses
+    assert status(config)["state"] == "finished"
+    succeed(config, "early_stopping_patience=null")
+    assert max(evaluations(config)) == 18 and status(config)["ended_early"] is False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "point", ["commit.published:5", "commit.published:11", "manifest.published:6", "commit.synced:7"]
+)
+def test_a_run_that_is_killed_ends_with_the_same_best_step(
+    ended: tuple[Path, str], make_config: MakeConfig, point: str
+) -> None:
+    """Among others between the commit of a step and its evaluation."""
+    config = make_config(**CHANGES)
+    run_until_killed(config, kill_at=point)
+    err = succeed(config)
+    whole, whole_err = ended
+    assert evaluations(config) == evaluations(whole)
+    assert_same_result(config, whole)
+    line = next(line for line in whole_err.splitlines() if line.startswith("ended early"))
+    assert line in err
+
+
+@pytest.mark.full
+def test_ranks_end_together(make_config: MakeConfig) -> None:
+    """Also if one of them has lost what it knew of the evaluations."""
+    config = make_config(**{**CHANGES, "learning_rate": 0.3, "early_stopping_patience": 1})
+    first = succeed_ranks(config, 2)
+    line = next(line for line in first.splitlines() if line.startswith("ended early"))
+    (output_of(config) / "run" / "ranks" / "1" / "run" / "metrics.jsonl").unlink()
+    assert line in succeed_ranks(config, 2)
+
+
+@pytest.mark.full
+def test_without_a_rule_the_last_step_is_exported(make_config: MakeConfig) -> None:
+    config = make_config(**{**CHANGES, "load_best_model_at_end": False, "max_steps": 6})
+    succeed(config)
+    row = status(config)
+    assert (row["state"], row["best_step"] in (2, 4, 6)) == ("finished", True)
+
+
+def test_a_store_without_space_for_the_best_step(make_config: MakeConfig) -> None:
+    config = make_config(**{**CHANGES, "load_best_model_at_end": False, "max_steps": 2})
+    succeed(config)
+    ended = finetune(config, "load_best_model_at_end=true")
+    assert ended.code == 2 and "the store has space for 0 saved generations" in ended.stderr
+    assert "remove save_steps, load_best_model_at_end or storage.snapshot" in ended.stderr
