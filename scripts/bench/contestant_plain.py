@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -35,8 +36,12 @@ def _train(task: Task, device: torch.device) -> Measured:
     model.train()
     if task.contestant == "plain":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    parameters = list(model.parameters())
-    masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    if task.lora:
+        config = LoraConfig(r=task.lora, lora_alpha=2 * task.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        get_peft_model(model, config)  # puts its modules into the model
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # An adapter is in fp32 already, and is updated where it is.
+    masters = [each if each.dtype == torch.float32 else nn.Parameter(each.detach().float()) for each in parameters]
     optimizers = [torch.optim.AdamW([master], lr=LEARNING_RATE, fused=True, weight_decay=0.0) for master in masters]
     seconds, losses = [], []
     for batches in batches_of(task):
@@ -47,16 +52,18 @@ def _train(task: Task, device: torch.device) -> Measured:
         with torch.no_grad():
             for parameter, master, optimizer in zip(parameters, masters, optimizers, strict=True):
                 assert parameter.grad is not None
-                master.grad = parameter.grad.float()
-                parameter.grad = None
+                if master is not parameter:
+                    master.grad = parameter.grad.float()
+                    parameter.grad = None
                 optimizer.step()
                 master.grad = None
-                parameter.copy_(master)
+                if master is not parameter:
+                    parameter.copy_(master)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return Measured(
-        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_parameters=model.num_parameters(),
         step_seconds=seconds[task.warm_up :],
         losses=losses,
         peak_bytes=peak_resident_bytes(),

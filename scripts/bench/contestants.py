@@ -12,6 +12,9 @@ peak memory. The process prints what it measured as one line of JSON. Contestant
     zero            DeepSpeed's ZeRO-Infinity: parameters and optimizer on NVMe, activations recomputed
     zero-optimizer  the same with the parameters in memory
 
+With `--lora` all train an adapter on all linear layers: `plain` is PEFT's get_peft_model, updated by torch's AdamW.
+DeepSpeed's contestants do not take part in that.
+
 Invariant: all contestants of a benchmark compute on the same tokens, in the same micro-batches.
 """
 
@@ -81,6 +84,8 @@ class Task:
     warm_up: int = 2
     """Steps that are not counted: the first reads what stays in memory, the second is the first to offload."""
     clip: bool = False
+    lora: int = 0
+    """The rank of an adapter that is trained instead of the weights, by PEFT; 0: the weights are."""
     overlap: Overlap = "optimized"
     in_place: bool = False
     """The store has one slot, not two, and takes half the space."""
@@ -136,6 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, shape: str, tokens: int, m
     parser.add_argument("--steps", type=int, default=steps, help="of a process, including those that are not counted")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--clip", action="store_true", help="clip the global gradient norm to 1")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank instead")
     parser.add_argument("--in-place", action="store_true", help="one slot: half the space on the drive")
     parser.add_argument(
         "--host-memory-gib", type=float, default=None, help="for `ratel`; default: what is free, less a margin"
@@ -153,6 +159,7 @@ def task_of(arguments: argparse.Namespace, contestant: Contestant, *, overlap: O
         steps=arguments.steps,
         warm_up=arguments.warm_up,
         clip=arguments.clip,
+        lora=arguments.lora,
         overlap=overlap,
         in_place=arguments.in_place,
         host_memory_gib=arguments.host_memory_gib,

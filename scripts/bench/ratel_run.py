@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from ratel_cli.config.schema import DatasetConfig, LimitsConfig, RunConfig, StorageConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.packing import MicroBatch
@@ -25,6 +27,8 @@ from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.model.adapter_settings import AdapterSettings
+from ratel_cli.model.adapters import AdaptedSource, drawn_adapter, inject
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
@@ -160,7 +164,10 @@ def open_run(
     """Measure the machine, and make a store with the weights of `source`, or with the initialiser's random weights."""
     return_large_buffers()
     device = compute_device(task.device)
-    model = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="bench")
+    skeleton, adapter = _skeleton(task), AdapterSettings(rank=task.lora, alpha=2 * task.lora)
+    if task.lora:
+        inject(skeleton, adapter)
+    model = find_blocks(skeleton, name="bench")
     with ExitStack() as resources:
         if device.type != "cpu":
             resources.enter_context(determinism(True, device, notice=print))
@@ -177,12 +184,22 @@ def open_run(
         # Nothing else refers to the initialiser, which keeps the last weight that it drew, in fp32.
         import_base(
             model.spec,
-            source or RandomSource(model.skeleton, config.seed),
+            source or _source(task, adapter, seed=config.seed),
             store,
             context.pool,
             progress=lambda num_elements: None,
         )
         yield RatelRun(task=task, context=context, model=model, planner=planner, store=store)
+
+
+def _skeleton(task: Task) -> PreTrainedModel:
+    return build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa")
+
+
+def _source(task: Task, adapter: AdapterSettings, *, seed: int) -> WeightSource:
+    """Random weights; with an adapter as PEFT draws it."""
+    weights = RandomSource(_skeleton(task), seed)
+    return AdaptedSource(weights, lambda: drawn_adapter(_skeleton(task), adapter, seed=seed)) if task.lora else weights
 
 
 def run_config(task: Task, directory: Path, *, limit_bytes: int, activations: ActivationPolicy) -> RunConfig:

@@ -24,9 +24,10 @@ def run(script: str, *arguments: str) -> tuple[str, dict[str, dict[str, float]]]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("clip", [(), ("--clip",)], ids=["unclipped", "clipped"])
-def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> None:
-    output, summary = run("bench.step", *TINY, *clip, "--contestants", "plain", "ratel", "--directory", str(tmp_path))
+@pytest.mark.parametrize("options", [(), ("--clip",), ("--lora", "4")], ids=["unclipped", "clipped", "lora"])
+def test_a_step_next_to_plain_pytorch(tmp_path: Path, options: tuple[str, ...]) -> None:
+    contestants = ("--contestants", "plain", "ratel", "--directory", str(tmp_path))
+    output, summary = run("bench.step", *TINY, *options, *contestants)
     assert "ratel against plain:" in output
     assert summary["ratel"]["moved_of_predicted"] == 1
     [ratel], [plain] = summary["ratel"]["runs"], summary["plain"]["runs"]  # type: ignore[misc]

@@ -118,12 +118,13 @@ class FakeEngine:
         step: int,
         update: int,
         learning_rate: float,
+        group_rates: tuple[float, ...],
         loss_scale: float,
         commit_previous: Callable[[], None],
         recording: StepRecording | None,
         first_micro_batch: int,
     ) -> StepOutcome:
-        assert first_micro_batch == 0
+        assert first_micro_batch == 0 and group_rates == ()
         self.recorded.append(recording)
         samples = tuple(sample for batch in batches for sample in batch.sample_ids)
         self.asked.append((step, update, learning_rate, loss_scale, samples))
