@@ -24,6 +24,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
+from transformers.integrations.neftune import activate_neftune
 
 
 class Batch(Protocol):
@@ -56,6 +57,8 @@ class Recipe:
     attn_implementation: str = "sdpa"
     token_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """From fp32 logits `[tokens, vocabulary]` and targets to the sum of the losses; None: the cross-entropy."""
+    noise_alpha: float | None = None
+    """Of NEFTune, which transformers adds to the model."""
     chunk_tokens: int | None = None
     loss_scale: float = 1.0
     fresh: bool = False
@@ -107,6 +110,8 @@ def train_in_memory(
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
     if recipe.lora is not None:
         model, weights, recipe = _with_adapter(model, weights, recipe)
+    if recipe.noise_alpha is not None:
+        activate_neftune(model, recipe.noise_alpha)
     for name, parameter in model.named_parameters():
         if recipe.unfrozen is not None and not name.startswith(recipe.unfrozen):
             parameter.requires_grad_(False)

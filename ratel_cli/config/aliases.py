@@ -64,6 +64,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "reinit_weights": "random_init",
         "train_from_scratch": "random_init",
         "use_dynamic_finetuning": "use_dft_loss",
+        "noisy_embedding_alpha": "neftune_noise_alpha",
         "early_stopping_steps": "early_stopping_patience",
     },
     "datasets": {

@@ -106,7 +106,6 @@ _LOSS = Foreign(
     fate="impossible", reason="it is another loss", hint="remove it; Ratel trains with the cross entropy of each token"
 )
 _IMAGES = Foreign(fate="impossible", reason="it trains on images or sound", hint="remove it; Ratel trains on text")
-_NOISE = Foreign(fate="undecided", reason="Ratel adds no noise to embeddings", hint="remove it to train without")
 _THINKING = Foreign(
     fate="undecided",
     reason="answers without a thought are rendered as the tokenizer's chat template does it",
@@ -202,7 +201,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         chunked_cross_entropy_num_chunks use_liger_kernel use_liger enable_liger_kernel liger_kernel_config
         use_unsloth use_kernels use_scattermoe use_sonicmoe moe_kernels use_kernel use_hub_kernels use_v1_kernels
         kernel_name use_flash_attention_2 torch_compile torch_compile_backend torch_compile_mode
-        torch_compile_dynamic torchdynamo compile tf32 experts_implementation padding_free loss_kernel""",
+        torch_compile_dynamic torchdynamo compile tf32 experts_implementation padding_free loss_kernel
+        fused_attn_kernel use_dsv4_kernels""",
     ),
     (
         _LOADER,
@@ -226,13 +226,15 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         _SHARDING,
         """fsdp sequence_parallel_degree sequence_parallel_size sequence_parallel_mode context_parallel_size
         context_parallel_dim expert_parallel_size dp_shard_size dp_replicate_size dp_world_size data_parallel_shard_dim
-        data_parallel_replicate_dim ring_attn_func heads_k_stride custom_sharded_layers pipeline_parallel_size""",
+        data_parallel_replicate_dim ring_attn_func heads_k_stride custom_sharded_layers pipeline_parallel_size
+        tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size sequence_parallel
+        use_distributed_optimizer overlap_param_gather overlap_grad_reduce""",
     ),
     (_TENSOR_PARALLEL, "tensor_parallel_size tensor_parallel tensor_parallel_dim"),
     (
         _ENGINE,
         """deepspeed deepspeed_config zero_optimization zero_stage offload_optimizer offload_param aio accelerate_config
-        use_megatron unsloth optimizer_in_bwd optimizer_overlap_backward""",
+        use_megatron use_kt unsloth optimizer_in_bwd optimizer_overlap_backward""",
     ),
     (_REMOTE_CODE, "trust_remote_code"),
     (_TEMPLATE, "template default_system eot_tokens"),
@@ -294,7 +296,6 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         eaft""",
     ),
     (_IMAGES, "media_dir image_size image_resize_algorithm is_multimodal audio_sampling_rate"),
-    (_NOISE, "neftune_noise_alpha noisy_embedding_alpha"),
     (_THINKING, "enable_thinking"),
     (
         _VOCABULARY,
@@ -349,6 +350,7 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "ddp_": _SHARDING,
     "alst_": _SHARDING,
     "deepspeed_": _ENGINE,
+    "kt_": _ENGINE,
     "ray_": _NOTHING,
     "mfu_": _NOTHING,
     "flash_attn_": _KERNELS,

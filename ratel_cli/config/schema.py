@@ -38,6 +38,7 @@ from ratel_cli.config.values import (
     HubId,
     Interval,
     MetricOfBest,
+    NoiseAlpha,
     TimesPerEpoch,
     TrackerNames,
     TrainOnInputs,
@@ -203,6 +204,9 @@ class RunConfig(Section):
 
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
     """Label smoothing: the share of a target's probability that all tokens of the vocabulary get instead."""
+    neftune_noise_alpha: NoiseAlpha = None
+    """Train with noise on the embedding (NEFTune): uniform, up to this number divided by the root of the tokens of a
+    row times the width of the embedding. 5 to 15 are usual. 0 or null: none."""
     use_dft_loss: bool = False
     """The loss of dynamic fine-tuning: the cross-entropy of each token, times its probability."""
 
@@ -491,6 +495,9 @@ def may_have_adapter(config: RunConfig) -> bool:
 
 def _training_contradiction(config: RunConfig) -> Contradiction | None:
     """What cannot be trained so; None if there is nothing."""
+    if config.neftune_noise_alpha is not None and config.task in ("denoising", "seq2seq"):
+        message = "`neftune_noise_alpha` needs a model with one stack of layers that begins with an embedding of tokens"
+        return Contradiction(keys=("neftune_noise_alpha",), message=message, hint="remove it")
     if config.use_dft_loss and config.label_smoothing_factor:
         message = "`use_dft_loss` and `label_smoothing_factor` are both set, and each is a loss of its own"
         keys = ("use_dft_loss", "label_smoothing_factor")

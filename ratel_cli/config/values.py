@@ -141,5 +141,6 @@ HubId = Annotated[
     "text",
 ]
 MetricOfBest = Annotated[_Metric, BeforeValidator(_without_prefix, json_schema_input_type=_Metric | _TheirMetric)]
+NoiseAlpha = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
 ClipNorm = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

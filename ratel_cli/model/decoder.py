@@ -7,7 +7,7 @@ Invariant: a micro-batch is made of tokens, and a step is counted in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 
 from ratel_cli.data.comparison import Comparison
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.errors import BadInput
 from ratel_cli.model.binding import PlacedParameter
 from ratel_cli.model.carried import Embedded
 from ratel_cli.model.cut_model import CutModel, checked_sum
+from ratel_cli.model.embedding_noise import EmbeddingNoise
 from ratel_cli.model.finished import ComparedLoss
 from ratel_cli.model.layer_runner import TokenLoss, last_hidden_state, loss_sum
 from ratel_cli.model.preferences import PreferenceLoss
@@ -29,6 +31,8 @@ from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.trials import Trial
 from ratel_cli.model.two_stacks import AnyRunner
 from ratel_cli.sizes import IGNORED_TARGET, Task
+
+_TOKENS_OF_TRIAL = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,7 @@ class DecoderModel(CutModel[MicroBatch]):
         """Of tokens that are finished: their cross-entropy, unless a loop of the caller's own has another one."""
         self.preference: PreferenceLoss | None = None
         """The loss of micro-batches whose rows are compared, if the model is to learn from such."""
+        self._noise: EmbeddingNoise | None = None
         self._masks_separate = masks_separate
 
     @property
@@ -246,9 +251,27 @@ class DecoderModel(CutModel[MicroBatch]):
         """The tokens `[batch, tokens]` that the embedding looks up."""
         return self._filled(batch).looked_up
 
+    def add_noise(self, alpha: float) -> None:
+        """From now on, train with noise on the embedding. No block may be bound. Raises BadInput if the model's code
+        does not take the embedding of tokens from its one embedding."""
+        noise, was_training = EmbeddingNoise(self.skeleton, alpha), self.train(True)
+        self._noise = noise
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                self.begin(self.sample(_TOKENS_OF_TRIAL))
+        finally:
+            self.train(was_training)
+        if noise.num_added != 1:
+            raise BadInput(
+                f"neftune_noise_alpha: {self.spec.architecture} does not look its tokens up once, in one embedding, "
+                "so there is no place for the noise",
+                "remove it",
+            )
+
     def begin(self, batch: MicroBatch) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput."""
-        return self.layer_runner.embed(self._filled(batch).inputs)
+        with nullcontext() if self._noise is None else self._noise.on():
+            return self.layer_runner.embed(self._filled(batch).inputs)
 
     def finish(self, hidden: torch.Tensor, batch: MicroBatch) -> FinishedTokens | FinishedRows:
         """The last layer's output `[batch, tokens, hidden_size]` behind the final norm, or the logits of rows. Raises

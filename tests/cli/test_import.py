@@ -23,6 +23,7 @@ deepspeed: zero3.json
 neftune_noise_alpha: 5
 something_new: 3
 """
+KEPT = "base_model, datasets, datasets.path, datasets.type, micro_batch_size, learning_rate, neftune_noise_alpha"
 TRL = """\
 model_name_or_path: org/name
 dataset_name: org/set
@@ -49,18 +50,17 @@ def test_the_table_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
     assert err.splitlines() == [
         "from        a config of axolotl",
-        "kept        base_model, datasets, datasets.path, datasets.type, micro_batch_size, learning_rate",
+        f"kept        {KEPT}",
         "translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw",
         "dropped     strict: it changes nothing here",
         "dropped     deepspeed: zero3.json: Ratel has an engine of its own; see `storage` and `limits`",
-        "decide      neftune_noise_alpha: 5: Ratel adds no noise to embeddings",
         "decide      something_new: 3: Ratel has no such key",
         "wrote run.yaml; decide what it asks, then try `ratel check run.yaml`",
     ]
     text = Path("run.yaml").read_text()
     assert "optimizer: adamw  # was `optimizer: adamw_bnb_8bit`" in text
     assert "sequence_len: 512  # the default of axolotl" in text
-    assert "# Needs a decision:\n#   neftune_noise_alpha: 5   (Ratel adds no noise to embeddings)\n" in text
+    assert "# Needs a decision:\n#   something_new: 3   (Ratel has no such key)\n" in text
     assert load_config(Path("run.yaml")).notices == ()
 
 

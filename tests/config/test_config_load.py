@@ -26,7 +26,7 @@ OF_THE_INTERFACE = """
     micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate loraplus_lr_ratio
     embedding_lr embedding_lr_scale lr_scheduler
     lr_scheduler_kwargs warmup_steps warmup_ratio optimizer adam_beta1 adam_beta2 adam_epsilon weight_decay
-    max_grad_norm label_smoothing_factor use_dft_loss
+    max_grad_norm label_smoothing_factor neftune_noise_alpha use_dft_loss
     rl rl_beta simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight
     dtype gradient_dtype device attn_implementation activations head_chunk optimizer_overlap
     deterministic trace storage limits

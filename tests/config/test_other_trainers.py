@@ -78,7 +78,7 @@ def test_alias_values(load: Load) -> None:
 
 REJECTED = """
     load_in_4bit load_in_8bit pissa_init lora_init qlora_rank
-    lora_model_dir batch_size stage neftune_noise_alpha rope_scaling
+    lora_model_dir batch_size stage rope_scaling
     galore_rank use_badam use_eaft_loss reward_model <<
 """
 IGNORED = """

@@ -287,6 +287,8 @@ def machine(
         model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients, rates=rates)
         if adapter is not None and adapter.has_magnitudes:
             magnitudes = magnitudes_of(adapted_matrices(skeleton, model.spec))
+        if recipe.noise_alpha is not None:
+            model.add_noise(recipe.noise_alpha)
     groups = GroupShape(elements=group_elements, in_flight=groups_in_flight)
     paths = [directory / f"drive{index}" for index in range(num_directories)]
     num_elements = sum(block.num_elements for block in model.spec.blocks)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -143,6 +144,9 @@ def read_model(
         smoothing = config.label_smoothing_factor
         base.model.loss = token_loss(label_smoothing=smoothing, is_dft=config.use_dft_loss)
         base.model.preference = _preference_loss(config)
+        if config.neftune_noise_alpha is not None:
+            add_noise = partial(base.model.add_noise, config.neftune_noise_alpha)
+            errors.attempt(("neftune_noise_alpha",), add_noise)
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: base.open_weights(config, resources))
     if weights is not None:

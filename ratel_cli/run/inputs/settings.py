@@ -35,7 +35,9 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
-CHOOSES_BITS: Final = ("label_smoothing_factor", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES)
+CHOOSES_BITS: Final = (
+    "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES,
+)  # fmt: skip
 """Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
 CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER)
 """Keys that decide what is trained of a model."""
