@@ -296,6 +296,30 @@ AXOLOTL_LORA: Mapping[str, Config] = {
         "flash_attention": True, "warmup_steps": 10, **per_epoch(4, 1), "weight_decay": 0.0, **UNSHARDED,
         "lora_qkv_kernel": True, "lora_o_kernel": True, "lora_mlp_kernel": True,
     },
+    "qwen3/8b-lora-fused-attn": {
+        "base_model": "Qwen/Qwen3-8B", **UNQUANTISED, "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
+        "dataset_prepared_path": None, "val_set_size": 0.05, "output_dir": "./outputs/qwen3-8b-lora-fused",
+        "sequence_len": 4096, "sample_packing": True, "eval_sample_packing": True, "adapter": "lora", "lora_r": 32,
+        "lora_alpha": 64, "lora_dropout": 0.0, "lora_target_linear": True, "fused_attn_kernel": True, **batch(4, 1),
+        **rate("adamw_torch_fused", 2e-4), "num_epochs": 1, "bf16": "auto", "tf32": False,
+        "gradient_checkpointing": True, "flash_attention": True, "warmup_ratio": 0.1, "saves_per_epoch": 1,
+        "weight_decay": 0.0,
+    },
+    "swanlab/lora-swanlab-profiling": {
+        "base_model": "NousResearch/Llama-3.2-1B", "datasets": [{"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"}],
+        "val_set_size": 0.1, "output_dir": "./outputs/lora-swanlab-profiling-out", "adapter": "lora", "lora_r": 16,
+        "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [
+            "gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"
+        ],
+        "sequence_len": 2048, "sample_packing": True, "eval_sample_packing": True, **batch(2, 2), "num_epochs": 1,
+        **rate("adamw_8bit", 2e-4), "warmup_ratio": 0.1, "weight_decay": 0.0, "bf16": "auto", "tf32": False,
+        "gradient_checkpointing": True, "attn_implementation": "flash_attention_2", "logging_steps": 1,
+        "evals_per_epoch": 4, "saves_per_epoch": 1, "loss_watchdog_threshold": 5.0, "loss_watchdog_patience": 3,
+        "special_tokens": {"pad_token": "<|end_of_text|>"},
+        "plugins": ["axolotl.integrations.swanlab.SwanLabPlugin"], "use_swanlab": True,
+        "swanlab_project": "lora-profiling", "swanlab_experiment_name": "llama-3.2-1b-profiling-demo",
+        "swanlab_mode": "cloud", "swanlab_log_completions": False,
+    },
 }  # fmt: skip
 
 LLAMA_FACTORY_COMMON: Config = {
@@ -314,11 +338,26 @@ TRACES: Config = {
     "dataloader_num_workers": 8, "save_only_model": True, "max_grad_norm": 1.0e-3, "weight_decay": 0.01,
 }  # fmt: skip
 
+QWEN3_LORA: Config = {
+    **LLAMA_FACTORY_COMMON, "trust_remote_code": True, "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all",
+    "cutoff_len": 2048, "dataloader_num_workers": 4, "save_only_model": False, "report_to": "none",
+    "gradient_accumulation_steps": 8, "learning_rate": 1.0e-4, "bf16": True, "resume_from_checkpoint": None,
+}  # fmt: skip
+
 LLAMA_FACTORY: Mapping[str, Config] = {
     "llama3_lora_sft": {
         **DEMO, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "trust_remote_code": True,
         "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all", "template": "llama3",
         "output_dir": "saves/llama3-8b/lora/sft", "bf16": True,
+    },
+    "train_lora/qwen3_lora_sft": {
+        **QWEN3_LORA, "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507", "dataset": "identity,alpaca_en_demo",
+        "template": "qwen3_nothink", "max_samples": 1000, "output_dir": "saves/qwen3-4b/lora/sft",
+    },
+    "ktransformers/train_lora/qwen3moe_lora_sft_kt": {
+        **QWEN3_LORA, "model_name_or_path": "Qwen/Qwen3-235B-A22B-Instruct-2507",
+        "dataset": "identity, alpaca_en_demo", "template": "qwen3", "max_samples": 100000,
+        "output_dir": "saves/KT_FT_qwen3Moe", "use_kt": True,
     },
     "llama3_full_sft": {
         **DEMO, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "trust_remote_code": True, **ZERO3,

@@ -7,7 +7,7 @@ those of Ratel's config. `warmup` is steps and share, `step` is sequences at onc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,20 +174,25 @@ AXOLOTL: Mapping[str, Meaning] = {
 }
 
 
+LORA_1B = axolotl(
+    2e-4,
+    Set(path="teknium/GPT4-LLM-Cleaned", type="alpaca"),
+    step=(2, 2),
+    warmup=(0, 0.1),
+    length=2048,
+    held_out=0.1,
+    adapter=Adapter(
+        rank=16,
+        alpha=32,
+        dropout=0.05,
+        modules=("gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"),
+    ),
+)
 AXOLOTL_LORA: Mapping[str, Meaning] = {
-    "llama-3/lora-1b": axolotl(
-        2e-4,
-        Set(path="teknium/GPT4-LLM-Cleaned", type="alpaca"),
-        step=(2, 2),
-        warmup=(0, 0.1),
-        length=2048,
-        held_out=0.1,
-        adapter=Adapter(
-            rank=16,
-            alpha=32,
-            dropout=0.05,
-            modules=("gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"),
-        ),
+    "llama-3/lora-1b": LORA_1B,
+    "swanlab/lora-swanlab-profiling": LORA_1B,
+    "qwen3/8b-lora-fused-attn": axolotl(
+        2e-4, ALPACA, step=(1, 4), warmup=(0, 0.1), length=4096, held_out=0.05, adapter=Adapter(rank=32, alpha=64)
     ),
     "llama-2/lora, unquantised": axolotl(
         2e-4,
@@ -218,8 +223,17 @@ def traces(**more: object) -> Meaning:
     return llama_factory("tbench_traces_sharegptv1", **given)
 
 
+def qwen3_lora(max_samples: int) -> Meaning:
+    """A scale of twice the rank, which is its default."""
+    sets = [Set(path=name, type="auto", max_samples=max_samples) for name in ("identity", "alpaca_en_demo")]
+    meaning = llama_factory("identity", "alpaca_en_demo", adapter=Adapter(rank=8, alpha=16))
+    return replace(meaning, sets=sets, learning_rate=1e-4, step=(1, 8))
+
+
 LLAMA_FACTORY: Mapping[str, Meaning] = {
     "llama3_lora_sft": llama_factory("identity", "alpaca_en_demo", adapter=Adapter(rank=8, alpha=16)),
+    "train_lora/qwen3_lora_sft": qwen3_lora(1000),
+    "ktransformers/train_lora/qwen3moe_lora_sft_kt": qwen3_lora(100_000),
     "llama3_full_sft": llama_factory("identity", "alpaca_en_demo"),
     "nanbeige42_full_sft": llama_factory("identity", "alpaca_en_demo"),
     "qwen2_full_sft_ds3_gaudi": llama_factory("alpaca_en"),
@@ -261,7 +275,25 @@ def mixed(path: str) -> Set:
 
 TENTH: Mapping[str, object] = {"schedule": "cosine_with_min_lr", "least_rate": 0.1}
 
+LINEAR: Mapping[str, object] = {"schedule": "linear", "warmup": (0, 0)}
+"""The schedule of transformers, where no recipe has another one."""
+
 TRL: Mapping[str, Meaning] = {
+    "docs/lora_without_regret": trl(
+        2e-5,
+        hub("open-thoughts/OpenThoughts-114k"),
+        epochs=1,
+        step=(2, 16),
+        packing=True,
+        **LINEAR,
+        adapter=Adapter(rank=256, alpha=16, dropout=0.05),
+    ),
+    "docs/peft_integration": trl(
+        2e-5,
+        hub("trl-lib/Capybara"),
+        **LINEAR,
+        adapter=Adapter(rank=32, alpha=16, dropout=0.05, modules=("q_proj", "v_proj")),
+    ),
     "trl/example_config": trl(1e-4, hub("stanfordnlp/imdb"), warmup=(0, 0)),
     "handbook/zephyr-7b-beta": trl(
         2e-5, mixed("HuggingFaceH4/ultrachat_200k"), epochs=1, step=(16, 1), length=2048, held_out=8

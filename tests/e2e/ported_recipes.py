@@ -28,6 +28,17 @@ def mixture(*names: str, **others: object) -> Config:
 
 
 TRL: Mapping[str, Config] = {
+    "docs/lora_without_regret": {
+        "model_name_or_path": "Qwen/Qwen2.5-3B-Instruct", "dataset_name": "open-thoughts/OpenThoughts-114k",
+        "learning_rate": 2.0e-5, "num_train_epochs": 1, "packing": True, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 16, "eval_strategy": "no", "use_peft": True, "lora_r": 256, "lora_alpha": 16,
+        "lora_target_modules": "all-linear", "output_dir": "Qwen2.5-3B-OpenThoughts-LoRA", "report_to": "trackio",
+        "push_to_hub": True,
+    },
+    "docs/peft_integration": {
+        "model_name_or_path": "Qwen/Qwen2-0.5B", "dataset_name": "trl-lib/Capybara", "use_peft": True, "lora_r": 32,
+        "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"], "output_dir": "output",
+    },
     "trl/example_config": {
         "model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "stanfordnlp/imdb", "report_to": "none",
         "learning_rate": 0.0001, "lr_scheduler_type": "cosine",
