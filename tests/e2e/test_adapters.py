@@ -17,6 +17,7 @@ from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
+    curve,
     file_hash,
     finetune,
     load_data,
@@ -25,6 +26,7 @@ from tests.e2e.runs import (
     ratel,
     recipe_of,
     run_until_killed,
+    store_of,
     succeed,
     succeed_ranks,
     tree,
@@ -32,6 +34,7 @@ from tests.e2e.runs import (
 )
 from tests.engine.architectures import tiny_config
 from tests.reference import Trained, train_in_memory
+from tests.tiers import rotating
 
 NUM_STEPS = 4
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -141,6 +144,52 @@ def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path, keys: 
         assert torch.equal(theirs[name.replace("lm_head", "lm_head.modules_to_save")], values.float()), name
     ended = ratel("verify", config)
     assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "lora": {"lora_dropout": 0.1},
+    "dora, head whole": WHOLE,
+    "two rates": {"loraplus_lr_ratio": 16.0, "lora_modules_to_save": ["lm_head"], "embedding_lr": 1e-5},
+}
+
+
+@pytest.mark.parametrize(
+    ("point", "kind", "dtype"),
+    rotating(
+        ["create.filled:1", "commit.written:2", "commit.synced:3", "manifest.ready:3", "commit.published:4"],
+        list(KINDS),
+        ["bfloat16", "float32", "float16"],
+        every=5,
+        offset=2,
+        full_pairs=True,
+    ),
+)
+def test_a_killed_run_ends_with_the_same_adapter(make_config: MakeConfig, point: str, kind: str, dtype: str) -> None:
+    changes = {**CHANGES, **KINDS[kind], "dtype": dtype, "save_steps": 2, "save_total_limit": 2}
+    killed, undisturbed = make_config("killed", **changes), make_config("undisturbed", **changes)
+    run_until_killed(killed, kill_at=point)
+    succeed(killed)
+    succeed(undisturbed)
+    found, wanted = adapter_of(killed), adapter_of(undisturbed)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert curve(killed) == curve(undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_adapter_comes_back_from_a_snapshot(make_config: MakeConfig, kind: str, tmp_path: Path) -> None:
+    """Of the frozen base, too, the snapshot has all that a run needs."""
+    storage = {"engine": "threads", "snapshot": {"path": str(tmp_path / "snapshot"), "every": 1}}
+    config = make_config(**{**CHANGES, **KINDS[kind], "storage": storage})
+    succeed(config)
+    wanted = adapter_of(config)
+    store_of(config).unlink()
+    ended = ratel("restore", config)
+    assert ended.code == 0, ended.stderr
+    assert ratel("export", config, "-o", tmp_path / "restored").code == 0
+    found = load_file(tmp_path / "restored" / "adapter_model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    succeed(config, f"max_steps={NUM_STEPS + 1}")
 
 
 @pytest.mark.full
