@@ -13,6 +13,9 @@ import typer
 from ratel_cli.cli.arguments import ModelArgument, Overrides, Overwrite, RunPath, SavedStep
 
 commands = typer.Typer()
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write.", show_default=False)
+]
 
 
 @commands.command(
@@ -21,9 +24,7 @@ commands = typer.Typer()
 )
 def export(
     run: RunPath,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write.", show_default=False)
-    ],
+    output: Output,
     step: SavedStep = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -38,9 +39,7 @@ def export(
 )
 def merge(
     run: RunPath,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write.", show_default=False)
-    ],
+    output: Output,
     step: SavedStep = None,
     overwrite: Overwrite = False,
 ) -> None:

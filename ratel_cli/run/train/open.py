@@ -5,15 +5,17 @@ Invariant: nothing of the run is changed, and no permission to change it is need
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.commits import newest_common
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.card import Card
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
@@ -184,53 +186,38 @@ def _on_the_cpu(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"attn_implementation": "sdpa"})
 
 
-def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:
-    """Write the base model with the adapter of a generation to the directory `output`. Returns the generation's step.
-
-    The run must have an adapter. Raises BadInput if something would be replaced there that is not this export, unless
-    `overwrite` is set.
-    """
-    from ratel_cli.run.inputs.adapted_base import AdaptedBase  # with PEFT, which other runs do not need
-
-    context, step = run.context, generation.progress.step
-    assert isinstance(run.base, AdaptedBase)
-    reject_overlap(output, run.base.directory, option="-o")
-    check_export_output(context.config, output, step=step, overwrite=overwrite)
-    notices = run.base.merge(
-        context.config,
-        generation,
-        context.pool,
-        output,
-        card=replace(card_of(context.config, run.store, step=step, log=context.log), is_adapter=False),
-        overwrite=overwrite,
-        progress=context.stop.check,
-    )
-    for text in notices:
-        context.log.notice(text)
-    return step
-
-
 def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:
     """Export a generation to the directory `output`. Returns the generation's step.
 
     Raises BadInput if something would be replaced there that is not this export, unless `overwrite` is set.
     """
+    with ExitStack() as resources:
+        _, layout = run.base.open_weights(run.context.config, resources)
+        export = partial(run.base.export, layout=layout, card=_card(run, generation), option="-o")
+        return _write(run, generation, output, export, overwrite=overwrite)
+
+
+def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:
+    """The same of the base model with the adapter of a generation. The run must have an adapter."""
+    from ratel_cli.run.inputs.adapted_base import AdaptedBase  # with PEFT, which other runs do not need
+
+    assert isinstance(run.base, AdaptedBase)
+    merge = partial(run.base.merge, card=replace(_card(run, generation), is_adapter=False))
+    return _write(run, generation, output, merge, overwrite=overwrite)
+
+
+def _card(run: OpenedRun, generation: Readable) -> Card:
+    return card_of(run.context.config, run.store, step=generation.progress.step, log=run.context.log)
+
+
+def _write(
+    run: OpenedRun, generation: Readable, output: Path, export: Callable[..., list[str]], *, overwrite: bool
+) -> int:
+    """Have a generation written to a directory. Returns its step."""
     context, step = run.context, generation.progress.step
     reject_overlap(output, run.base.directory, option="-o")
     check_export_output(context.config, output, step=step, overwrite=overwrite)
-    with ExitStack() as resources:
-        _, layout = run.base.open_weights(context.config, resources)
-        notices = run.base.export(
-            context.config,
-            generation,
-            context.pool,
-            output,
-            layout=layout,
-            card=card_of(context.config, run.store, step=step, log=context.log),
-            overwrite=overwrite,
-            option="-o",
-            progress=context.stop.check,
-        )
+    notices = export(context.config, generation, context.pool, output, overwrite=overwrite, progress=context.stop.check)
     for text in notices:
         context.log.notice(text)
     return step
