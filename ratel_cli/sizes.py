@@ -11,6 +11,11 @@ from typing import Final, Literal, get_args
 DtypeName = Literal["bfloat16", "float32", "float16"]
 """Names of compute dtypes, as torch and the config spell them."""
 DTYPE_NAMES: Final[dict[str, DtypeName]] = {name: name for name in get_args(DtypeName)}
+WeightDtype = Literal["bfloat16", "float32", "float16", "uint8"]
+"""Names of the dtypes of weights as they are stored and bound: compute dtypes, and bytes that hold quantised ones."""
+
+QuantisedForm = Literal["nf4", "nf4 double", "int8"]
+"""How the bytes of a quantised matrix stand for it (model/quantised.py). `nf4 double`: with double quantisation."""
 
 ValueType = Literal["bfloat16", "float16", "float32", "int16", "uint8"]
 """Types of the values that a store holds."""
@@ -47,7 +52,8 @@ STRIPE_BYTES: Final = 4 << 20
 PARAMETER_ALIGNMENT: Final = 128
 """Elements. A parameter starts on 256 bytes in 16 bit: the most that kernels look at when they choose a path."""
 BLOCK_ALIGNMENT: Final = 2048
-"""Elements. A block's length is a multiple of it, so that every field of a record starts on a page in 16 bit."""
+"""Elements. A block's length is a multiple of it, so that every field of a record starts on a page in 16 bit. In 8 bit
+this and the one before are twice that."""
 PACKED_ALIGNMENT: Final = 256
 """Bytes. Where each tensor of an offloaded unit starts: what torch's allocators align to."""
 
@@ -57,6 +63,10 @@ CHECKSUM_BYTES: Final = 8
 GROUP_ELEMENTS: Final = 1 << 21
 """Elements that the optimizer reads, updates and writes as one group."""
 
+EXPANDED_ELEMENTS: Final = 1 << 22
+"""Elements of a quantised matrix that are expanded at once."""
+EXPANDING_BYTES: Final = 8 * EXPANDED_ELEMENTS
+"""What they take on the way, at most."""
 LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Logits of a chunk of tokens in fp32, at most, unless a GPU has memory for more (planning/head_chunk.py)."""
 IGNORED_TARGET: Final = -100

@@ -79,6 +79,8 @@ MUTANTS = (
     Mutant("backward goes on below what is trained", "schedule/segments.py", "next((index for index, segment in enumerate(segments) if segment.trained), len(segments) - 1)", "0", "backward ends where nothing below is trained", "engine/test_frozen_parts.py"),
     Mutant("units of layers without backward are not counted", "engine/activations.py", "self._num_skipped += number", "pass", "the plan's units are the engine's", "engine/test_frozen_parts.py engine/test_offloading.py"),
     Mutant("frozen gradients are computed", "planning/analytic.py", "if product.parameter in frozen)", "if False)", "the plan leaves out gradients of frozen matrices", "e2e/test_frozen_parts.py"),
+    Mutant("a graph has a quantised matrix", "model/quantised.py", "if saved.untyped_storage()._cdata != storage:", "if True:", "no graph has the matrix or its bytes", "model/test_quantised.py"),
+    Mutant("codes are rounded up in the middle", "model/quantised.py", "codes += found > middle", "codes += found >= middle", "the bytes are those of bitsandbytes", "model/test_quantised.py"),
     Mutant("an adapter is of another kind than its store", "run/inputs/base.py", "[*content, asdict(adapter_of(config, config.task))]", "content", "a run keeps its adapter", "e2e/test_adapters.py"),
     Mutant("a tower gets adapters", "model/adapters.py", "exclude_modules=_other_parts(model)", "exclude_modules=None", "adapters are of what text uses", "e2e/test_other_parts.py"),
     Mutant("an adapter is added twice", "model/merged_weights.py", "* adapted.scaling", "* 2 * adapted.scaling", "merging has the bits of PEFT", "e2e/test_adapters.py"),

@@ -73,7 +73,8 @@ REJECTED = """\
 What becomes of keys that Ratel has no key for. An empty value is always ignored, and so is `false` for whatever one
 would have to turn on. `…` stands for any ending. `bf16`, `fp16`, `save_strategy`, `eval_strategy`, `dataset_name`,
 `dataset`, `max_samples`, `use_peft`, `finetuning_type: lora`, `lora_rank`, `lora_target`, `additional_target`,
-`use_rslora` and `use_dora` are not here: they are read as keys of ours, with a notice.
+`use_rslora`, `use_dora`, `double_quantization` and `use_bnb_nested_quant` are not here, nor are `adapter: qlora` and
+`quantization_bit: 4` and `8`: they are read as keys of ours, with a notice.
 
 | key | it is | why | what to do |
 |---|---|---|---|

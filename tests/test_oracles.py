@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 ORACLES: dict[str, tuple[str, ...]] = {
     "tests/reference.py": (),
     "tests/trl_oracle.py": (),
+    "tests/quantised.py": (),
     "tests/ranks/oracle.py": (),
     "tests/config/json_schema_oracle.py": (),
     "tests/planning/direct/direct_oracle.py": (),

@@ -30,6 +30,8 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
     if config.task == "denoising":
         given = (key for key in ("label_smoothing_factor", "use_dft_loss") if _differs(config, key))
         found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
+    if not config.load_in_4bit and _differs(config, "bnb_4bit_use_double_quant"):
+        found.append(_unused("bnb_4bit_use_double_quant", "`load_in_4bit` is not set"))
     found += _of_preferences(config) + _of_adapter(config)
     if config.learning_rate > _GREAT_LEARNING_RATE:
         message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"

@@ -86,7 +86,12 @@ _ADAPTER = Foreign(
 _OF_PEFT = Foreign(fate="noted", reason="Ratel computes with PEFT's modules")
 _MERGED = Foreign(fate="noted", reason="Ratel exports the adapter; `ratel merge` adds it to its base")
 _QUANTISED = Foreign(
-    fate="impossible", reason="it quantises the model", hint="remove it; Ratel trains every weight in full precision"
+    fate="impossible",
+    reason="it quantises the model in a way that Ratel does not",
+    hint="remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`",
+)
+_COMPUTED_IN = Foreign(
+    fate="undecided", reason="quantised weights are computed with in `dtype`", hint="set `dtype` to it, and remove it"
 )
 _FREEZING = Foreign(
     fate="impossible",
@@ -262,11 +267,14 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (_OF_PEFT, "lora_qkv_kernel lora_o_kernel lora_mlp_kernel lora_embedding_kernel lora_on_cpu lora_fan_in_fan_out"),
     (_MERGED, "merge_lora"),
+    (_but(_QUANTISED, "bnb", "bitsandbytes"), "quantization_method"),
+    (_but(_QUANTISED, "nf4"), "quantization_type bnb_4bit_quant_type"),
+    (_COMPUTED_IN, "bnb_4bit_compute_dtype"),
+    (_NOTHING, "bnb_4bit_quant_storage"),
     (
         _QUANTISED,
-        """load_in_4bit load_in_8bit quantization_bit quantization_config quantization_method quantization_type
-        double_quantization gptq gptq_disable_exllama gptq_groupsize gptq_model_v1 quantization qat enable_qat
-        llmcompressor nvfp4 mxfp4 use_bnb use_onebitllms""",
+        """quantization_bit quantization_config gptq gptq_disable_exllama gptq_groupsize gptq_model_v1 quantization qat
+        enable_qat llmcompressor nvfp4 mxfp4 use_bnb use_onebitllms""",
     ),
     (
         _FREEZING,

@@ -114,6 +114,14 @@ class RunConfig(Section):
     peft_init_lora_weights: bool | Literal["gaussian"] = True
     """How an adapter begins, drawn by `seed`. `true`: the second matrix is zero, so the model is as before. `gaussian`:
     the same, with a normal distribution in the first one. `false`: as `true`, which it is in axolotl."""
+    load_in_4bit: bool = False
+    """Quantise the linear layers of the model beside an adapter to NF4 (QLoRA), as bitsandbytes does, all but the head:
+    about half a byte for each of their weights, in the store, in memory and on the link. They are computed with in
+    `dtype`. Needs `adapter`."""
+    load_in_8bit: bool = False
+    """Quantise them to 8 bit instead, with a scale for each row, as LLM.int8() has them. Activations are as before."""
+    bnb_4bit_use_double_quant: bool = True
+    """With `load_in_4bit`: quantise the scales of NF4, too, which saves 0.05 bytes for each weight."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
@@ -502,19 +510,9 @@ def _training_contradiction(config: RunConfig) -> Contradiction | None:
         message = "`use_dft_loss` and `label_smoothing_factor` are both set, and each is a loss of its own"
         keys = ("use_dft_loss", "label_smoothing_factor")
         return Contradiction(keys=keys, message=message, hint="remove one of them")
-    if config.adapter is not None:
-        for key, reason in (
-            ("unfrozen_parameters", "with an adapter, all of the model is frozen"),
-            ("frozen_parameters", "with an adapter, all of the model is frozen"),
-            ("random_init", "an adapter needs a model that has been trained"),
-        ):
-            if getattr(config, key):
-                message = f"`adapter` and `{key}` are both set: {reason}"
-                return Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")
-        if config.task in ("denoising", "classification"):
-            message = "`adapter` is for language models, and not for classifiers, whose new head must be trained"
-            hint = "remove it; `unfrozen_parameters` trains a part of any model"
-            return Contradiction(keys=("adapter",), message=message, hint=hint)
+    other = _adapter_contradiction(config)
+    if other is not None:
+        return other
     if config.model_shape is not None:
         for key in ("adapter", "unfrozen_parameters", "frozen_parameters"):
             if getattr(config, key):
@@ -545,6 +543,37 @@ def _preference_contradiction(config: RunConfig) -> Contradiction | None:
     if config.rl == "kto" and config.micro_batch_size == 1:
         message = "`rl: kto` needs other answers in a micro-batch, to estimate the KL divergence, and it has one"
         return Contradiction(keys=("micro_batch_size", "rl"), message=message, hint="set `micro_batch_size: 2` or more")
+    return None
+
+
+def _adapter_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be trained beside a frozen model; None if there is nothing."""
+    if config.adapter is None:
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if getattr(config, key):
+                message = f"`{key}` is set without `adapter`: quantised weights cannot be trained"
+                hint = "add `adapter: lora`, or remove it"
+                return Contradiction(keys=(key,), message=message, hint=hint)
+        return None
+    for key, reason in (
+        ("unfrozen_parameters", "with an adapter, all of the model is frozen"),
+        ("frozen_parameters", "with an adapter, all of the model is frozen"),
+        ("random_init", "an adapter needs a model that has been trained"),
+    ):
+        if getattr(config, key):
+            message = f"`adapter` and `{key}` are both set: {reason}"
+            return Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")
+    if config.peft_use_dora and (config.load_in_4bit or config.load_in_8bit):
+        key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
+        message = f"`{key}` and `peft_use_dora` are both set: DoRA beside a quantised model is not supported"
+        return Contradiction(keys=("peft_use_dora", key), message=message, hint="remove one of them")
+    if config.load_in_4bit and config.load_in_8bit:
+        message = "`load_in_4bit` and `load_in_8bit` are both set"
+        return Contradiction(keys=("load_in_8bit", "load_in_4bit"), message=message, hint="remove one of them")
+    if config.task in ("denoising", "classification"):
+        message = "`adapter` is for language models, and not for classifiers, whose new head must be trained"
+        hint = "remove it; `unfrozen_parameters` trains a part of any model"
+        return Contradiction(keys=("adapter",), message=message, hint=hint)
     return None
 
 

@@ -51,6 +51,10 @@ def _adapter_that_is_on(entries: Entries, report: Report, switches: Mapping[str,
     tool: _Tool = "axolotl"
     for key, on, of_tool in _TOOLS:
         if key in switches and switches[key].value.content == on:
+            if on == "qlora" and ("load_in_4bit" not in entries or entries["load_in_4bit"].value.content is not True):
+                message = "`adapter: qlora` without `load_in_4bit: true`"
+                hint = "add it; for a model that is not quantised: `adapter: lora`"
+                report.reject(Finding(where=switches[key].where, message=message, hint=hint), "adapter")
             report.read_as(entries.pop(key), "adapter: lora")
             entries.setdefault("adapter", made(switches[key], "lora"))
             tool = of_tool
@@ -71,6 +75,7 @@ _Tool: TypeAlias = Literal["axolotl", "LLaMA-Factory", "TRL"]
 _TOOLS: tuple[tuple[str, str | bool, _Tool], ...] = (
     ("finetuning_type", "lora", "LLaMA-Factory"),
     ("use_peft", True, "TRL"),
+    ("adapter", "qlora", "axolotl"),
 )
 """The switch of each, and how it is on."""
 _LORA_DEFAULTS: Mapping[_Tool, Mapping[str, int | float]] = {

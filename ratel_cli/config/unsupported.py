@@ -20,10 +20,10 @@ class Unsupported:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        name="QLoRA and other adapters than LoRA and DoRA",
-        words="qlora adapters peft",
-        instead="`adapter: lora` trains LoRA adapters by PEFT's modules, beside a model in `dtype` that may be larger"
-        " than RAM. Merge an adapter into its base model to train on from it.",
+        name="Other adapters than LoRA and DoRA",
+        words="adapters peft",
+        instead="`adapter: lora` trains LoRA adapters by PEFT's modules, beside a model that may be larger than RAM,"
+        " and is quantised with `load_in_4bit` (QLoRA). Merge an adapter into its base model to train on from it.",
     ),
     Unsupported(
         name="GRPO, PPO and other training on rewards",
@@ -32,10 +32,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         " or answers that the model writes while it trains, use TRL.",
     ),
     Unsupported(
-        name="Quantised training, in 4 bit, 8 bit or fp8",
+        name="Training of quantised weights, and quantised models other than those of bitsandbytes",
         words="quantised quantized quantisation quantization 4bit 8bit int4 int8 fp8 bitsandbytes bnb gptq awq gguf",
-        instead="Ratel trains in `dtype`, with fp32 master weights on NVMe. Use the model from before quantisation, and"
-        " quantise the export.",
+        instead="What is trained is in `dtype`, with fp32 master weights on NVMe. Beside an adapter the model can be"
+        " quantised as bitsandbytes does it: `load_in_4bit` or `load_in_8bit`, from the model before quantisation.",
     ),
     Unsupported(
         name="Several GPUs or machines",

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.engine.program import AnyBatch, AnyProgram, Program, trained_of
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.carried import Carried, Embedded
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.skeleton import DTYPES
@@ -137,7 +138,7 @@ def _layers(program: AnyProgram, embedded: Embedded, mode: FakeTensorMode) -> li
         )
         carried = Carried(replace(embedded, calls=calls, extras=extras))
         for index, layer in enumerate(program.spec.layers):
-            kind = (layer.block_kinds, *(each.shape for each in layer.parameters), embedded.cost_key(index))
+            kind = (layer.block_kinds, *(each.computed_shape for each in layer.parameters), embedded.cost_key(index))
             if kind not in kinds or carried.links_layers:  # layers above may read what this one leaves
                 kinds[kind] = _layer(program, layer, carried, embedded.hidden.shape)
             found.append(kinds[kind])
@@ -211,7 +212,7 @@ def _last(program: Program[AnyBatch], batch: AnyBatch, shape: Sequence[int]) -> 
 
 def _weights(segment: Segment) -> list[torch.Tensor]:
     """Flat arrays for the segment's blocks, with any values."""
-    return [torch.empty(block.num_elements, dtype=DTYPES[block.dtype]) for block in segment.bound]
+    return [torch.empty(block.num_elements, dtype=VALUE_DTYPES[block.dtype]) for block in segment.bound]
 
 
 def _bound(program: AnyProgram, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[nn.Parameter, ...]:

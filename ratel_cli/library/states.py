@@ -55,6 +55,6 @@ def new_state(
     store = context.resources.enter_context(
         Store.create(config.storage.paths, geometry, identity=identity, queue=context.queue, notice=context.log.notice)
     )
-    with context.bar("importing weights", spec.num_parameters) as advance:
+    with context.bar("importing weights", spec.num_stored) as advance:
         import_base(spec, source, store, context.pool, progress=advance)
     return store

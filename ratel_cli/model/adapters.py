@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput, IntegrityFailure, first_line
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
@@ -38,7 +39,6 @@ from ratel_cli.model.export_layout import ExportLayout, split_into_shards, train
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import AdaptedMatrix, output_lengths
 from ratel_cli.model.shards import ShardReader
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import ParameterSpec
 from ratel_cli.schedule.rules import ADAMW, FROZEN
@@ -212,7 +212,7 @@ def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatr
             second=f"{path}.lora_B.{_NAME}.weight",
             magnitudes=f"{path}.{_MAGNITUDES}.{_NAME}.weight" if layer.use_dora[_NAME] else None,
             shape=matrix.shape,
-            dtype=DTYPES[block.dtype],
+            dtype=VALUE_DTYPES[block.dtype],
             scaling=layer.scaling[_NAME],
             is_inputs_first=layer.fan_in_fan_out if isinstance(layer, Linear) else not layer._did_swap_in_out_features,
             num_experts=0 if isinstance(layer, Linear) else layer.num_experts,

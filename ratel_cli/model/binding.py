@@ -13,12 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ratel_cli.model.quantised import QuantisedLinear
 from ratel_cli.model.rate_groups import ENDS, GROUP_NAMES, ONE_RATE, RateGroups
-from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import decays
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import DtypeName, WeightDtype
+
+_NAMES_OF_DTYPES: dict[torch.dtype, WeightDtype] = {
+    torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.uint8: "uint8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +59,35 @@ class PlacedParameter:
     """False if the model's own code has frozen it."""
 
     @property
-    def dtype(self) -> DtypeName:
-        """What it computes in."""
-        return NAMES_OF_DTYPES[self.unbound.dtype]
+    def dtype(self) -> WeightDtype:
+        """What it computes in; of a quantised one, bytes."""
+        return _NAMES_OF_DTYPES[self.unbound.dtype] if self._quantised is None else "uint8"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.unbound.shape)
+        return tuple(self.unbound.shape) if self._quantised is None else (self._quantised.layout.num_bytes,)
+
+    @property
+    def quantised_shape(self) -> tuple[int, ...] | None:
+        """The shape of the matrix that it holds, quantised; None: it is none of these."""
+        found = self._quantised
+        return None if found is None else (found.out_features, found.in_features)
+
+    @property
+    def computed_shape(self) -> tuple[int, ...]:
+        """The shape of what the model's code computes with."""
+        return self.quantised_shape or self.shape
+
+    def without_values(self) -> torch.Tensor:
+        """What the model's code computes with, on the meta device: of a quantised parameter, its matrix."""
+        found = self._quantised
+        dtype = self.unbound.dtype if found is None else found.dtype
+        return torch.empty(self.computed_shape, dtype=dtype, device="meta")
+
+    @property
+    def _quantised(self) -> QuantisedLinear | None:
+        module = self.places[0].module
+        return module if isinstance(module, QuantisedLinear) and self.places[0].attribute == "weight" else None
 
     def put(self, parameter: nn.Parameter) -> None:
         """Put a parameter into its places."""
@@ -135,7 +161,7 @@ class CutBlock(NamedTuple):
 
     segment: int
     name: str
-    dtype: DtypeName
+    dtype: WeightDtype
     rule: Rule
     borrowers: tuple[int, ...]
     rate: int
@@ -197,6 +223,9 @@ def laid_out(
             borrowers=each.borrowers,
             is_looked_up=looked_up is not None and looked_up in each.parameters,
             rate=each.rate,
+            quantised={
+                placed.name: placed.quantised_shape for placed in each.parameters if placed.quantised_shape is not None
+            },
         )
         for index, each in enumerate(cut)
     )

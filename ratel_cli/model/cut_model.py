@@ -157,7 +157,7 @@ def _moved(parameter: PlacedParameter, device: torch.device) -> PlacedParameter:
     return moved
 
 
-def placeholder(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
+def placeholder(parameter: torch.Tensor, device: torch.device | None = None) -> nn.Parameter:
     """A parameter of zeros with the same shape, in the memory of one element."""
     zero = torch.zeros((), dtype=parameter.dtype, device=device)
     return nn.Parameter(zero.expand(parameter.shape), requires_grad=False)

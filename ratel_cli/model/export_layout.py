@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.classes import class_settings
 from ratel_cli.model.directory import WEIGHTS_NAME, index_name_of
 from ratel_cli.model.renaming import Conversion, Reversal, plan_renaming, reverse, saved_names, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import DtypeName, WeightDtype
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _HEADER_BYTES = 192
@@ -191,7 +192,7 @@ class Origins:
 
 
 def layout_of_files(
-    readers: Mapping[str, ShardReader], origins: Origins, dtypes: Mapping[str, DtypeName]
+    readers: Mapping[str, ShardReader], origins: Origins, dtypes: Mapping[str, WeightDtype]
 ) -> ExportLayout:
     """The layout of the base model's files, by their names: what is trained in `dtypes`, by parameter; all others as
     they are."""
@@ -305,7 +306,7 @@ def split_into_shards(
 
 
 def _results_instead(
-    origins: Origins, tensors: Mapping[str, TensorSpec], dtypes: Mapping[str, DtypeName]
+    origins: Origins, tensors: Mapping[str, TensorSpec], dtypes: Mapping[str, WeightDtype]
 ) -> dict[str, list[LaidOutTensor]]:
     """What takes the place of each source of a conversion that cannot be undone: its results, and then nothing."""
     state = origins.model.state_dict()
@@ -321,10 +322,10 @@ def _results_instead(
 
 
 def trained_tensor(
-    name: str, shape: tuple[int, ...], content: TrainedContent | ConvertedContent, dtypes: Mapping[str, DtypeName]
+    name: str, shape: tuple[int, ...], content: TrainedContent | ConvertedContent, dtypes: Mapping[str, WeightDtype]
 ) -> LaidOutTensor:
     """A tensor in the dtype of the parameters that it is made of; in fp32 if they have different ones."""
     made_of = content.parameters if isinstance(content, ConvertedContent) else (content.parameter,)
     found = {dtypes[each] for each in made_of}
     dtype = next(iter(found)) if len(found) == 1 else "float32"
-    return LaidOutTensor(name=name, dtype=DTYPES[dtype], shape=shape, content=content)
+    return LaidOutTensor(name=name, dtype=VALUE_DTYPES[dtype], shape=shape, content=content)

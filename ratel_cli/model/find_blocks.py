@@ -69,7 +69,7 @@ def find_blocks(
     used = [each for each in outside if each is first or each.name in usage.before | usage.after]
     unused = [each for each in outside if each not in used]
     for parameter in unused:
-        parameter.put(nn.Parameter(parameter.unbound.to("meta"), requires_grad=False))  # code that reads it fails
+        parameter.put(nn.Parameter(parameter.without_values(), requires_grad=False))  # code that reads it fails
     reject_what_passes_all_layers(layer_runner, used, vocab_size=first.shape[0])
     before, after = _split(used, usage, first, tied=tied)
     if layer_runner.takes_positions:
@@ -133,7 +133,7 @@ def _find_two_stacks(
         )
     unused = [each for each in outside if each not in used]
     for parameter in unused:
-        parameter.put(nn.Parameter(parameter.unbound.to("meta"), requires_grad=False))  # code that reads it fails
+        parameter.put(nn.Parameter(parameter.without_values(), requires_grad=False))  # code that reads it fails
     reject_what_passes_all_layers(runner.decoder, used, vocab_size=first.shape[0])
     reject_other_pairs(runner, used, vocab_size=first.shape[0])
     number = len(encoder[1])
@@ -321,7 +321,7 @@ def _placed_parameters(
         for layer in own_layers:
             inside[layer].append(placed)
         if not own_layers:
-            outside.append(replace(placed, unbound=placeholder(placed.unbound)))
+            outside.append(replace(placed, unbound=placeholder(placed.without_values())))
     return outside, inside
 
 

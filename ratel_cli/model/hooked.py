@@ -27,6 +27,7 @@ from ratel_cli.model.binding import (
     parameter_places,
 )
 from ratel_cli.model.row_lookup import DistinctTokens
+from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ModelSpec, check_depth
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
@@ -265,7 +266,7 @@ def main_dtype(parameters: Sequence[PlacedParameter]) -> DtypeName:
     """The dtype of most elements."""
     sizes = defaultdict[DtypeName, int](int)
     for each in parameters:
-        sizes[each.dtype] += each.unbound.numel()
+        sizes[NAMES_OF_DTYPES[each.unbound.dtype]] += each.unbound.numel()
     return max(sizes, key=sizes.__getitem__)
 
 

@@ -6,8 +6,9 @@ Memory is one matrix, its adapter and their product in fp32. Invariant: the valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -40,10 +41,16 @@ class MergedWeights:
     """Reads the parameters of the base by the names that they have without an adapter."""
 
     def __init__(
-        self, weights: StoredWeights, stored_names: Mapping[str, str], adapted: Mapping[str, AdaptedMatrix]
+        self,
+        weights: StoredWeights,
+        stored_names: Mapping[str, str],
+        adapted: Mapping[str, AdaptedMatrix],
+        matrices_before: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({}),
     ) -> None:
-        """`stored_names`: of all parameters, and `adapted` of those with an adapter, by their names without it."""
+        """`stored_names`: of all parameters, and `adapted` of those with an adapter, by their names without it.
+        `matrices_before`: those that are quantised give by such a name the matrix from before, in memory of its own."""
         self._weights, self._stored_names, self._adapted = weights, stored_names, adapted
+        self._matrices_before = matrices_before
         self._last: tuple[str, torch.Tensor] | None = None
 
     def slices(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -65,12 +72,14 @@ class MergedWeights:
             return self._weights.whole(self._stored_names[name])
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is made
-            self._last = name, self._merged(self._adapted[name])
+            self._last = name, self._merged(name)
         return self._last[1]
 
-    def _merged(self, adapted: AdaptedMatrix) -> torch.Tensor:
+    def _merged(self, name: str) -> torch.Tensor:
+        adapted = self._adapted[name]
         first, second = self._weights.whole(adapted.first), self._weights.whole(adapted.second)
-        matrix = self._weights.whole(adapted.matrix)
+        before = self._matrices_before.get(name)
+        matrix = self._weights.whole(adapted.matrix) if before is None else before()
         if adapted.num_experts:
             matrix += _stack_of_products(first, second, adapted).to(matrix.dtype)
             return matrix

@@ -18,7 +18,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
 from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.schedule.rules import HI16, LO16, M32, V32, W32
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import WeightDtype
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.layout import Field, Record
 
@@ -59,7 +59,7 @@ class RecordBuffers(Closing):
         return {field.name: view(self._memories[field], VALUE_DTYPES[field.dtype])[:num_elements] for field in fields}
 
 
-def fields_for(record: Record, dtype: DtypeName) -> tuple[Field, ...]:
+def fields_for(record: Record, dtype: WeightDtype) -> tuple[Field, ...]:
     """The fields to read for weights in `dtype`: the compute weights if they have it, else the master weights."""
     if record.compute_field.dtype == dtype:
         return (record.compute_field,)
@@ -68,7 +68,7 @@ def fields_for(record: Record, dtype: DtypeName) -> tuple[Field, ...]:
     return (W32,) if W32 in record.fields else (record.compute_field,)
 
 
-def decode_weights(read: tuple[Field, ...], fields: Fields, dtype: DtypeName) -> torch.Tensor:
+def decode_weights(read: tuple[Field, ...], fields: Fields, dtype: WeightDtype) -> torch.Tensor:
     """The weights in `dtype`, `[elements]`, from the fields that `fields_for` names. Two halves are joined in `w32`."""
     if len(read) == 1:
         return fields[read[0].name].to(VALUE_DTYPES[dtype])

@@ -15,7 +15,7 @@ from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, block_from_json
 from ratel_cli.schedule.segments import Segment, first_trained, segments_of
 from ratel_cli.schedule.slices import slices_of
-from ratel_cli.sizes import VALUE_BYTES, DtypeName
+from ratel_cli.sizes import VALUE_BYTES, DtypeName, WeightDtype
 from ratel_cli.store.layout import Geometry, RankSlice, StoredBlock
 
 FORMAT_VERSION = 9
@@ -67,8 +67,13 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters; a tied embedding counts once."""
+        """Elements of all parameters; a tied embedding counts once. Of quantised ones, those of their matrices."""
         return sum(block.num_parameters for block in self.blocks)
+
+    @property
+    def num_stored(self) -> int:
+        """Elements of all parameters as the store has them."""
+        return sum(block.num_stored for block in self.blocks)
 
     @property
     def num_trained(self) -> int:
@@ -205,11 +210,11 @@ class ModelSpec:
         """The names of the parameters that no step changes."""
         return frozenset(each.name for block in self.blocks if not block.is_trained for each in block.parameters)
 
-    def dtype_of(self, block: BlockSpec, dtype: DtypeName) -> DtypeName:
+    def dtype_of(self, block: BlockSpec, dtype: DtypeName) -> WeightDtype:
         """What a block has instead, where the model's own dtype becomes `dtype`."""
         return dtype if block.dtype == self.dtype else block.dtype
 
-    def exported_dtypes(self, dtype: DtypeName) -> dict[str, DtypeName]:
+    def exported_dtypes(self, dtype: DtypeName) -> dict[str, WeightDtype]:
         """By name of the parameter, the dtype of an export in `dtype`; what needs another dtype than the model's has
         it there too."""
         return {each.name: self.dtype_of(block, dtype) for block in self.blocks for each in block.parameters}

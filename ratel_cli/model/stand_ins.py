@@ -44,7 +44,8 @@ class StandsIn(Protocol):
     """A parameter of a model, in whose place another can be put."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def computed_shape(self) -> tuple[int, ...]:
+        """The shape of what the model's code computes with."""
 
     def put(self, parameter: nn.Parameter) -> None:
         """Put a parameter of this shape into the model."""
@@ -72,7 +73,7 @@ class StandIns(OperatorMode):
         parameters, made = tuple(parameters), set[int]()
         try:
             for parameter in parameters:
-                values = self._values(parameter.shape)
+                values = self._values(parameter.computed_shape)
                 made.add(values.untyped_storage()._cdata)
                 parameter.put(nn.Parameter(values, requires_grad=False))
             self._hankel |= made

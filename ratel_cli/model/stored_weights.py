@@ -12,9 +12,9 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.records import RecordBuffers, decode_weights, fields_for
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.rules import W32
@@ -77,7 +77,7 @@ class StoredWeights(Closing):
 
         Raises what `slices` raises.
         """
-        values, position = torch.empty(stop - start, dtype=DTYPES[self._dtypes[self._placed[name][0].index]]), 0
+        values, position = torch.empty(stop - start, dtype=VALUE_DTYPES[self._dtypes[self._placed[name][0].index]]), 0
         for part in self.slices(name, start, stop):
             values[position : position + len(part)] = part
             position += len(part)

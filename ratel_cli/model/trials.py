@@ -171,7 +171,7 @@ def one_of_each_kind(
     """The first layer of each kind."""
     kinds: dict[object, int] = {}
     for index, parameters in enumerate(layers):
-        shapes = tuple(each.shape for each in parameters)
+        shapes = tuple(each.computed_shape for each in parameters)
         call = tuple(_identity(each, index) for each in embedded)
         kinds.setdefault((shapes, call, _modules(layer_runner.layers[index], index)), index)
     return list(kinds.values())

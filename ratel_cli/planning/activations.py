@@ -18,7 +18,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Workload, num_looked_up
 from ratel_cli.schedule.blocks import ParameterSpec
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
+from ratel_cli.sizes import EXPANDING_BYTES, LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
 _ACTIVE_EXPERTS = 8
@@ -213,6 +213,13 @@ def segment_activation_bytes(spec: ModelSpec, segment: Segment, *, tokens: int) 
     return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * spec.dtype_bytes
 
 
+def expanded_bytes(spec: ModelSpec, segment: Segment) -> int:
+    """The most that a quantised matrix of a segment takes while it is computed with, besides its bytes: the matrix,
+    fp32 magnitudes with their codes, and what a group of elements takes on the way. One exists at a time."""
+    largest = max((each.num_computed for each in segment.parameters if each.quantised_shape is not None), default=0)
+    return largest * spec.dtype_bytes + -(-largest // 8) + min(8 * largest, EXPANDING_BYTES)
+
+
 def tokens_per_chunk(vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
     """Number of tokens whose fp32 logits take `chunk_bytes`; at least 16."""
     return max(16, chunk_bytes // (4 * vocab_size))
@@ -292,5 +299,6 @@ def _memory_by_spilled_units(
 
 def output_width(parameter: ParameterSpec) -> int:
     """Elements of a token's output of this matrix; a stack of experts counts as often as a token visits one."""
-    *stacked, rows, columns = (1, 0, 0, *parameter.shape) if len(parameter.shape) < 2 else (1, *parameter.shape)
+    shape = parameter.computed_shape
+    *stacked, rows, columns = (1, 0, 0, *shape) if len(shape) < 2 else (1, *shape)
     return min(math.prod(stacked), _ACTIVE_EXPERTS) * max(rows, columns)

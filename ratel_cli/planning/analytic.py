@@ -161,18 +161,18 @@ def gpt_norm(*, hidden_size: int, compute_bytes: int) -> NormActivations:
 
 def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     """FLOPs of the head in forward. The head is never recomputed."""
-    return 2 * tokens * sum(each.num_elements for each in spec.head.parameters if len(each.shape) > 1)
+    return 2 * tokens * sum(each.num_computed for each in spec.head.parameters if len(each.computed_shape) > 1)
 
 
 def frozen_head_flops(spec: ModelSpec, *, tokens: int) -> int:
     """What backward leaves out of twice that: gradients of frozen matrices, and of hidden states if nothing before the
     last matrix is trained."""
     trained = {parameter.name for block in spec.head.bound if block.is_trained for parameter in block.parameters}
-    matrices = [each for each in spec.head.parameters if len(each.shape) > 1]
-    frozen = sum(each.num_elements for each in matrices if each.name not in trained)
+    matrices = [each for each in spec.head.parameters if len(each.computed_shape) > 1]
+    frozen = sum(each.num_computed for each in matrices if each.name not in trained)
     # What is trained before the last matrix needs the gradient of that one's input.
     ends = not spec.passes_on(spec.head) and trained <= {each.name for each in matrices[-1:]}
-    return 2 * tokens * (frozen + (sum(each.num_elements for each in matrices) if ends else 0))
+    return 2 * tokens * (frozen + (sum(each.num_computed for each in matrices) if ends else 0))
 
 
 def head_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
@@ -196,7 +196,7 @@ def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits
     layers = []
     for layer in spec.layers:
         has_backward = spec.has_backward(layer)
-        shapes = ((name_in_layer(parameter.name), parameter.shape) for parameter in layer.parameters)
+        shapes = ((name_in_layer(parameter.name), parameter.computed_shape) for parameter in layer.parameters)
         kind = has_backward, layer.block_kinds, *shapes
         if kind not in known:
             known[kind] = len(profiles)
@@ -320,9 +320,9 @@ def _products(layer: Segment, traits: LayerTraits) -> list[_Product]:
     products = []
     for parameter in layer.parameters:
         of_samples = traits.activations.of_samples if traits.activations else ()
-        if not is_matrix(parameter.name, len(parameter.shape)) or name_in_layer(parameter.name) in of_samples:
+        if not is_matrix(parameter.name, len(parameter.computed_shape)) or name_in_layer(parameter.name) in of_samples:
             continue
-        *stack, outputs, inputs = parameter.shape
+        *stack, outputs, inputs = parameter.computed_shape
         if name_in_layer(parameter.name) in traits.inputs_first:
             inputs, outputs = outputs, inputs
         products.append(

@@ -240,7 +240,7 @@ class GpuMemory:
         kinds: dict[object, int] = {}
         kind_of = {}
         for segment in self._spec.segments:
-            shapes = tuple((parameter.start, parameter.shape) for parameter in segment.parameters)
+            shapes = tuple((parameter.start, parameter.computed_shape) for parameter in segment.parameters)
             is_layer = self._spec.is_layer(segment)
             own = self._profile.layers[segment.index - 1] if is_layer else segment.name
             kind = (is_layer, own, segment.block_kinds, shapes, len(segment.begun), len(segment.unfinished))

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import LargestUnit, lookup_rows_bytes, segment_activation_bytes
+from ratel_cli.planning.activations import LargestUnit, expanded_bytes, lookup_rows_bytes, segment_activation_bytes
 from ratel_cli.planning.gpu_gradients import (
     largest_elements,
     least_leaving_bytes,
@@ -182,8 +182,10 @@ class Uses:
         return self._workload.tokens * (self._workload.sequence_len + self._spec.batch_bytes + _ROWS_BYTES)
 
     def _window(self, position: int) -> int:
-        """Weights of the use that is open, and of the next one what the window takes."""
-        num_bytes = self._schedule[position].compute_bytes
+        """Weights of the use that is open, with the largest matrix that is expanded of quantised ones, and of the next
+        one what the window takes."""
+        opened = self._schedule[position]
+        num_bytes = opened.compute_bytes + expanded_bytes(self._spec, opened)
         for segment in self._schedule[position + 1 :][:1]:
             num_bytes += bytes_ahead(segment, self._window_bytes)
         return num_bytes

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import (
+    expanded_bytes,
     head_chunk_tokens,
     logits_bytes,
     lookup_chunk_bytes,
@@ -71,6 +72,8 @@ class SegmentMemory:
         self.activations = [
             0 if on_gpu else segment_activation_bytes(spec, segment, tokens=tokens) for segment in spec.segments
         ]
+        self.expanded = [0 if on_gpu else expanded_bytes(spec, segment) for segment in spec.segments]
+        """Of each segment, what its largest quantised matrix takes while it is computed with."""
         self.logits = 0 if on_gpu else logits_bytes(spec, head_chunk_tokens(spec, workload))
         self.lookup_sum = lookup_sum_bytes(spec, workload)
         """The head's gradient of a matrix that it borrows, until the embedding's is there. Counted even if a GPU holds
@@ -203,7 +206,9 @@ class PlacedStep:
         """What the uses of forward take. `updates`: the stage in which each segment was updated, or is now."""
         placement, last = self._placement, self._head - 1
         taken = [*self._weights, Taken("runtime", RUNTIME_BYTES, 0, last), Taken("rows", self._rows_bytes, 0, 0)]
-        taken += [Taken("activations", self._memory.activations[each], each, each) for each in range(self._head)]
+        for each in range(self._head):
+            num_bytes = self._memory.activations[each] + self._memory.expanded[each]
+            taken.append(Taken("activations", num_bytes, each, each))
         is_deferred, last_written = "forward" in updates, -1
         pending = self._handed_over[::-1][: placement.pending_updates] if "backward" in updates else []
         for index, num_bytes in enumerate(self._updated):
@@ -250,7 +255,8 @@ class PlacedStep:
             if self._is_separate:  # groups bring the weights with them; a gradient comes back whole
                 pending, updated = min(pending, last), self._turn + index - 1
                 taken.append(Taken("gradients", num_bytes, updated + 1, updated + 1))
-            taken.append(Taken("activations", 2 * memory.activations[index], arrives, arrives))
+            computing_bytes = 2 * memory.activations[index] + memory.expanded[index]
+            taken.append(Taken("activations", computing_bytes, arrives, arrives))
             made_bytes = memory.making_bytes(self._segments[index], self._gradients[index])
             taken.append(Taken("gradients", made_bytes, arrives, arrives))
             taken.append(Taken("gradients", num_bytes, arrives + 1, pending))

@@ -4,18 +4,20 @@ Invariants: a block's parameters lie one after another in one flat array of `num
 starts on a multiple of `PARAMETER_ALIGNMENT` elements. That is 256 bytes in 16 bit, the most that kernels look at when
 they choose a path; so they take the same path as for torch's own tensors, and give the same bits. The length of the
 array is a multiple of `BLOCK_ALIGNMENT` elements, a page of 4 KiB in 16 bit, so that every field of a record in the
-store starts on a page. Elements in gaps are zero.
+store starts on a page. Of bytes, both are twice as many. Elements in gaps are zero.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.schedule.rules import ADAMW, RULES, Rule
-from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, DtypeName
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, WeightDtype
 from ratel_cli.store.layout import Record, StoredBlock
 from ratel_cli.units import align_up
 
@@ -32,6 +34,18 @@ class ParameterSpec:
     """Whether weight decay applies; see `decays`."""
     first: int = 0
     """The index of its first element here in the flattened tensor: not 0 in a rank's slice (schedule/slices.py)."""
+    quantised_shape: tuple[int, ...] | None = None
+    """The shape of the matrix that its bytes hold, quantised (model/quantised.py); None: it is none of these."""
+
+    @property
+    def computed_shape(self) -> tuple[int, ...]:
+        """The shape of what the model's code computes with."""
+        return self.shape if self.quantised_shape is None else self.quantised_shape
+
+    @property
+    def num_computed(self) -> int:
+        """Elements of what the model's code computes with: what people count as parameters."""
+        return math.prod(self.computed_shape)
 
     @property
     def num_elements(self) -> int:
@@ -55,9 +69,9 @@ class BlockSpec:
     parameters: tuple[ParameterSpec, ...]
     num_elements: int
     """Length of the flat array: all parameters, and the padding between and after them."""
-    dtype: DtypeName
-    """What the device computes with."""
-    gradient_dtype: DtypeName
+    dtype: WeightDtype
+    """What the device computes with, or the bytes of quantised matrices that it expands for that."""
+    gradient_dtype: WeightDtype
     """Of the gradient as it leaves the device and is held (G16)."""
     rule: Rule = ADAMW
     """How the parameters change in a step."""
@@ -75,7 +89,12 @@ class BlockSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Elements of all parameters, without padding; of quantised ones, those of their matrices."""
+        return sum(parameter.num_computed for parameter in self.parameters)
+
+    @property
+    def num_stored(self) -> int:
+        """Elements of all parameters as the store has them, without padding."""
         return sum(parameter.num_elements for parameter in self.parameters)
 
     @cached_property
@@ -146,28 +165,33 @@ def lay_out_block(
     segment: int | None = None,
     name: str,
     parameters: list[tuple[str, tuple[int, ...], bool]],
-    dtype: DtypeName,
-    gradient_dtype: DtypeName | None = None,
+    dtype: WeightDtype,
+    gradient_dtype: WeightDtype | None = None,
     rule: Rule = ADAMW,
     borrowers: tuple[int, ...] = (),
     is_looked_up: bool = False,
     rate: int = 0,
+    quantised: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
 
-    `segment` None: `index`. `gradient_dtype` None: gradients leave the device in `dtype`.
+    `segment` None: `index`. `gradient_dtype` None: gradients leave the device in `dtype`. `quantised`: the shapes of
+    matrices that parameters hold, by name.
     """
     placed: list[ParameterSpec] = []
     position = 0
     for parameter_name, shape, decay in parameters:
-        placed.append(ParameterSpec(name=parameter_name, shape=shape, start=position, decay=decay))
-        position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT)
+        held = quantised.get(parameter_name)
+        placed.append(
+            ParameterSpec(name=parameter_name, shape=shape, start=position, decay=decay, quantised_shape=held)
+        )
+        position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT * values_per_element(dtype))
     return BlockSpec(
         index=index,
         segment=index if segment is None else segment,
         name=name,
         parameters=tuple(placed),
-        num_elements=align_up(position, BLOCK_ALIGNMENT),
+        num_elements=align_up(position, BLOCK_ALIGNMENT * values_per_element(dtype)),
         dtype=dtype,
         gradient_dtype=gradient_dtype or dtype,
         rule=rule,
@@ -175,6 +199,11 @@ def lay_out_block(
         is_looked_up=is_looked_up,
         rate=rate,
     )
+
+
+def values_per_element(dtype: WeightDtype) -> int:
+    """How many values take the space of one in 16 bit; 1 if they take more."""
+    return max(1, 2 // VALUE_BYTES[dtype])
 
 
 @lru_cache(maxsize=64)
@@ -210,6 +239,7 @@ def block_from_json(content: object, index: int) -> BlockSpec:
     block = lay_out_block(
         index=index,
         parameters=[(each.name, each.shape, each.decay) for each in found.parameters],
+        quantised={each.name: each.quantised_shape for each in found.parameters if each.quantised_shape is not None},
         **{name: getattr(found, name) for name in names},
     )
     if found != block:

@@ -8,7 +8,8 @@ fields by position, in the order of the record, and repeat their names (`kernels
 AdamW keeps master weights (P32), m and v (OS32) in fp32: 12 bytes for each parameter in bf16 and fp32, 14 in fp16. For
 bf16 the master is split into its upper and lower half. The upper half is the weight that the device computes with
 (P16), so no separate copy of it exists. Rounding loses one bit, which the sign of v carries (docs/store-format.md); a
-rule without v needs another place for it. A frozen block keeps its compute weights alone.
+rule without v needs another place for it. A frozen block keeps its compute weights alone,
+or the bytes of quantised ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import WeightDtype
 from ratel_cli.store.layout import Field, Record
 
 HI16: Final = Field("hi16", "bfloat16")
@@ -34,14 +35,14 @@ class Rule:
     """How the parameters of a block change in a step."""
 
     name: str
-    records: tuple[tuple[DtypeName, Record], ...]
+    records: tuple[tuple[WeightDtype, Record], ...]
     """By compute dtype: the fields of a block."""
     unit_elements: int = 1
     """Elements that belong together: two ranks must not have one part each. Nothing asks for it while there is one."""
     is_frozen: bool = False
     """True if nothing changes: such a block has no gradient, and lies in the store once for all generations."""
 
-    def record(self, dtype: DtypeName) -> Record:
+    def record(self, dtype: WeightDtype) -> Record:
         """The fields of a block that computes in `dtype`."""
         return dict(self.records)[dtype]
 
@@ -60,6 +61,7 @@ FROZEN: Final = Rule(
         ("bfloat16", Record((Field("frozen", "bfloat16"),))),
         ("float32", Record((Field("frozen", "float32"),))),
         ("float16", Record((Field("frozen", "float16"),))),
+        ("uint8", Record((Field("frozen", "uint8"),))),
     ),
     is_frozen=True,
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, values_per_element
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.layout import RankSlice
@@ -25,7 +25,8 @@ EXCHANGED_BEHIND: Final = 2
 
 def range_in(block: BlockSpec, rank_slice: RankSlice) -> tuple[int, int]:
     """The elements [start, stop) of a block that are a rank's."""
-    return rank_slice.range_of(block.num_elements, unit=math.lcm(BLOCK_ALIGNMENT, block.rule.unit_elements))
+    unit = BLOCK_ALIGNMENT * values_per_element(block.dtype)
+    return rank_slice.range_of(block.num_elements, unit=math.lcm(unit, block.rule.unit_elements))
 
 
 def ranges_in(block: BlockSpec, num_ranks: int) -> list[tuple[int, int]]:

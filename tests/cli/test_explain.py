@@ -28,7 +28,7 @@ def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "lr: another name of learning_rate\n" + facts + meaning
 
 
-@pytest.mark.parametrize("key", ["storage.max_tb_written", "storage", "qlora"])
+@pytest.mark.parametrize("key", ["storage.max_tb_written", "storage", "gptq"])
 def test_lines_are_folded_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
@@ -80,9 +80,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "datasets.0.path", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["key"], found["is_required"], found["keys"]) == ("datasets.path", True, [])
-    assert main(["explain", "load_in_4bit", "--json"]) == 0
+    assert main(["explain", "quantization_bit", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["key"], found["fate"], found["reason"]) == ("load_in_4bit", "impossible", "it quantises the model")
+    reason = "it quantises the model in a way that Ratel does not"
+    assert (found["key"], found["fate"], found["reason"]) == ("quantization_bit", "impossible", reason)
     assert main(["explain", "zzz", "--json"]) == 2
 
 
@@ -92,10 +93,11 @@ def test_every_key_has_json() -> None:
 
 
 def test_a_key_of_another_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "load_in_4bit"]) == 0
+    assert main(["explain", "gptq"]) == 0
     assert capsys.readouterr().out == (
-        "load_in_4bit: a key of other trainers (impossible)\n"
-        "  it quantises the model\n  remove it; Ratel trains every weight in full precision\n"
+        "gptq: a key of other trainers (impossible)\n"
+        "  it quantises the model in a way that Ratel does not\n"
+        "  remove it; beside an adapter there are load_in_4bit and load_in_8bit\n"
     )
 
 
@@ -162,9 +164,9 @@ def test_values_that_are_compared(value: object, words: str) -> None:
 @pytest.mark.parametrize(
     ("word", "first"),
     [
-        ("QLoRA", "QLoRA"),
+        ("adapters", "Other adapters"),
         ("grpo", "GRPO"),
-        ("4-bit", "Quantised"),
+        ("4-bit", "Training of quantised"),
         ("multi-gpu", "Several GPUs"),
         ("images", "Images"),
     ],

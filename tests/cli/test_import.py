@@ -252,10 +252,10 @@ def test_a_constant_rate_has_no_warm_up_there() -> None:
 
 
 def test_reasons_are_true_of_the_value() -> None:
-    text = import_config(write(f"{AXOLOTL}finetuning_type: full\nstage: sft\nload_in_8bit: false\n")).text
+    text = import_config(write(f"{AXOLOTL}finetuning_type: full\nstage: sft\ngptq: false\n")).text
     for line in ("finetuning_type: full", "stage: sft"):
         assert f"#   {line}   (with this value it changes nothing)\n" in text
-    assert "#   load_in_8bit: false   (it is off or empty)\n" in text
+    assert "#   gptq: false   (it is off or empty)\n" in text
 
 
 SHARED = "base_model: m\ndatasets: [{path: a.jsonl}]\nmicro_batch_size: 2\nval_set_size: 0.1\n"
@@ -268,7 +268,7 @@ def test_a_config_of_ratel_is_recognised(capsys: pytest.CaptureFixture[str]) -> 
     captured = capsys.readouterr()
     assert "a config of Ratel already; nothing needs a translation" in captured.err
     assert "the default of" not in captured.out
-    assert import_config(write(f"{OURS}load_in_8bit: false\n")).tool == "axolotl"
+    assert import_config(write(f"{OURS}gptq: false\n")).tool == "axolotl"
     shared = import_config(write(SHARED))
     assert shared.tool == "axolotl" and "sequence_len: 512" in shared.text, "its defaults are written out"
 

@@ -77,7 +77,7 @@ def test_alias_values(load: Load) -> None:
 
 
 REJECTED = """
-    load_in_4bit load_in_8bit pissa_init lora_init qlora_rank
+    quantization_bit gptq pissa_init lora_init qlora_rank
     lora_model_dir batch_size stage rope_scaling
     galore_rank use_badam use_eaft_loss reward_model <<
 """
@@ -386,7 +386,7 @@ def test_an_adapter_that_is_off_has_settings_that_change_nothing(load: Load, swi
 def test_an_adapter_that_is_on(complain: Complain) -> None:
     [error] = complain(MINIMAL + "adapter: lora\nlora_r: 64\npissa_init: true\n")
     assert "`pissa_init` is not a key of Ratel: it belongs to a kind of adapter" in error
-    [error] = complain(MINIMAL + "adapter: qlora\n")
+    [error] = complain(MINIMAL + "adapter: llama-adapter\n")
     assert "`adapter` must be `lora`" in error
     [error] = complain(MINIMAL + "adapter: lora\nfrozen_parameters: [a]\n")
     assert "`adapter` and `frozen_parameters` are both set" in error
@@ -436,6 +436,59 @@ def test_settings_of_an_adapter_that_is_not_there(load: Load) -> None:
     [found] = doubtful_keys(load(MINIMAL + "adapter: lora\nlearning_rate: 1e-5\n").config)
     assert "adapters hardly move" in found.message
     assert doubtful_keys(load(MINIMAL + "adapter: lora\nlearning_rate: 2e-4\n").config) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adapter: qlora\nload_in_4bit: true\n", (True, False, True)),
+        ("adapter: lora\nload_in_8bit: true\nload_in_4bit:\n", (False, True, True)),
+        ("adapter: lora\nload_in_8bit: false\nload_in_4bit: false\n", (False, False, True)),
+        ("finetuning_type: lora\nquantization_bit: 4\nquantization_method: bnb\n", (True, False, True)),
+        (
+            "finetuning_type: lora\nquantization_bit: 4\ndouble_quantization: false\nquantization_type: nf4\n",
+            (True, False, False),
+        ),
+        ("finetuning_type: lora\nquantization_bit: 8\ndouble_quantization: false\n", (False, True, True)),
+        ("use_peft: true\nlora_target_modules: all-linear\nload_in_4bit: true\n", (True, False, False)),
+        (
+            "use_peft: true\nlora_target_modules: all-linear\nload_in_4bit: true\nuse_bnb_nested_quant: true\n",
+            (True, False, True),
+        ),
+        (
+            "adapter: lora\nload_in_4bit: true\nbnb_4bit_quant_type: nf4\ndtype: bf16\nbnb_4bit_compute_dtype: bf16\n",
+            (True, False, True),
+        ),
+    ],
+)
+def test_quantised_models_of_other_trainers(load: Load, text: str, expected: tuple[bool, bool, bool]) -> None:
+    found = load(MINIMAL + text).config
+    assert found.adapter == "lora"
+    assert (found.load_in_4bit, found.load_in_8bit, found.bnb_4bit_use_double_quant) == expected
+    assert doubtful_keys(found.model_copy(update={"learning_rate": 2e-4})) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adapter: qlora\n", "`adapter: qlora` without `load_in_4bit: true`"),
+        ("adapter: qlora\nload_in_4bit: false\n", "`adapter: qlora` without `load_in_4bit: true`"),
+        ("finetuning_type: lora\nquantization_bit: 4\nquantization_method: hqq\n", "`quantization_bit` is not a key"),
+        ("finetuning_type: lora\nquantization_bit: 3\n", "`quantization_bit` is not a key"),
+        ("adapter: lora\nload_in_4bit: true\nbnb_4bit_quant_type: fp4\n", "`bnb_4bit_quant_type` is not a key"),
+        ("adapter: lora\nload_in_4bit: true\nbnb_4bit_compute_dtype: float16\n", "computed with in `dtype`"),
+        ("load_in_8bit: true\n", "`load_in_8bit` is set without `adapter`"),
+    ],
+)
+def test_quantised_models_that_ratel_has_not(complain: Complain, text: str, message: str) -> None:
+    errors = complain(MINIMAL + text)
+    assert any(message in error for error in errors), errors
+
+
+def test_double_quantisation_of_nothing(load: Load) -> None:
+    text = "adapter: lora\nlearning_rate: 2e-4\nbnb_4bit_use_double_quant: false\n"
+    [found] = doubtful_keys(load(MINIMAL + text).config)
+    assert "`load_in_4bit` is not set" in found.message
 
 
 def test_templates_and_tokens_of_other_trainers(load: Load) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ratel_cli import _native
 from ratel_cli.data.packing import MicroBatch
@@ -25,16 +25,18 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import AdaptedSource, adapted_matrices, drawn_adapter, inject, magnitudes_of
+from ratel_cli.model.adapters import AdaptedSource, adapted_matrices, base_name, drawn_adapter, inject, magnitudes_of
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
+from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import AdaptedMatrix
+from ratel_cli.model.quantised_model import QuantisingSource, quantise_layers, quantised_weights
 from ratel_cli.model.rate_groups import ONE_RATE, RateGroups
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base
-from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
+from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName, QuantisedForm
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Progress, Store, StoreIdentity
@@ -238,6 +240,25 @@ def _the_cpu(timeline: Timeline) -> AbstractContextManager[Device]:
     return open_device(torch.device("cpu"), timeline)
 
 
+def adapted(
+    skeleton: PreTrainedModel, adapter: AdapterSettings, quantised: QuantisedForm | None, *, seed: int
+) -> Mapping[str, torch.Tensor]:
+    """Put the adapter into the skeleton, which is quantised first if that is asked for. Returns how it begins."""
+    config = skeleton.config
+    plain = build_skeleton(config, dtype=NAMES_OF_DTYPES[config.dtype], attn_implementation=attention_of(config))
+    if quantised is not None:
+        quantise_layers(skeleton, quantised)
+    inject(skeleton, adapter)
+    return drawn_adapter(plain, adapter, seed=seed)
+
+
+def quantising(source: Source, config: PretrainedConfig, model: DecoderModel) -> WeightSource:
+    """The source, with the bytes of the model's quantised layers if it has some."""
+    plain = build_skeleton(config, dtype=model.spec.dtype, attn_implementation=attention_of(config))
+    layers = {base_name(name): layer for name, layer in quantised_weights(model.skeleton).items()}
+    return QuantisingSource(source, layers, plain) if layers else source
+
+
 @contextmanager
 def machine(
     directory: Path,
@@ -268,6 +289,7 @@ def machine(
     adapter: AdapterSettings | None = None,
     rates: RateGroups = ONE_RATE,
     group_rates: tuple[float, ...] = (),
+    quantised: QuantisedForm | None = None,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 
@@ -278,9 +300,7 @@ def machine(
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
         if adapter is not None:
-            inject(skeleton, adapter)
-            plain = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
-            drawn = drawn_adapter(plain, adapter, seed=recipe.seed)
+            drawn = adapted(skeleton, adapter, quantised, seed=recipe.seed)
         if recipe.unfrozen is not None:
             freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
@@ -326,7 +346,7 @@ def machine(
             )
             import_base(
                 model.spec.sliced(ranks.slice),
-                AdaptedSource(Source(weights), lambda: drawn, magnitudes),
+                AdaptedSource(quantising(Source(weights), config, model), lambda: drawn, magnitudes),
                 store,
                 pool,
                 progress=lambda num_elements: None,

@@ -153,7 +153,9 @@ def test_content_that_is_no_spec_is_rejected(changes: dict[str, object], message
         ModelSpec.from_json(through_json(SPEC.to_json()) | changes)
 
 
-PARAMETER: dict[str, object] = {"name": "w", "shape": [3], "start": 0, "decay": True, "first": 0}
+PARAMETER: dict[str, object] = {
+    "name": "w", "shape": [3], "start": 0, "decay": True, "first": 0, "quantised_shape": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -162,11 +164,8 @@ PARAMETER: dict[str, object] = {"name": "w", "shape": [3], "start": 0, "decay": 
         ({"index": 2}, "block 1 has another layout"),
         ({"rule": "middle"}, "block 1 is not described"),
         ({"num_elements": 2048 * 3}, "block 1 has another layout"),
-        (
-            {"parameters": [{"name": "w", "shape": [3], "start": 128, "decay": True, "first": 0}]},
-            "block 1 has another layout",
-        ),
-        ({"parameters": [{"name": "w", "shape": [-3], "start": 0, "decay": True, "first": 0}]}, "shape is negative"),
+        ({"parameters": [{**PARAMETER, "start": 128}]}, "block 1 has another layout"),
+        ({"parameters": [{**PARAMETER, "shape": [-3]}]}, "shape is negative"),
         ({"parameters": [{"name": "w", "shape": [3], "start": 0}]}, "decay is missing"),
     ],
 )

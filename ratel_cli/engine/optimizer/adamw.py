@@ -26,7 +26,7 @@ from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.schedule.blocks import BlockSpec
-from ratel_cli.sizes import PARAMETER_ALIGNMENT, DtypeName
+from ratel_cli.sizes import PARAMETER_ALIGNMENT, WeightDtype
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
 from ratel_cli.units import align_up
@@ -37,7 +37,7 @@ _WITHOUT_CHECKSUMS = 1 << 20
 
 
 # Each takes the fields of `ADAMW.record` for that compute dtype, in their order.
-_KERNELS: dict[DtypeName, _native._Update[_native.AdamWScalars]] = {
+_KERNELS: dict[WeightDtype, _native._Update[_native.AdamWScalars]] = {
     "bfloat16": _native.update_adamw_bfloat16,
     "float32": _native.update_adamw_float32,
     "float16": _native.update_adamw_float16,

@@ -117,9 +117,9 @@ class _Costs:
             for block in self.spec.head.bound
             for parameter in (block.parameters[:1] if block in self.spec.lent.blocks else block.parameters)
         ]
-        elements = sum(each.num_elements for _, each in found if is_matrix(each.name, len(each.shape)))
+        elements = sum(each.num_elements for _, each in found if is_matrix(each.name, len(each.computed_shape)))
         for block, parameter in found:
-            if not is_matrix(parameter.name, len(parameter.shape)):
+            if not is_matrix(parameter.name, len(parameter.computed_shape)):
                 yield self._vector(block, parameter.name, parameter)
                 continue
             share = parameter.num_elements / elements
@@ -141,7 +141,7 @@ class _Costs:
         for block in segment.bound:
             for parameter in block.parameters:
                 name = name_in_layer(parameter.name)
-                if not is_matrix(parameter.name, len(parameter.shape)):
+                if not is_matrix(parameter.name, len(parameter.computed_shape)):
                     uses.append(self._vector(block, name, parameter))
                     continue
                 operator = f"{name.removesuffix('.weight')} mm"

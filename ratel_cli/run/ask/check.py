@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 
 from ratel_cli.commands import with_run_named
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_RATES
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_QUANTISATION, OF_RATES
 from ratel_cli.config.load import Reading
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -40,7 +40,7 @@ _DECIDES_ABOUT_TYPES = frozenset({"datasets", "test_datasets", "streaming"})
 _DECIDES_ABOUT_MACHINE = frozenset(
     {
         "base_model", "random_init", "unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_RATES,
-        "model_shape", "sequence_len",
+        *OF_QUANTISATION, "model_shape", "sequence_len",
         "micro_batch_size", "gradient_accumulation_steps", "tokens_per_step", "max_grad_norm", "dtype",
         "gradient_dtype", "attn_implementation", "head_chunk",
         "activations", "optimizer_overlap", "device", "storage", "limits", "output_dir",

@@ -27,6 +27,7 @@ from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
 from ratel_cli.hardware.host import default_limit_bytes
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.denoiser import load_denoiser
 from ratel_cli.model.denoiser_config import is_denoiser
 from ratel_cli.model.directory import (
@@ -231,7 +232,7 @@ def _compare(run: OpenedRun, generations: Sequence[Readable], model: nn.Module |
     """The rows for the export's weights and logits, compared with the generation that it was made from."""
     if not generations:
         return []
-    num_bytes = sum(block.num_parameters * block.dtype_bytes for block in run.base.model.spec.blocks)
+    num_bytes = sum(block.num_stored * block.dtype_bytes for block in run.base.model.spec.blocks)
     check = Check(what="weights", num_bytes=num_bytes, checked="every bit", verdict="")
     same: Readable | None = None
     differing: list[str] = []
@@ -266,7 +267,7 @@ def _reader_of(run: OpenedRun, model: nn.Module | None, resources: ExitStack) ->
     config = run.context.config
     source = run.base.open_export(config.output_dir, resources)
     dtypes = run.base.model.spec.exported_dtypes(config.dtype)
-    return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[dtypes[name]])
+    return lambda name, start, number: source.read(name, start, start + number).to(VALUE_DTYPES[dtypes[name]])
 
 
 def _first_difference(run: OpenedRun, generation: Readable, read: _ReadValues) -> str | None:

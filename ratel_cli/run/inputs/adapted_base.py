@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,14 +38,22 @@ from ratel_cli.model.card import Card
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
+from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import MergedWeights
+from ratel_cli.model.quantised_model import (
+    QuantisingSource,
+    is_inputs_first,
+    plain_spec,
+    quantise_layers,
+    quantised_weights,
+)
 from ratel_cli.model.sidecars import GivenSidecars, copied_files
-from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.run.inputs.base import Weights, hub_id
 from ratel_cli.run.inputs.language_base import LanguageBase
-from ratel_cli.run.inputs.settings import adapter_of
+from ratel_cli.run.inputs.settings import adapter_of, quantised_form
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
-from ratel_cli.sizes import Task
+from ratel_cli.sizes import QuantisedForm, Task
 from ratel_cli.store.joined import Readable
 
 
@@ -56,6 +64,8 @@ class AdaptedBase(LanguageBase):
     weights_name, library = ADAPTER_WEIGHTS_NAME, "PEFT"
     settings: AdapterSettings
     peft_config: LoraConfig
+    form: QuantisedForm | None = None
+    """How the language model is quantised; None: it is not."""
 
     def __post_init__(self) -> None:
         """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind;
@@ -97,7 +107,7 @@ class AdaptedBase(LanguageBase):
             copies={name: path for name, path in copied_files(self.directory).items() if name not in replaced},
         )
 
-    def open_export(self, directory: Path, resources: ExitStack) -> AdaptedSource:
+    def open_export(self, directory: Path, resources: ExitStack) -> WeightSource:
         """See Base. The base's weights come from its own files."""
         return AdaptedSource(self._open_base(resources), partial(read_adapter, directory, self.model.spec))
 
@@ -112,12 +122,20 @@ class AdaptedBase(LanguageBase):
         overwrite: bool,
         progress: Callable[[], None],
     ) -> list[str]:
-        """Write the base with the adapter added to it, as PEFT merges it, into the directory that `-o` has named.
-        Returns notices. Raises as `export`."""
+        """Write the base with the adapter added to it, as PEFT merges it, into the directory that `-o` has named. A
+        quantised base is the model from before it was quantised. Returns notices. Raises as `export`."""
         spec = self.model.spec
         stored_names = {base_name(each.name): each.name for each in spec.parameters if not is_of_adapter(each.name)}
-        adapted = adapted_matrices(self.model.skeleton, spec)
-        with CheckpointSource(self.directory, self._plain(), merged_spec(spec, adapted)) as source:
+        adapted, plain = adapted_matrices(self.model.skeleton, spec), self._plain()
+        quantised = frozenset(adapted).intersection(map(base_name, quantised_weights(self.model.skeleton)))
+        for name in quantised:
+            adapted[name] = replace(adapted[name], is_inputs_first=is_inputs_first(plain, name))
+        with CheckpointSource(self.directory, plain, plain_spec(merged_spec(spec, adapted), plain)) as source:
+
+            def before(name: str) -> torch.Tensor:
+                shape = plain.get_parameter(name).shape
+                return source.read(name, 0, shape.numel()).to(DTYPES[config.dtype]).reshape(shape)
+
             return self.export(
                 config,
                 generation,
@@ -128,24 +146,36 @@ class AdaptedBase(LanguageBase):
                 overwrite=overwrite,
                 option="-o",
                 sidecars=super().sidecars(config),
-                merged=partial(MergedWeights, stored_names=stored_names, adapted=adapted),
+                merged=partial(
+                    MergedWeights,
+                    stored_names=stored_names,
+                    adapted=adapted,
+                    matrices_before={name: partial(before, name) for name in quantised},
+                ),
                 progress=progress,
             )
 
     def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         """See Base. As PEFT loads it onto what transformers loads."""
-        return load_adapted(super().load(self.directory, dtype), directory)
+        loaded = super().load(self.directory, dtype)
+        if self.form is not None:
+            quantise_layers(loaded, self.form)
+        return load_adapted(loaded, directory)
 
     def loaded_bytes(self, directory: Path) -> int:
         """See Base."""
         return super().loaded_bytes(directory) + super().loaded_bytes(self.directory)
 
-    def _open_base(self, resources: ExitStack) -> CheckpointSource:
+    def _open_base(self, resources: ExitStack) -> WeightSource:
         """The base model's files. The skeleton gets the buffers."""
-        source = CheckpointSource(self.directory, self._plain(), base_spec(self.model.spec))
+        plain, skeleton = self._plain(), self.model.skeleton
+        source = CheckpointSource(self.directory, plain, plain_spec(base_spec(self.model.spec), plain))
         resources.enter_context(source)
-        install_buffers(self.model.skeleton, source.read_buffers())
-        return source
+        install_buffers(skeleton, source.read_buffers())
+        if self.form is None:
+            return source
+        layers = {base_name(name): layer for name, layer in quantised_weights(skeleton).items()}
+        return QuantisingSource(source, layers, plain)
 
     def _plain(self) -> PreTrainedModel:
         """A new skeleton without the adapter."""
@@ -154,6 +184,12 @@ class AdaptedBase(LanguageBase):
 
 
 def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[..., AdaptedBase]:
-    """Put the config's adapter into the skeleton. Returns what makes the base of it. Raises BadInput."""
-    settings = adapter_of(config, task)
-    return partial(AdaptedBase, settings=settings, peft_config=inject(skeleton, settings))
+    """Put the config's adapter into the skeleton, which is quantised first if the config says so. Returns
+    what makes the base of it. Raises BadInput."""
+    settings, form = adapter_of(config, task), quantised_form(config)
+    if form is not None:
+        quantise_layers(skeleton, form)
+        for path in (name.removesuffix(".weight") for name in quantised_weights(skeleton)):
+            if f".{path}".endswith(tuple(f".{end}" for end in settings.saved_modules)):
+                raise BadInput(f"lora_modules_to_save: {path} is quantised, and cannot be trained", "name others")
+    return partial(AdaptedBase, settings=settings, form=form, peft_config=inject(skeleton, settings))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_RATES
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
@@ -20,7 +20,7 @@ from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
-from ratel_cli.sizes import LOGITS_CHUNK_BYTES, Task
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES, QuantisedForm, Task
 from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.best import BestRule
@@ -39,7 +39,7 @@ CHOOSES_BITS: Final = (
     "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES,
 )  # fmt: skip
 """Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
-CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER)
+CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION)
 """Keys that decide what is trained of a model."""
 DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, *OF_RATES, "dtype")
 """Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
@@ -74,6 +74,15 @@ def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
         also_named=tuple(sorted(config.lora_target_modules)) if takes_all else (),
         task=task,
     )
+
+
+def quantised_form(config: RunConfig) -> QuantisedForm | None:
+    """How the config quantises the model beside an adapter; None if it does not."""
+    if config.load_in_8bit:
+        return "int8"
+    if config.load_in_4bit:
+        return "nf4 double" if config.bnb_4bit_use_double_quant else "nf4"
+    return None
 
 
 def settings_hash(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ratel_cli.config.key_groups import OF_ADAPTER
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_QUANTISATION
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.rows import is_hub_id
@@ -81,7 +81,8 @@ def _settings(config: RunConfig) -> dict[str, object]:
     ordered = ("max_steps" if config.max_steps else "num_epochs", *_SETTINGS)
     left_out = (
         *(OF_TEXT if config.task == "denoising" else ()),
-        *(("adapter", *OF_ADAPTER) if config.adapter is None else ()),
+        *(("adapter", *OF_ADAPTER, *OF_QUANTISATION) if config.adapter is None else ()),
+        *(("bnb_4bit_use_double_quant",) if not config.load_in_4bit else ()),
     )
     left_out += tuple(
         key

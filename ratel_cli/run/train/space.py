@@ -112,7 +112,7 @@ def spaces_of(
             name="export",
             option="output_dir",
             path=export,
-            need_bytes=sum(block.num_parameters * block.dtype_bytes for block in spec.blocks)
+            need_bytes=sum(block.num_stored * block.dtype_bytes for block in spec.blocks)
             if export_bytes is None
             else export_bytes,
             available_bytes=available_bytes,

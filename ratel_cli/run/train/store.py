@@ -273,7 +273,7 @@ def make_store(
     if branch is not None:
         branch.copy_into(store, context)
         return store
-    with context.bar("importing weights", spec.num_parameters) as advance:
+    with context.bar("importing weights", spec.num_stored) as advance:
         import_base(spec, inputs.source, store, context.pool, progress=advance)
     return store
 

@@ -1,0 +1,45 @@
+"""Quantised models of other trainers: their keys become `load_in_4bit`, `load_in_8bit` and double quantisation.
+
+Invariant: the bytes of a rewritten config's model are those that the other trainer would have, or there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ratel_cli.config.key_groups import OF_QUANTISATION
+from ratel_cli.config.reporting import Entries, Report, made
+from ratel_cli.config.yaml_marks import plain, show
+
+_BITS: Mapping[int, str] = {4: "load_in_4bit", 8: "load_in_8bit"}
+"""LLaMA-Factory's `quantization_bit`."""
+_DOUBLE: Sequence[str] = ("double_quantization", "use_bnb_nested_quant")
+"""Names of LLaMA-Factory and TRL for double quantisation."""
+_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def translate_quantisation(entries: Entries, report: Report) -> None:
+    """What is quantised, and how. TRL has no double quantisation by default; axolotl and LLaMA-Factory have it."""
+    for key in [key for key in entries if key in OF_QUANTISATION and entries[key].value.content in (None, "")]:
+        report.drop_empty(entries.pop(key))
+    bits = entries.get("quantization_bit")
+    method = entries["quantization_method"].value.content if "quantization_method" in entries else "bnb"
+    content = None if bits is None else bits.value.content
+    if bits is not None and isinstance(content, int) and content in _BITS and method in ("bnb", "bitsandbytes"):
+        report.read_as(entries.pop("quantization_bit"), f"{_BITS[content]}: true")
+        entries.setdefault(_BITS[content], made(bits, True))
+    is_on = "load_in_4bit" in entries and entries["load_in_4bit"].value.content is True
+    for key in (key for key in _DOUBLE if key in entries):
+        entry = entries.pop(key)
+        if is_on:
+            report.read_as(entry, f"bnb_4bit_use_double_quant: {show(plain(entry.value))}")
+            entries.setdefault("bnb_4bit_use_double_quant", entry)
+        else:
+            report.drop(entry, "nothing is quantised to 4 bit")
+    if is_on and "use_peft" in entries:
+        entries.setdefault("bnb_4bit_use_double_quant", made(entries["load_in_4bit"], False))
+    computed = entries.get("bnb_4bit_compute_dtype")
+    if computed is not None and "dtype" in entries:
+        names = {str(entries["dtype"].value.content), str(computed.value.content)}
+        if len({_DTYPES.get(name, name) for name in names}) == 1:
+            report.drop(entries.pop("bnb_4bit_compute_dtype"), "it is `dtype`")

@@ -1,0 +1,301 @@
+"""Quantised matrices of linear layers: their bytes, as bitsandbytes defines them, and a layer that computes with them.
+
+A quantised matrix is one flat array of bytes, so that store, link and plan carry it as they carry any frozen parameter.
+It holds what bitsandbytes has in several tensors:
+
+    nf4     two elements in a byte, the first one in its upper half; then the largest magnitude of each 64 elements.
+            Either in fp32, or as double quantisation has it: a code for each, the largest magnitude of each 256 of
+            these in fp32, and their mean in fp32 (QLoRA, arXiv:2305.14314, sections 2 and 3)
+    int8    an element in a byte; then the largest magnitude of each row in fp32 (LLM.int8(), arXiv:2208.07339,
+            section 2.1)
+
+Each part begins at a multiple of `_PART_ALIGNMENT` bytes, and the bytes between are zero.
+
+Invariants: (1) the bytes are those that bitsandbytes makes on the CPU of the matrix in the model's dtype, and the
+matrix that is computed with is the one that it makes of them, bit for bit; (2) no autograd graph has that matrix, nor
+its bytes: a backward takes the bytes that are bound to the layer then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, get_args
+
+import torch
+from torch import nn
+
+from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm
+from ratel_cli.units import align_up
+
+QUANTISED_FORMS: Final[tuple[QuantisedForm, ...]] = get_args(QuantisedForm)
+_NF4_ELEMENTS = 64
+"""Elements that share a magnitude in NF4."""
+_DOUBLE_ELEMENTS = 256
+"""Magnitudes that share one in double quantisation."""
+_PART_ALIGNMENT = 256
+_TABLE_PLACES = 1 << 16
+_CODED_ELEMENTS = 1 << 17
+"""Elements that are quantised at once: what caches hold."""
+_NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""What the codes stand for: quantiles of the normal distribution (QLoRA, appendix E)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedLayout:
+    """Where the parts of a quantised matrix lie among its bytes."""
+
+    form: QuantisedForm
+    rows: int
+    columns: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.columns
+
+    @property
+    def code_bytes(self) -> int:
+        """Size of the elements' codes, which come first."""
+        return self.num_elements if self.form == "int8" else -(-self.num_elements // 2)
+
+    @property
+    def num_magnitudes(self) -> int:
+        """Groups of elements that share a magnitude."""
+        return self.rows if self.form == "int8" else -(-self.num_elements // _NF4_ELEMENTS)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each part begins, and where the last one ends."""
+        found = [0]
+        for size in self._part_bytes:
+            found.append(align_up(found[-1] + size, _PART_ALIGNMENT))
+        return tuple(found)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the quantised matrix."""
+        return self.starts[-1]
+
+    def parts(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the bytes of each part."""
+        return [data[start : start + size] for start, size in zip(self.starts[:-1], self._part_bytes, strict=True)]
+
+    @property
+    def _part_bytes(self) -> tuple[int, ...]:
+        if self.form != "nf4 double":
+            return self.code_bytes, 4 * self.num_magnitudes
+        return self.code_bytes, self.num_magnitudes, 4 * -(-self.num_magnitudes // _DOUBLE_ELEMENTS), 4
+
+
+def quantise(matrix: torch.Tensor, form: QuantisedForm) -> torch.Tensor:
+    """The bytes of a matrix `[rows, columns]` that is in the model's dtype, on the CPU."""
+    layout = QuantisedLayout(form, *matrix.shape)
+    data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    codes, *others = layout.parts(data)
+    if form == "int8":
+        _quantise_rows(matrix, codes.view(torch.int8).view(matrix.shape), others[0].view(torch.float32))
+        return data
+    values = matrix.reshape(-1)
+    magnitudes = torch.empty(layout.num_magnitudes)
+    for start in range(0, len(values), _CODED_ELEMENTS):
+        of_group = values[start : start + _CODED_ELEMENTS].float()
+        first = start // _NF4_ELEMENTS
+        packed, found = _quantise_group(of_group)
+        codes[start // 2 :][: len(packed)] = packed
+        magnitudes[first : first + len(found)] = found
+    if form == "nf4":
+        others[0].view(torch.float32).copy_(magnitudes)
+        return data
+    mean = magnitudes.mean()
+    others[2].view(torch.float32).copy_(mean)
+    _quantise_magnitudes(magnitudes - mean, others[0], others[1].view(torch.float32))
+    return data
+
+
+def dequantised(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix `[rows, columns]` of these bytes, in `dtype`: one operator, whatever it is made of."""
+    found: torch.Tensor = torch.ops.ratel.dequantise(data, layout.form, layout.rows, layout.columns, dtype)
+    return found
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer whose weight is quantised: a flat array of bytes, which never has a gradient."""
+
+    def __init__(self, layout: QuantisedLayout, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        """A layer without its weight. `dtype`: that it computes in."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layout.columns, layout.rows
+        self.layout, self.dtype = layout, dtype
+        self.weight = nn.Parameter(torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    def matrix(self) -> torch.Tensor:
+        """The weight `[outputs, inputs]` as it is bound now. What stands in for it in a trial is one already."""
+        weight = self.weight
+        return dequantised(weight, self.layout, self.dtype) if weight.dtype == torch.uint8 else weight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
+        """The layer's output. Autograd gets a note of how it would see the matrix, and asks for it again."""
+        matrix = self.matrix()
+        storage = matrix.untyped_storage()._cdata
+
+        def note(saved: torch.Tensor) -> torch.Tensor | _Seen:
+            if saved.untyped_storage()._cdata != storage:
+                return saved
+            return _Seen(saved.size(), saved.stride(), int(saved.storage_offset()))
+
+        with torch.autograd.graph.saved_tensors_hooks(note, self._again):
+            return nn.functional.linear(input, matrix, self.bias)
+
+    def _again(self, noted: torch.Tensor | _Seen) -> torch.Tensor:
+        if isinstance(noted, torch.Tensor):
+            return noted
+        return self.matrix().as_strided(noted.size, noted.stride, noted.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """How autograd sees a layer's matrix, such as transposed."""
+
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+def _quantise_group(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes and magnitudes of fp32 values, in groups of 64 from the first one."""
+    number = len(values)
+    num_whole = number - number % _NF4_ELEMENTS
+    whole = values[:num_whole].view(-1, _NF4_ELEMENTS)
+    magnitudes = whole.abs().amax(dim=1)
+    # A group of zeros has the magnitude zero; what is left at the end is divided by its own, not multiplied.
+    scaled = [(whole * (1.0 / magnitudes.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1).view(-1)]
+    if num_whole < number:
+        last = values[num_whole:].abs().amax().clamp(min=1e-38)
+        scaled.append((values[num_whole:] / last).clamp_(-1, 1))
+        magnitudes = torch.cat([magnitudes, last.view(1)])
+    if number % 2:
+        scaled.append(torch.zeros(1))
+    found = torch.cat(scaled)
+    codes = torch.zeros(len(found), dtype=torch.uint8)
+    table = torch.tensor(_NF4_VALUES)
+    for middle in ((table[:-1] + table[1:]) / 2).tolist():
+        codes += found > middle
+    return codes[::2] << 4 | codes[1::2], magnitudes
+
+
+def _quantise_magnitudes(values: torch.Tensor, codes: torch.Tensor, magnitudes: torch.Tensor) -> None:
+    """8-bit codes of values in groups of 256, and the magnitude of each group.
+
+    The kernel on the CPU looks the code up by place: of 65,536 from -1 to 1, each has the code that is nearest to it.
+    A group of zeros has the code zero.
+    """
+    padded = torch.zeros(len(magnitudes), _DOUBLE_ELEMENTS)
+    padded.view(-1)[: len(values)] = values
+    magnitudes.copy_(padded.abs().amax(dim=1))
+    scaled = (padded * (1.0 / magnitudes).unsqueeze(1)).clamp_(-1, 1) + 1.0
+    # One rounding, as the fused multiply and add has.
+    places = (scaled.double() * (0.5 * (_TABLE_PLACES - 1)) + 0.5).float().nan_to_num_(0.0).int()
+    found = _nearest_codes()[places.view(-1)].view_as(places)
+    found[magnitudes == 0] = 0
+    codes.copy_(found.view(-1)[: len(values)])
+
+
+def _quantise_rows(matrix: torch.Tensor, codes: torch.Tensor, magnitudes: torch.Tensor) -> None:
+    """8-bit codes of a matrix, and the magnitude of each row. It is rounded to fp16 first, as bitsandbytes does."""
+    rows = max(1, EXPANDED_ELEMENTS // matrix.shape[1])
+    for start in range(0, len(matrix), rows):
+        values = matrix[start : start + rows].to(torch.float16)
+        found = values.abs().amax(dim=1).float()
+        magnitudes[start : start + rows] = found
+        codes[start : start + rows] = torch.round(values * (127.0 / found.unsqueeze(1))).to(torch.int8)
+
+
+@lru_cache(maxsize=1)
+def _code_values() -> torch.Tensor:
+    """What the 8-bit codes of magnitudes stand for, in ascending order: fp32 `[256]`.
+
+    Zero, one, and for each of seven powers of ten the middles of equal parts of 0.1 to 1, with both signs: as many as
+    the bits that the exponent leaves can tell apart (8-bit approximations, arXiv:1511.04561, section 2.1).
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1)
+        middles = (edges[:-1] + edges[1:]) / 2.0
+        scale = 10 ** (exponent - 6)
+        values += (scale * middles).tolist() + (-scale * middles).tolist()
+    return torch.tensor(sorted(values))
+
+
+@lru_cache(maxsize=1)
+def _nearest_codes() -> torch.Tensor:
+    """The code that is nearest to each of the places from -1 to 1: uint8 `[65536]`."""
+    values = _code_values().double()
+    places = -1 + torch.arange(_TABLE_PLACES).double() * (2 / (_TABLE_PLACES - 1))
+    return torch.bucketize(places, (values[:-1] + values[1:]) / 2).to(torch.uint8)
+
+
+@lru_cache(maxsize=8)
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two elements that each byte of NF4 stands for: fp32 `[256, 2]`."""
+    table = torch.tensor(_NF4_VALUES)
+    return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).to(device)
+
+
+@lru_cache(maxsize=8)
+def _code_values_on(device: torch.device) -> torch.Tensor:
+    return _code_values().to(device)
+
+
+def _dequantise(data: torch.Tensor, form: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The kernel of the operator, for the CPU and a GPU."""
+    [layout] = [QuantisedLayout(each, rows, columns) for each in QUANTISED_FORMS if each == form]
+    codes, *others = layout.parts(data.contiguous())
+    matrix = torch.empty(rows, columns, dtype=dtype, device=data.device)
+    if form == "int8":
+        # As bitsandbytes has it in training: the product of code and scale in fp32, rounded once.
+        scales = others[0].view(torch.float32).unsqueeze(1).mul(1.0 / 127.0)
+        number, of_rows = max(1, EXPANDED_ELEMENTS // columns), codes.view(torch.int8).view(rows, columns)
+        for start in range(0, rows, number):
+            values = of_rows[start : start + number].float().mul_(scales[start : start + number])
+            matrix[start : start + number].copy_(values)
+        return matrix
+    magnitudes = others[0].view(torch.float32) if form == "nf4" else _magnitudes(*others)
+    flat = matrix.view(-1)
+    for start in range(0, len(flat), EXPANDED_ELEMENTS):
+        out = flat[start : start + EXPANDED_ELEMENTS]
+        packed = codes[start // 2 : -(-(start + len(out)) // 2)]
+        scales = magnitudes[start // _NF4_ELEMENTS :][: -(-len(out) // _NF4_ELEMENTS)]
+        values = _pairs(data.device).index_select(0, packed.int()).view(-1)
+        out.copy_(_scaled(values, scales, _NF4_ELEMENTS)[: len(out)])
+    return matrix
+
+
+def _magnitudes(codes: torch.Tensor, magnitudes: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The magnitudes of elements, in fp32, from what double quantisation has of them."""
+    values = _code_values_on(codes.device).index_select(0, codes.int())
+    return _scaled(values, magnitudes.view(torch.float32), _DOUBLE_ELEMENTS).add_(mean.view(torch.float32))
+
+
+def _scaled(values: torch.Tensor, scales: torch.Tensor, number: int) -> torch.Tensor:
+    """The values, each `number` of which are multiplied by one scale, in place."""
+    num_whole = len(values) - len(values) % number
+    values[:num_whole].view(-1, number).mul_(scales[: num_whole // number].unsqueeze(1))
+    values[num_whole:].mul_(scales[-1:])
+    return values
+
+
+def _shape_alone(data: torch.Tensor, form: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
+    return data.new_empty((rows, columns), dtype=dtype)
+
+
+_LIBRARY = torch.library.Library("ratel", "DEF")
+_LIBRARY.define("dequantise(Tensor data, str form, int rows, int columns, ScalarType dtype) -> Tensor")
+_LIBRARY.impl("dequantise", _dequantise, "CompositeExplicitAutograd")
+torch.library.register_fake("ratel::dequantise", _shape_alone, lib=_LIBRARY)

@@ -1,0 +1,114 @@
+"""A model whose linear layers are quantised, and where their bytes come from.
+
+Which layers: those that transformers quantises with bitsandbytes, so all linear layers but the head, those with tied
+weights, and those that the model keeps in fp32. GPT-2's layers, whose matrices are `[inputs, outputs]`, become linear
+layers with the matrix turned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.quantised import QuantisedLayout, QuantisedLinear, quantise
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.sizes import QuantisedForm
+
+_READ_ELEMENTS = 1 << 23
+"""A matrix is read in parts of this many elements."""
+
+
+def quantise_layers(model: PreTrainedModel, form: QuantisedForm) -> None:
+    """Let quantised layers take the place of the model's linear layers, with their weights if these are not on the
+    meta device. Raises BadInput if it has none that can be quantised."""
+    chosen = dict(_quantised_layers(model))
+    if not chosen:
+        raise BadInput(f"{type(model).__name__} has no linear layers that could be quantised", "remove load_in_4bit")
+    made = dict[nn.Module, QuantisedLinear]()
+    for name, layer in chosen.items():
+        if layer not in made:
+            made[layer] = _quantised(layer, form)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, made[layer])
+
+
+def plain_spec(spec: ModelSpec, plain: nn.Module) -> ModelSpec:
+    """The model with the parameters that it has when nothing is quantised: `plain`, without weights."""
+    blocks = []
+    for block in spec.blocks:
+        parameters = tuple(
+            each
+            if each.quantised_shape is None
+            else replace(each, shape=tuple(plain.get_parameter(each.name).shape), quantised_shape=None)
+            for each in block.parameters
+        )
+        dtype = spec.dtype if block.dtype == "uint8" else block.dtype
+        blocks.append(replace(block, parameters=parameters, dtype=dtype))
+    return replace(spec, blocks=tuple(blocks))
+
+
+def quantised_weights(model: nn.Module) -> dict[str, QuantisedLinear]:
+    """The quantised layers of a model, by the names of their weights."""
+    return {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}
+
+
+def is_inputs_first(plain: nn.Module, name: str) -> bool:
+    """Whether the matrix of this name is `[inputs, outputs]` when it is not quantised."""
+    return isinstance(plain.get_submodule(name.rpartition(".")[0]), Conv1D)
+
+
+class QuantisingSource:
+    """The weights of a model whose linear layers are quantised, from those of the model before.
+
+    Memory is one matrix in the model's dtype, and its bytes. Those of the last one are kept.
+    """
+
+    def __init__(self, base: WeightSource, layers: Mapping[str, QuantisedLinear], plain: nn.Module) -> None:
+        """`layers`: by the names of their weights in `plain`, which has the shapes of `base`."""
+        self._base, self._layers, self._plain = base, layers, plain
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See WeightSource. Of a quantised parameter, its bytes."""
+        if name not in self._layers:
+            return self._base.read(name, start, stop)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is made
+            self._last = name, self._quantised(name)
+        return self._last[1][start:stop].float()
+
+    def _quantised(self, name: str) -> torch.Tensor:
+        layer, shape = self._layers[name], self._plain.get_parameter(name).shape
+        matrix = torch.empty(shape, dtype=layer.dtype)
+        flat = matrix.view(-1)
+        for start in range(0, len(flat), _READ_ELEMENTS):
+            stop = min(start + _READ_ELEMENTS, len(flat))
+            flat[start:stop] = self._base.read(name, start, stop)
+        is_turned = is_inputs_first(self._plain, name)
+        return quantise(matrix.T.contiguous() if is_turned else matrix, layer.layout.form)
+
+
+def _quantised_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
+    """The layers to quantise, by all their names."""
+    left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_linear = type(module) is nn.Linear or isinstance(module, Conv1D)
+        if is_linear and should_convert_module(name, left_out):
+            yield name, module
+
+
+def _quantised(layer: nn.Linear | Conv1D, form: QuantisedForm) -> QuantisedLinear:
+    weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+    made = QuantisedLinear(QuantisedLayout(form, *weight.shape), layer.bias, weight.dtype)
+    if not weight.is_meta:
+        made.weight = nn.Parameter(quantise(weight.detach().contiguous(), form), requires_grad=False)
+    return made.train(layer.training)

@@ -1,0 +1,157 @@
+"""Runs beside a quantised model, against PEFT in plain PyTorch beside the matrices that bitsandbytes makes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ratel_cli.model.skeleton import DTYPES
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    file_hash,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel,
+    recipe_of,
+    run_until_killed,
+    succeed,
+    succeed_ranks,
+)
+from tests.e2e.test_adapters import CHANGES, IN_PEFT, LINEAR, NUM_STEPS, adapter_of, saved_name
+from tests.quantised import Form, dequantised_weights
+from tests.reference import Trained, train_in_memory
+
+KEYS: dict[Form, dict[str, object]] = {
+    "nf4 double": {"load_in_4bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_use_double_quant": False},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def plain(config: Path, base: Path, form: Form, dtype: str = "bfloat16") -> Trained:
+    """What PEFT trains in plain PyTorch."""
+    data = load_data(config)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
+    weights = load_file(base / "model.safetensors")
+    return train_in_memory(
+        LlamaConfig.from_pretrained(base),
+        dequantised_weights(model, weights, form, DTYPES[dtype]),
+        [data.step(step) for step in range(NUM_STEPS)],
+        replace(recipe_of(config), lora=tuple(IN_PEFT.items())),
+    )
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("nf4 double", "bfloat16"), ("nf4", "float32"), ("int8", "bfloat16")])
+def test_the_adapter_is_what_peft_trains(make_config: MakeConfig, base: Path, form: Form, dtype: str) -> None:
+    """Killed in between, too. The files of the base stay as they are."""
+    config, before = make_config(**CHANGES, **KEYS[form], dtype=dtype), file_hash(base / "model.safetensors")
+    run_until_killed(config, kill_at="commit.written:3")
+    succeed(config)
+    assert file_hash(base / "model.safetensors") == before
+    found, wanted = adapter_of(config), plain(config, base, form, dtype)
+    adapters = {saved_name(name): values for name, values in wanted.weights.items() if "lora_" in name}
+    assert found.keys() == adapters.keys()
+    for name, values in adapters.items():
+        assert torch.equal(found[name], values), name
+    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
+    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
+    ended = ratel("verify", config)
+    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", list(KEYS))
+def test_a_run_is_asked_with_its_store_and_without(make_config: MakeConfig, rows: Path, form: Form) -> None:
+    config = make_config(**CHANGES, **KEYS[form])
+    succeed(config)
+    losses, texts = [], []
+    for _ in range(2):
+        ended = ratel("eval", output_of(config), rows, "--json")
+        assert ended.code == 0, ended.stderr
+        losses.append(json.loads(ended.stdout)["loss"])
+        ended = ratel("generate", output_of(config), "Which number is 0?", "--max-new-tokens", 5)
+        assert ended.code == 0, ended.stderr
+        texts.append(ended.stdout)
+        assert ratel("clean", output_of(config), "--store", "--yes").code == 0
+    assert losses[0] == losses[1] and texts[0] == texts[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, dtype: str, tmp_path: Path) -> None:
+    config, merged = make_config(**CHANGES, **KEYS["nf4 double"], dtype=dtype), tmp_path / "merged"
+    succeed(config)
+    ended = ratel("merge", config, "-o", merged)
+    assert ended.code == 0, ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
+    wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
+    found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
+    assert found.keys() == before.keys()
+    for name, values in found.items():
+        is_adapted = name.removesuffix(".weight").endswith(tuple(LINEAR))
+        assert torch.equal(values, wanted[name] if is_adapted else before[name]), name
+    assert ratel("verify", merged).code == 0
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_the_same_quantisation(make_config: MakeConfig) -> None:
+    config = make_config(**{**CHANGES, **KEYS["nf4 double"], "max_steps": 2})
+    succeed(config)
+    message = "bnb_4bit_use_double_quant was True, is now False"
+    assert_rejected(finetune(config, "bnb_4bit_use_double_quant=false", f"max_steps={NUM_STEPS}"), 2, message)
+    for form, message in (("nf4", "bnb_4bit_use_double_quant was"), ("int8", "load_in_4bit was")):
+        other = make_config(form, **{**CHANGES, **KEYS[form]})
+        assert_rejected(finetune(other, "--from", str(output_of(config))), 2, message)
+    started = make_config("started", **{**CHANGES, **KEYS["nf4 double"], "max_steps": 4})
+    succeed(started, "--from", str(output_of(config)))
+    assert metrics(started)[0]["step"] == 3
+    afresh = make_config("afresh", **{**CHANGES, **KEYS["nf4 double"], "max_steps": 4})
+    succeed(afresh, "--from", str(output_of(config)), "--fresh-optimizer")
+
+
+@pytest.mark.full
+def test_the_plan_counts_bytes_of_quantised_weights(make_config: MakeConfig) -> None:
+    sizes, plans = {}, {}
+    for form, keys in {**KEYS, "none": {}}.items():
+        config = make_config(form, **CHANGES, **keys)
+        plans[form] = json.loads(ratel("plan", config, "--json").stdout)
+        succeed(config)
+        store = output_of(config).with_name(f"{output_of(config).name}.store")
+        sizes[form] = sum(path.stat().st_size for path in store.rglob("*"))
+    numbers = {plan["model"]["num_parameters"] for plan in plans.values()}
+    assert len(numbers) == 1, "what is counted as a parameter is the same"
+    assert sizes["nf4 double"] <= sizes["nf4"] <= sizes["int8"] < sizes["none"]
+
+
+@pytest.mark.full
+def test_ranks_train_one_adapter(make_config: MakeConfig) -> None:
+    config = make_config("ranks", **CHANGES, **KEYS["nf4 double"])
+    alone = make_config("alone", **CHANGES, **KEYS["nf4 double"], gradient_accumulation_steps=4)
+    succeed_ranks(config, 2)
+    succeed(alone)
+    for name, values in adapter_of(alone).items():
+        torch.testing.assert_close(adapter_of(config)[name], values, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"load_in_4bit": True, "load_in_8bit": True}, "`load_in_4bit` and `load_in_8bit` are both set"),
+        ({"load_in_4bit": True, "adapter": None}, "`load_in_4bit` is set without `adapter`"),
+        ({"load_in_8bit": True, "adapter": None}, "`load_in_8bit` is set without `adapter`"),
+        ({"load_in_8bit": True, "peft_use_dora": True}, "DoRA beside a quantised model is not supported"),
+        ({"load_in_4bit": True, "lora_modules_to_save": ["o_proj"]}, "o_proj is quantised, and cannot be trained"),
+    ],
+)
+def test_quantisations_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
+    assert_rejected(finetune(make_config(**{**CHANGES, **keys})), 2, message)

@@ -1,0 +1,137 @@
+"""Quantised matrices: the bytes and values of bitsandbytes, and a layer that keeps neither for its backward."""
+
+from __future__ import annotations
+
+import weakref
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import nn
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.quantised import QUANTISED_FORMS, QuantisedLayout, QuantisedLinear, dequantised, quantise
+from ratel_cli.model.quantised_model import quantise_layers
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm
+from tests import quantised as oracle
+from tests.engine.architectures import tiny_config
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = (
+    (1, 1), (1, 2), (3, 5), (1, 63), (1, 64), (1, 65), (7, 64), (31, 31), (128, 130), (96, 33 * 64), (1, 256 * 64),
+    (1, 256 * 64 + 1), (255, 64), (2, EXPANDED_ELEMENTS // 2), (3, EXPANDED_ELEMENTS // 2 + 33),
+)  # fmt: skip
+
+
+def drawn(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(shape[0] * 7919 + shape[1])
+    return (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+
+
+@pytest.mark.parametrize("form", QUANTISED_FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_and_values_are_those_of_bitsandbytes(
+    shape: tuple[int, int], dtype: torch.dtype, form: QuantisedForm
+) -> None:
+    matrix = drawn(shape, dtype)
+    layout, data = QuantisedLayout(form, *shape), quantise(matrix, form)
+    for number, (part, wanted) in enumerate(zip(layout.parts(data), oracle.quantised_bytes(matrix, form), strict=True)):
+        assert torch.equal(part, wanted), number
+    assert torch.equal(dequantised(data, layout, dtype), oracle.dequantised(matrix, form))
+
+
+@pytest.mark.parametrize("form", ["nf4", "nf4 double"])
+def test_zeros_and_equal_values(form: QuantisedForm) -> None:
+    matrix = drawn((300, 64), torch.float32)
+    matrix[3:7] = 0
+    matrix[9], matrix[10], matrix[11] = 1.0, -1.0, 1e-40
+    for each in (matrix, torch.zeros(300, 64), torch.ones(300, 64)):
+        layout, data = QuantisedLayout(form, *each.shape), quantise(each, form)
+        assert list(map(bytes_of, layout.parts(data))) == list(map(bytes_of, oracle.quantised_bytes(each, form)))
+        assert torch.equal(dequantised(data, layout, torch.float32), oracle.dequantised(each, form))
+
+
+def bytes_of(part: torch.Tensor) -> bytes:
+    return part.numpy().tobytes()
+
+
+@pytest.mark.parametrize(("form", "share"), [("nf4 double", 0.516), ("nf4", 0.5625), ("int8", 1.001)])
+def test_bytes_for_each_weight(form: QuantisedForm, share: float) -> None:
+    assert QuantisedLayout(form, 4096, 4096).num_bytes / 4096**2 == pytest.approx(share, abs=1e-3)
+
+
+def layer_of(matrix: torch.Tensor, bias: torch.Tensor | None, form: QuantisedForm) -> QuantisedLinear:
+    made = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
+    layer = QuantisedLinear(QuantisedLayout(form, *matrix.shape), made, matrix.dtype)
+    layer.weight = nn.Parameter(quantise(matrix, form), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 96), (2, 3, 96), (2, 0, 96)])
+@pytest.mark.parametrize("form", QUANTISED_FORMS)
+def test_backward_takes_the_bytes_that_are_bound_then(
+    form: QuantisedForm, shape: tuple[int, ...], has_bias: bool
+) -> None:
+    matrix, bias = drawn((64, 96), torch.bfloat16), torch.randn(64).bfloat16() if has_bias else None
+    layer, inputs = layer_of(matrix, bias, form), torch.randn(shape).bfloat16().requires_grad_()
+    gradient = torch.randn((*shape[:-1], 64)).bfloat16()
+    output = layer(inputs)
+    data = layer.weight.detach().clone()
+    layer.weight.data.fill_(255)  # the buffer is used for something else
+    layer.weight = nn.Parameter(data, requires_grad=False)
+    [found] = torch.autograd.grad(output, inputs, gradient)
+    linear = nn.functional.linear(inputs, oracle.dequantised(matrix, form), bias)
+    [wanted] = torch.autograd.grad(linear, inputs, gradient)
+    assert torch.equal(output, linear) and torch.equal(found, wanted)
+
+
+def test_bitsandbytes_takes_the_bytes_of_forward() -> None:
+    """Why the layer is our own: with a buffer that is used again, this gives other gradients, and no error."""
+    matrix = drawn((64, 96), torch.bfloat16)
+    packed, state = bnb.functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+    inputs, buffer = torch.randn(5, 96).bfloat16().requires_grad_(), packed.clone()
+    output = bnb.matmul_4bit(inputs, buffer, quant_state=state)
+    [wanted] = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+    buffer.fill_(255)
+    [found] = torch.autograd.grad(output.sum(), inputs)
+    assert not torch.equal(found, wanted)
+
+
+class Watched(QuantisedLinear):
+    """A layer that notes whether the matrices still exist that it has expanded."""
+
+    made: list[weakref.ref[torch.UntypedStorage]]
+
+    def matrix(self) -> torch.Tensor:
+        found = super().matrix()
+        self.made.append(weakref.ref(found.untyped_storage()))
+        return found
+
+
+@pytest.mark.parametrize("form", QUANTISED_FORMS)
+def test_no_graph_has_the_matrix(form: QuantisedForm) -> None:
+    layer = layer_of(drawn((64, 96), torch.float32), None, form)
+    layer.__class__, layer.made = Watched, []  # type: ignore[assignment]
+    output = layer(torch.randn(5, 96, requires_grad=True))
+    assert output.requires_grad and [each() for each in layer.made] == [None]
+    output.sum().backward()
+    assert [each() for each in layer.made] == [None, None]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "mixtral", "llama_tied"])
+def test_layers_are_those_of_transformers(architecture: str) -> None:
+    skeleton = build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa")
+    wanted = oracle.quantised_names(skeleton)
+    quantise_layers(skeleton, "nf4")
+    found = {f"{name}.weight" for name, each in skeleton.named_modules() if isinstance(each, QuantisedLinear)}
+    assert found == wanted != set()
+
+
+def test_a_model_without_linear_layers() -> None:
+    skeleton = build_skeleton(tiny_config("llama"), dtype="bfloat16", attn_implementation="sdpa")
+    quantise_layers(skeleton, "nf4")
+    with pytest.raises(BadInput, match="LlamaForCausalLM has no linear layers that could be quantised"):
+        quantise_layers(skeleton, "nf4")
