@@ -20,6 +20,9 @@ _COLUMNS: Mapping[str, str] = {
     "messages": "field_messages",
     "system": "field_system",
     "tools": "field_tools",
+    "chosen": "field_chosen",
+    "rejected": "field_rejected",
+    "kto_tag": "field_label",
 }
 """By name in `columns`: our key of a dataset."""
 _ROLES: Mapping[str, str] = {
@@ -46,13 +49,16 @@ def read_dataset_info(directory: Path) -> Info | None:
     return found
 
 
-def describe_set(info: Mapping[str, Plain], directory: Path, *, is_text: bool) -> dict[str, Plain] | str:
-    """One set with our keys; a text with the reason if Ratel cannot train on it. `is_text`: for `stage: pt`."""
+def describe_set(
+    info: Mapping[str, Plain], directory: Path, *, is_text: bool, method: object = None
+) -> dict[str, Plain] | str:
+    """One set with our keys; a text with the reason if Ratel cannot train on it. `is_text`: for `stage: pt`. `method`:
+    our `rl`, if it is set."""
     path = info.get("file_name")
     hub = info.get("hf_hub_url") or info.get("ms_hub_url") or info.get("script_url") or info.get("cloud_file_name")
     columns = info.get("columns")
     columns = columns if isinstance(columns, dict) else {}
-    reason = _why_not(info, columns)
+    reason = _why_not(info, columns, method)
     if reason is not None:
         return reason
     if not isinstance(path or hub, str):
@@ -65,6 +71,8 @@ def describe_set(info: Mapping[str, Plain], directory: Path, *, is_text: bool) -
         return {**ours, "type": "completion", "field": columns.get("prompt") or "text"}
     ours["type"] = "chat_template"
     ours.update({_COLUMNS[key]: column for key, column in columns.items() if key in _COLUMNS and column})
+    if method == "kto" and info.get("formatting", "alpaca") == "alpaca":
+        ours["field_completion"] = ours.pop("field_output", "output")
     if info.get("formatting", "alpaca") == "alpaca":
         return ours
     tags = info.get("tags")
@@ -79,12 +87,17 @@ def describe_set(info: Mapping[str, Plain], directory: Path, *, is_text: bool) -
     return ours
 
 
-def _why_not(info: Mapping[str, Plain], columns: Mapping[str, Plain]) -> str | None:
-    """Why a set is not for supervised training on text; None if it is."""
-    if info.get("ranking"):
-        return "it has preferences (chosen and rejected answers), not answers to imitate"
-    if columns.get("kto_tag"):
-        return "it has answers with a verdict (kto_tag), not only answers to imitate"
+def _why_not(info: Mapping[str, Plain], columns: Mapping[str, Plain], method: object) -> str | None:
+    """Why a set is not for training on text by this method; None if it is."""
+    has_pairs, has_verdicts = bool(info.get("ranking")), bool(columns.get("kto_tag"))
+    if has_pairs and method in (None, "kto"):
+        return "it has preferences (chosen and rejected answers), which `rl: dpo` learns from"
+    if has_verdicts and method != "kto":
+        return "it has answers with a verdict (kto_tag), which `rl: kto` learns from"
+    if method == "kto" and not has_verdicts:
+        return "its answers have no verdict (kto_tag)"
+    if method is not None and not has_pairs and not has_verdicts:
+        return "it has no preferences (ranking: true)"
     if any(columns.get(media) for media in ("images", "videos", "audios")):
         return "it has images, video or sound; a set in `datasets` with `media: ignore` trains on the text alone"
     return None

@@ -63,6 +63,9 @@ def _of_preferences(config: RunConfig) -> list[Contradiction]:
         for key, method in of_methods.items()
         if method != config.rl and _differs(config, key)
     ]
+    if config.rl == "kto" and config.micro_batch_size == 1:
+        message = "`micro_batch_size` is 1: the KL divergence of each micro-batch is estimated from one answer"
+        found.append(Contradiction(keys=("micro_batch_size",), message=message, hint="set it to 2 or more"))
     if config.train_on_inputs is True:
         found.append(_unused("train_on_inputs", "answers are compared, and prompts are not"))
     if config.sample_packing and "sample_packing" in config.model_fields_set:

@@ -292,7 +292,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         _METHOD,
         """reward_model process_reward_model diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature
-        kd_online_server trl orpo_alpha rpo_alpha dpo_beta pref_beta pref_loss pref_ftx ref_model
+        kd_online_server trl rpo_alpha pref_loss pref_ftx pref_bco_weight ref_model reference_free
         reward_model_path dpo_use_weighting relora relora_steps relora_prune_ratio relora_cpu_offload ebft vllm
         mtp_enabled distill teacher_model_name_or_path do_predict""",
     ),

@@ -84,7 +84,10 @@ def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
     assert isinstance(theirs.content, dict)
     stage = theirs.content.get("stage")
     is_pretraining = tool == "LLaMA-Factory" and stage is not None and stage.value.content == "pt"
-    return {**_DEFAULTS.get(tool, {}), **({"sample_packing": True} if is_pretraining else {})}
+    more: dict[str, Scalar] = {"sample_packing": True} if is_pretraining else {}
+    if tool == "TRL" and theirs.content.keys() & {"rl", "beta"}:
+        more["learning_rate"] = 1e-6
+    return {**_DEFAULTS.get(tool, {}), **more}
 
 
 def mask_of_sets(tool: str, root: Marked) -> Iterator[tuple[str, Marked, Entry]]:
@@ -93,6 +96,8 @@ def mask_of_sets(tool: str, root: Marked) -> Iterator[tuple[str, Marked, Entry]]
     For each the key that it is in, the set, and its `type`. `root` has our names.
     """
     assert isinstance(root.content, dict)
+    if "rl" in root.content:
+        return
     for key in ("datasets", "test_datasets"):
         sets = root.content[key].value.content if tool == "axolotl" and key in root.content else None
         for each in sets if isinstance(sets, list) else ():
@@ -148,7 +153,8 @@ def other_mask(tool: str, root: Marked) -> Finding | None:
     for _, _, entry in mask_of_sets(tool, root):
         message = "Ratel trains a turn to the end of its last mark, axolotl to the EOS token; for that mask write"
         return Finding(where=entry.where, message=f"{message} `{MASK}` into the dataset")
-    if tool == "TRL" and "train_on_inputs" not in root.content and "datasets" in root.content:
+    is_trl = tool == "TRL" and "rl" not in root.content
+    if is_trl and "train_on_inputs" not in root.content and "datasets" in root.content:
         message = "Ratel trains the answers in conversations, TRL all of their tokens; for that write"
         return Finding(where=root.content["datasets"].where, message=f"{message} `train_on_inputs: conversations`")
     return None

@@ -540,9 +540,6 @@ def _preference_contradiction(config: RunConfig) -> Contradiction | None:
         message = f"`rl` learns from texts and conversations; `type: {others[0]}` is neither"
         hint = "set `type: chat_template` or remove `type`"
         return Contradiction(keys=("datasets", "test_datasets", "rl"), message=message, hint=hint)
-    if config.rl == "kto" and config.micro_batch_size == 1:
-        message = "`rl: kto` needs other answers in a micro-batch, to estimate the KL divergence, and it has one"
-        return Contradiction(keys=("micro_batch_size", "rl"), message=message, hint="set `micro_batch_size: 2` or more")
     return None
 
 

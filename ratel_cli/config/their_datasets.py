@@ -6,15 +6,16 @@ without a report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ratel_cli.config.aliases import canonical_key
 from ratel_cli.config.dataset_info import FILE_NAME, describe_set, read_dataset_info
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.sections import DatasetConfig
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, marked, plain, show
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, marked, plain, show
 
 
 def translate_datasets(entries: Entries, report: Report) -> None:
@@ -170,6 +171,8 @@ def _one_dataset(entries: Entries, report: Report) -> None:
     """TRL's `dataset_name` with its companions, and the names of LLaMA-Factory's `dataset` and `eval_dataset`."""
     directory = entries.pop("dataset_dir", None)
     is_text = "stage" in entries and entries["stage"].value.content == "pt"
+    method = entries["rl"].value.content if "rl" in entries else None
+    described = partial(describe_set, is_text=is_text, method=method)
     companions = {key: entries.pop(key) for key in _COMPANIONS if key in entries}
     given = {key: entry for key, entry in companions.items() if entry.value.content is not None}
     for key in [key for key in companions if key not in given]:
@@ -184,7 +187,7 @@ def _one_dataset(entries: Entries, report: Report) -> None:
         if isinstance(content, str):
             names = [replace(entry.value, content=name.strip()) for name in content.split(",") if name.strip()]
             if written != "dataset_name":
-                found = [_looked_up(entry, name, directory, report, is_text=is_text) for name in names]
+                found = [_looked_up(entry, name, directory, report, described) for name in names]
                 names = [name for name in found if name is not None]
             entry = replace(entry, value=replace(entry.value, content=names))
         entries[ours] = entry
@@ -194,7 +197,13 @@ def _one_dataset(entries: Entries, report: Report) -> None:
     _add_to_datasets(entries, given, report)
 
 
-def _looked_up(entry: Entry, name: Marked, directory: Entry | None, report: Report, *, is_text: bool) -> Marked | None:
+def _looked_up(
+    entry: Entry,
+    name: Marked,
+    directory: Entry | None,
+    report: Report,
+    describe: Callable[[Mapping[str, Plain], Path], dict[str, Plain] | str],
+) -> Marked | None:
     """The set that a name stands for in dataset_info.json; the name as a path if it is not there.
 
     None if it cannot be used, with a finding: the name is no path then.
@@ -209,7 +218,7 @@ def _looked_up(entry: Entry, name: Marked, directory: Entry | None, report: Repo
         return None
     if info is None or str(name.content) not in info:
         return name
-    described = describe_set(info[str(name.content)], folder, is_text=is_text)
+    described = describe(info[str(name.content)], folder)
     if isinstance(described, str):
         message = f"`{entry.written}`: {show(name.content)} cannot be used: {described}"
         report.reject(Finding(where=entry.value.where, message=message), "datasets")

@@ -16,6 +16,7 @@ from ratel_cli.config.foreign import kernel_plugins
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.their_adapters import translate_adapter
 from ratel_cli.config.their_datasets import translate_datasets
+from ratel_cli.config.their_preferences import translate_preferences
 from ratel_cli.config.their_quantisation import translate_quantisation
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, marked, plain, show
 
@@ -373,5 +374,6 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     translate_adapter,
     _two_losses,
     _template,
+    translate_preferences,
     translate_datasets,
 )

@@ -5,7 +5,8 @@ samples, of which all first ones come first.
 
 Of answers with a verdict, the second row has the sample's prompt with the answer of another sample behind it, by which
 the KL divergence is estimated: that of the sample before it in its group, where groups have the size of a micro-batch
-and follow the order of the data, as in TRL. Invariant: which one that is does not depend on the epoch.
+(of a step, if that is 1) and follow the order of the data, as in TRL. Invariant: which one that is does not depend on
+the epoch.
 """
 
 from __future__ import annotations

@@ -75,6 +75,14 @@ class DataSettings:
     trains_prompts: bool = False
     """Where pairs are compared: whether the prompts of chosen answers are targets, too."""
 
+    @property
+    def num_mixed(self) -> int:
+        """Where answers have verdicts: among how many samples the answers are mixed that estimate the KL divergence:
+        those of a micro-batch, or of a step if a micro-batch has one."""
+        if self.micro_batch_size > 1:
+            return self.micro_batch_size
+        return max(2, self.gradient_accumulation_steps)
+
     def described(self) -> dict[str, object]:
         """What decides the batches, for a hash: what belongs to a task counts only in that task."""
         values, is_causal = asdict(self), self.task == "causal_lm"
@@ -267,7 +275,7 @@ class TrainingData:
             cache=cache,
             compares=settings.compares,
             trains_prompts=settings.trains_prompts,
-            others=in_groups(len(cache.lengths) // 2, used, settings.micro_batch_size),
+            others=in_groups(len(cache.lengths) // 2, used, settings.num_mixed),
             sequence_len=settings.sequence_len,
             padding_id=self._padding_id,
             multiple=self._row_multiple,

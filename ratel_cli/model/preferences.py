@@ -59,8 +59,10 @@ class PreferenceLoss:
         means = sums / lengths
         chosen, rejected = means.chunk(2)
         losses = -logsigmoid(self.beta * (chosen - rejected - self.simpo_gamma / self.beta))
-        nll = -sums.chunk(2)[0].sum() / lengths.chunk(2)[0].sum()
-        loss = losses.mean() + self.cpo_alpha * nll if self.cpo_alpha else losses.mean()
+        nll = sums.new_zeros(())  # what is no part of the loss
+        if self.cpo_alpha:
+            nll = -sums.chunk(2)[0].sum() / lengths.chunk(2)[0].sum()
+        loss = losses.mean() + self.cpo_alpha * nll
         return ComparedLoss(loss=loss, figures={**self._figures(means, means), "nll_loss": nll.detach()})
 
     def _orpo(self, means: torch.Tensor, log_probabilities: torch.Tensor, has_target: torch.Tensor) -> ComparedLoss:

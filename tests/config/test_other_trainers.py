@@ -350,7 +350,10 @@ def test_the_sets_of_llama_factory(load: Load) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("ranked", "`dataset`: 'ranked' cannot be used: it has preferences (chosen and rejected answers), not answers"),
+        (
+            "ranked",
+            "`dataset`: 'ranked' cannot be used: it has preferences (chosen and rejected answers), which",
+        ),
         ("nowhere", "`dataset`: 'nowhere' cannot be used: it names no file and no hub id"),
         ("judged", "`dataset`: 'judged' cannot be used: it has answers with a verdict (kto_tag)"),
         ("seen", "`dataset`: 'seen' cannot be used: it has images, video or sound; a set in `data"),
