@@ -126,4 +126,6 @@ def _hint_for_type(kind: str, value: object, key: str) -> str | None:
         return "remove the quotes"
     if kind == "int_type" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"write [{', '.join(part.strip() for part in value.split(','))}]"
     return _KEY_HINTS.get(key)

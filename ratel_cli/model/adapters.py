@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +54,7 @@ _TASK_TYPES: dict[Task, str | None] = {"causal_lm": "CAUSAL_LM", "masked_lm": No
 def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     """Put the adapter's modules into the model, which is then frozen but for them. Returns the configuration as PEFT
     has completed it. Raises BadInput with PEFT's reason if the model cannot have them."""
+    _check_names(model, settings)
     targets = settings.target_modules
     if settings.layers and isinstance(targets, str):
         targets = _linear_names(model)  # PEFT chooses layers only among names
@@ -79,16 +81,41 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     except (ValueError, TypeError, NotImplementedError) as error:
         if ParamWrapper.__name__ in str(error):
             raise _of_experts(model) from error
-        found = BadInput(
-            f"adapter: {type(model).__name__}: {first_line(error)}", "lora_target_modules names modules by their ends"
-        )
-        found.key = ("lora_target_modules",)
-        raise found from error
+        message = f"adapter: {type(model).__name__}: {first_line(error)}"
+        raise _about("lora_target_modules", message, "lora_target_modules names modules by their ends") from error
     for module in saved:
         module.requires_grad_(True)
     config.modules_to_save = list(settings.saved_modules) or None
     _check_adapted(model, settings)
     return config
+
+
+def _check_names(model: PreTrainedModel, settings: AdapterSettings) -> None:
+    """Raise BadInput if the model has no such layer, or no module of any of these names: PEFT's own words name neither
+    what there is, nor which of the two is wrong."""
+    number: object = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(number, int) and not model.config.is_encoder_decoder:
+        for layer in (each for each in settings.layers if each >= number):
+            message = f"lora_layers_to_transform: there is no layer {layer}: {type(model).__name__} has {number}"
+            raise _about("lora_layers_to_transform", message, f"layers are numbered from 0 to {number - 1}")
+    wanted = settings.target_modules
+    if isinstance(wanted, str) or not wanted or settings.target_parameters:
+        return
+    names = [f".{name}" for name, _ in model.named_modules()]
+    if any(name.endswith(f".{end}") for end in wanted for name in names):
+        return
+    there = _linear_names(model)
+    close = get_close_matches(wanted[0], there, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"its linear layers are {', '.join(there)}"
+    message = f"lora_target_modules: {type(model).__name__} has no module named {' or '.join(wanted)}"
+    raise _about("lora_target_modules", message, hint)
+
+
+def _about(key: str, message: str, hint: str) -> BadInput:
+    """The error for the value of a key."""
+    found = BadInput(message, hint)
+    found.key = (key,)
+    return found
 
 
 def _check_adapted(model: PreTrainedModel, settings: AdapterSettings) -> None:

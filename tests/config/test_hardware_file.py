@@ -74,7 +74,7 @@ def test_the_example_is_valid(tmp_path: Path) -> None:
         (9, "  zzz: 2", "9:3: unknown key `zzz` in `nvme`"),
         (9, "  # nothing", "10:3: `nvme` needs `num_devices`, or `paths`"),
         (9, "  weights: [1]", "9:3: `weights` has 1 entries, but `paths` has 0"),
-        (9, "  paths: /a", "9:10: `nvme.paths` must be a list, not '/a'"),
+        (9, "  paths: /a", "9:10: `nvme.paths` must be a list, not '/a' | write [/a]"),
         (9, "  paths: [/a, 7]", "9:15: `nvme.paths.1` must be text, not 7 | put it in quotes"),
         (10, "  read_bytes_per_second: 6GB", f"10:26: `nvme.read_bytes_per_second` {RATE}"),
         (10, "  read_bytes_per_second: 6GB/h", f"10:26: `nvme.read_bytes_per_second` {RATE}"),

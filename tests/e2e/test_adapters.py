@@ -257,7 +257,9 @@ def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lora_target_modules": ["nothing"]}, "adapter: LlamaForCausalLM: Target modules {'nothing'} not found"),
+        ({"lora_target_modules": ["nothing"]}, "lora_target_modules: LlamaForCausalLM has no module named nothing"),
+        ({"lora_target_modules": ["q_prj", "x"]}, "has no module named q_prj or x"),
+        ({"lora_layers_to_transform": [1, 2]}, "lora_layers_to_transform: there is no layer 2: LlamaForCausalLM has 2"),
         ({"lora_target_modules": ["embed_tokens"]}, "embedding and head can have no adapter"),
         ({"lora_target_modules": ["embed_tokens"], "lora_target_linear": True}, "embed_tokens: no linear layer"),
         ({"lora_modules_to_save": ["score"]}, "lora_modules_to_save: score: no module of the model with weights"),
