@@ -214,10 +214,38 @@ def segment_activation_bytes(spec: ModelSpec, segment: Segment, *, tokens: int) 
 
 
 def expanded_bytes(spec: ModelSpec, segment: Segment) -> int:
-    """The most that a quantised matrix of a segment takes while it is computed with, besides its bytes: the matrix,
-    fp32 magnitudes with their codes, and what a group of elements takes on the way. One exists at a time."""
+    """The most that is made of a segment's weights while it computes, whatever the tokens: of quantised matrices, of
+    what DoRA scales, and of stacks of experts with adapters."""
+    return _quantised_bytes(spec, segment) + _scaled_bytes(segment) + _adapted_stack_bytes(spec, segment)
+
+
+def _quantised_bytes(spec: ModelSpec, segment: Segment) -> int:
+    """A quantised matrix, fp32 magnitudes with their codes, and what a group of elements takes on the way. One exists
+    at a time."""
     largest = max((each.num_computed for each in segment.parameters if each.quantised_shape is not None), default=0)
     return largest * spec.dtype_bytes + -(-largest // 8) + min(8 * largest, EXPANDING_BYTES)
+
+
+def _scaled_bytes(segment: Segment) -> int:
+    """What PEFT's DoRA makes of one matrix in forward: the product of its adapter in fp32, by an identity matrix of its
+    inputs, then in the model's dtype, scaled, added to the matrix, and what its norm takes. One exists at a time."""
+    shapes = {each.name: each.computed_shape for each in segment.parameters}
+    most = 0
+    for name in shapes:
+        path, is_magnitude, _ = name.partition(".lora_magnitude_vector.")
+        if is_magnitude:
+            inputs, outputs = shapes[f"{path}.lora_A.default.weight"][1], shapes[name][0]
+            most = max(most, 4 * inputs**2 + 4 * 4 * inputs * outputs)
+    return most
+
+
+def _adapted_stack_bytes(spec: ModelSpec, segment: Segment) -> int:
+    """Stacks of experts with their adapters added, which autograd keeps from forward to backward, and the gradient of
+    one of them."""
+    stacks = [
+        each.num_elements for each in segment.parameters if ".base_layer." in each.name and len(each.computed_shape) > 2
+    ]
+    return spec.dtype_bytes * (sum(stacks) + max(stacks, default=0))
 
 
 def tokens_per_chunk(vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:

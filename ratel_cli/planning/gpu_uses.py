@@ -182,8 +182,7 @@ class Uses:
         return self._workload.tokens * (self._workload.sequence_len + self._spec.batch_bytes + _ROWS_BYTES)
 
     def _window(self, position: int) -> int:
-        """Weights of the use that is open, with the largest matrix that is expanded of quantised ones, and of the next
-        one what the window takes."""
+        """Weights of the use that is open, with what is made of them, and of the next one what the window takes."""
         opened = self._schedule[position]
         num_bytes = opened.compute_bytes + expanded_bytes(self._spec, opened)
         for segment in self._schedule[position + 1 :][:1]:

@@ -73,7 +73,7 @@ class SegmentMemory:
             0 if on_gpu else segment_activation_bytes(spec, segment, tokens=tokens) for segment in spec.segments
         ]
         self.expanded = [0 if on_gpu else expanded_bytes(spec, segment) for segment in spec.segments]
-        """Of each segment, what its largest quantised matrix takes while it is computed with."""
+        """Of each segment, what is made of its weights while it computes."""
         self.logits = 0 if on_gpu else logits_bytes(spec, head_chunk_tokens(spec, workload))
         self.lookup_sum = lookup_sum_bytes(spec, workload)
         """The head's gradient of a matrix that it borrows, until the embedding's is there. Counted even if a GPU holds
