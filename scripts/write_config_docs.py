@@ -36,6 +36,7 @@ SECTION_TITLES: Mapping[str, str] = {
     TOP: "",
     "datasets": "Each item of `datasets`",
     "lr_scheduler_kwargs": "In `lr_scheduler_kwargs`",
+    "optim_args": "In `optim_args`",
     "storage": "In `storage`",
     "storage.snapshot": "In `storage.snapshot`",
     "limits": "In `limits`",

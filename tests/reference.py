@@ -1,8 +1,8 @@
 """The oracle: the same training in plain PyTorch, with the whole model in memory.
 
-Master weights in fp32, updated by `torch.optim.AdamW`; the model computes with a copy in the compute
-dtype; gradients of the step's micro-batches are summed in fp32, rounded once to the gradient dtype,
-clipped by `clip_grad_norm_`.
+Master weights in fp32, updated by `torch.optim.AdamW` or another optimizer of the recipe; the model computes with a
+copy in the compute dtype; gradients of the step's micro-batches are summed in fp32, rounded once to the gradient
+dtype, clipped by `clip_grad_norm_`.
 
 Invariant: it imports nothing from `ratel_cli`. What Ratel promises is written here a second time, the rule that
 seeds each draw included; `tests/test_oracles.py` holds this.
@@ -26,6 +26,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
 from transformers.integrations.neftune import activate_neftune
 
+from tests.reference_optimizers import optimizers_of
+
 
 class Batch(Protocol):
     """One micro-batch: int64 tensors `[batch, tokens]`; targets are shifted already, -100 is ignored."""
@@ -44,6 +46,9 @@ class Batch(Protocol):
 class Recipe:
     dtype: torch.dtype = torch.float32
     gradient_dtype: torch.dtype | None = None
+    optimizer: str = "adamw"
+    momentum: float = 0.0
+    """Of `sgd`."""
     learning_rate: float = 1e-3
     group_rates: tuple[tuple[str, float], ...] = ()
     """Regular expressions, each with the learning rate of the parameters whose names have it; the first one counts."""
@@ -212,7 +217,7 @@ def _trained(
         }
         for name, master in trained.items()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, foreach=False)
+    optimizers = optimizers_of(recipe.optimizer, groups, learning_rate=recipe.learning_rate, momentum=recipe.momentum)
     losses, norms, parameter_norms = [], [], []
     for step in range(num_steps):
         loss, sums = gradients_of(step)
@@ -226,11 +231,12 @@ def _trained(
         parts = [part for name, gradient in gradients.items() for part in _parts(gradient, recipe.cuts.get(name, ()))]
         norm = _clip(parts, recipe.max_grad_norm)
         if recipe.learning_rates is not None:
-            for group in optimizer.param_groups:
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = recipe.learning_rates[step]
         for name, master in masters.items():
             master.grad = gradients[name].cpu() if name in gradients else None
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         _copy_down(model, masters)
         losses.append(loss)
         norms.append(norm)
@@ -244,6 +250,7 @@ def _trained(
         },
         moments={
             name: {key: each.clone() for key, each in optimizer.state[master].items()}
+            for optimizer in optimizers[recipe.optimizer != "adamw" :]  # the state of torch's AdamW alone
             for name, master in trained.items()
             if master in optimizer.state
         },

@@ -16,6 +16,7 @@ from ratel_cli.config.schema import (
     DatasetConfig,
     LimitsConfig,
     ModelShape,
+    OptimizerConfig,
     RunConfig,
     SchedulerConfig,
     SnapshotConfig,
@@ -29,6 +30,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     TOP: RunConfig,
     "datasets": DatasetConfig,
     "lr_scheduler_kwargs": SchedulerConfig,
+    "optim_args": OptimizerConfig,
     "storage": StorageConfig,
     "limits": LimitsConfig,
     "model_shape": ModelShape,
@@ -93,21 +95,27 @@ INVERSE: Mapping[str, Mapping[bool, bool | str]] = {
 """Aliases whose `true` is our `false`, and what their `false` is."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_EIGHT_BIT = "Ratel keeps its moments in fp32, on NVMe"
+_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
 _SAME_ALGORITHM = (
     "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
     "adamw_torch_foreach", "optimi_adamw", "paged_adamw", "paged_adamw_32bit", "fused_adamw", "AdamW",
 )  # fmt: skip
 """AdamW in another coat: other kernels, or other places for the same states."""
-_SMALLER_STATES = (
-    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8",
-    "ao_adamw_8bit", "ao_adamw_4bit", "ao_adamw_fp8", "adamw_anyprecision",
-)  # fmt: skip
+_EIGHT_BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
+"""AdamW with moments in 8 bit, in blocks of 256 elements, by the same map: that of bitsandbytes."""
+_SMALLER_STATES = ("adamw_torch_4bit", "adamw_torch_fp8", "ao_adamw_4bit", "ao_adamw_fp8", "adamw_anyprecision")
 """AdamW with moments of fewer bits, which are an approximation of what Ratel computes."""
+_LION = ("lion_32bit", "lion_pytorch", "paged_lion", "paged_lion_32bit", "Lion")
+_SMALLER_LION = ("lion_8bit", "paged_lion_8bit")
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "dtype": _DTYPES,
     "gradient_dtype": _DTYPES,
-    "optimizer": dict.fromkeys((*_SAME_ALGORITHM, *_SMALLER_STATES), "adamw"),
+    "optimizer": {
+        **dict.fromkeys((*_SAME_ALGORITHM, *_SMALLER_STATES), "adamw"),
+        **dict.fromkeys(_EIGHT_BIT, "adamw_8bit"),
+        **dict.fromkeys((*_LION, *_SMALLER_LION), "lion"),
+        "SGD": "sgd",
+    },
     "lr_scheduler": {
         "constant_with_warmup": "constant",
         "cosine_with_warmup": "cosine",
@@ -129,7 +137,7 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By key: other names of its values."""
-VALUE_NOTES: Mapping[str, str] = dict.fromkeys(_SMALLER_STATES, _EIGHT_BIT)
+VALUE_NOTES: Mapping[str, str] = dict.fromkeys((*_SMALLER_STATES, *_SMALLER_LION), _IN_FP32)
 """By such a name: what is different here."""
 
 

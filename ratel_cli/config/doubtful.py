@@ -8,6 +8,11 @@ from ratel_cli.config.sections import Contradiction
 
 _GREAT_LEARNING_RATE = 0.1
 _LEAST_OF_ADAPTER = 3e-5
+_NOT_READ_BY: dict[str, tuple[str, ...]] = {
+    "lion": ("adam_epsilon",),
+    "sgd": ("adam_beta1", "adam_beta2", "adam_epsilon"),
+}
+"""By optimizer: keys of others."""
 
 
 def doubtful_keys(config: RunConfig) -> list[Contradiction]:
@@ -33,8 +38,13 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
     if not config.load_in_4bit and _differs(config, "bnb_4bit_use_double_quant"):
         found.append(_unused("bnb_4bit_use_double_quant", "`load_in_4bit` is not set"))
     found += _of_preferences(config) + _of_adapter(config)
-    if config.learning_rate > _GREAT_LEARNING_RATE:
-        message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
+    found.extend(
+        _unused(key, f"`optimizer` is {config.optimizer}")
+        for key in _NOT_READ_BY.get(config.optimizer, ())
+        if _differs(config, key)
+    )
+    if config.learning_rate > _GREAT_LEARNING_RATE and config.optimizer != "sgd":
+        message = f"`learning_rate` is {config.learning_rate:g}: every weight moves by about that much in a step"
         found.append(Contradiction(keys=("learning_rate",), message=message, hint="1e-6 to 1e-3 are usual"))
     return found
 

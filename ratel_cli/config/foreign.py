@@ -103,7 +103,7 @@ _PART = Foreign(
     reason="it trains a part of the weights, or an adapter",
     hint="name the part in `unfrozen_parameters`; `adapter: lora` trains an adapter",
 )
-_OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it; Ratel has AdamW")
+_OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it, or see `optimizer`")
 _METHOD = Foreign(
     fate="impossible", reason="it is another training method", hint="remove it; Ratel does supervised full fine-tuning"
 )
@@ -329,7 +329,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         _RATES,
         """lr_groups lr_quadratic_warmup
-        cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optim_args optimizer_kwargs
+        cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optimizer_kwargs
         lr_div_factor""",
     ),
     (_PACKING, "max_packed_sequence_len"),

@@ -45,20 +45,16 @@ _VALUE_HINTS: Mapping[str, str] = {
         (
             "adafactor",
             "muon",
-            "lion",
-            "lion_8bit",
-            "paged_lion_8bit",
-            "sgd",
             "adam_mini",
             "ademamix",
             "lomo",
             "adalomo",
         ),
-        "Ratel has AdamW; with its states on NVMe there is no need to make them smaller",
+        "Ratel has adamw, adamw_8bit, lion and sgd; adamw_8bit has the smallest states of those that adapt the rate",
     ),
 }
 _CHOICE_HINTS: Mapping[str, str] = {
-    "optimizer": "Ratel has AdamW: write `adamw`, with a learning rate that suits it",
+    "optimizer": "write `adamw`, with a learning rate that suits it",
     "lr_scheduler": "the nearest is one of these: `cosine` and `linear` suit most runs",
 }
 """By our key: what to choose where no value is close."""

@@ -234,8 +234,9 @@ def _component(name: str, entry: Entry, translated: Entries, report: Report, typ
     last = path.rpartition(".")[2]
     match name.partition(".")[0]:
         case "optimizer":
-            translated["optimizer"] = made(entry, "adamw" if "AdamW" in last else last)
-            report.read_as(entry, f"optimizer: {'adamw' if 'AdamW' in last else last}")
+            found = "adamw_8bit" if "AdamW8bit" in last else "adamw" if "AdamW" in last else last
+            translated["optimizer"] = made(entry, found)
+            report.read_as(entry, f"optimizer: {found}")
         case "lr_scheduler":
             name_of_ours = last.removeprefix("get_").removesuffix("_schedule_with_warmup")
             translated["lr_scheduler"] = made(entry, name_of_ours)

@@ -167,6 +167,37 @@ def _no_options(entries: Entries, report: Report) -> None:
         report.drop(entries.pop("lr_scheduler_kwargs"), "it is empty")
 
 
+def _optimizer_options(entries: Entries, report: Report) -> None:
+    """transformers' `optim_args` in one line, `momentum=0.9,nesterov=true`."""
+    entry = entries.get("optim_args")
+    text = None if entry is None else entry.value.content
+    if entry is None or not isinstance(text, str):
+        return
+    if not text.strip():
+        report.drop(entries.pop("optim_args"), "it is empty")
+        return
+    options: Entries = {}
+    for part in text.split(","):
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals:
+            message = f"`optim_args` must be a mapping, or `name=value` with commas between; it has {part.strip()!r}"
+            report.reject(Finding(where=entry.value.where, message=message), "optim_args")
+            del entries["optim_args"]
+            return
+        options[key] = made(entry, _number_or_text(value))
+    entries["optim_args"] = replace(entry, value=Marked(where=entry.value.where, content=options))
+
+
+def _number_or_text(text: str) -> str | float | bool:
+    """A value of such a line."""
+    if text.lower() in ("true", "yes", "false", "no"):
+        return text.lower() in ("true", "yes")
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _plugins(entries: Entries, report: Report) -> None:
     """axolotl's plugins: most of them name kernels, or shard the model."""
     entry = entries.get("plugins")
@@ -366,6 +397,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _steps_without_end,
     _minimum_rate,
     _no_options,
+    _optimizer_options,
     _plugins,
     _trackers,
     _hub,

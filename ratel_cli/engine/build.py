@@ -1,4 +1,4 @@
-"""Opens the device that computes, and puts the parts of the engine together: AdamW, the optimizer thread, the weight
+"""Opens the device that computes, and puts the parts of the engine together: updates, the optimizer thread, the weight
 reader and the steps above them.
 
 Invariant: however the run ends, threads are joined and memory is given back, the parts opened last first.
@@ -20,12 +20,13 @@ from ratel_cli.engine.activations import ActivationOffloader
 from ratel_cli.engine.device.device import Device, HostDevice
 from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.host_weights import ResidentWeights
-from ratel_cli.engine.optimizer.adamw import AdamWSettings, GroupAdamW
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import one_part
+from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import GroupWork
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
+from ratel_cli.engine.optimizer.settings import OptimizerSettings
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.program import AnyBatch, BoundModel, Program
 from ratel_cli.engine.ranks.exchange import GradientExchange
@@ -47,7 +48,7 @@ from ratel_cli.store.store import Store
 class EngineSettings:
     """What an engine follows: settings of the run, and what its plan decides."""
 
-    adamw: AdamWSettings
+    optimizer: OptimizerSettings
     updates: UpdateSettings
     placement: Placement
     seed: int
@@ -130,8 +131,8 @@ class UpdatingParts(Closing):
     def follow(self, settings: EngineSettings) -> Following:
         """What follows these settings. What followed others must not be used any more.
 
-        AdamW's settings and threads are those of the first call. Raises EnvironmentFailure if there is no space for
-        scratch files.
+        The optimizer's settings and threads are those of the first call. Raises EnvironmentFailure if there is no space
+        for scratch files.
         """
         placement = settings.placement
         if self._ranks.size > 1:
@@ -176,8 +177,8 @@ class UpdatingParts(Closing):
     def _open_updates(self, settings: EngineSettings) -> Updates:
         updates, placement, store = settings.updates, settings.placement, self._store
         trained = [block for block in self._model.spec.blocks if block.is_trained]
-        adamw = self._resources.enter_context(GroupAdamW(settings.adamw, num_threads=placement.adamw_threads))
-        work = GroupWork(adamw, store, self._pool, timeline=self._timeline)
+        updater = self._resources.enter_context(GroupUpdater(settings.optimizer, num_threads=placement.adamw_threads))
+        work = GroupWork(updater, store, self._pool, timeline=self._timeline)
         order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
         pipeline = self._resources.enter_context(UpdatePipeline(work, order=order, groups=placement.groups))
         return Updates(

@@ -27,7 +27,7 @@ from torch import nn
 
 from ratel_cli.engine.build import EngineSettings, UpdatingParts, open_device
 from ratel_cli.engine.horizontal import EndedStep, HorizontalEngine
-from ratel_cli.engine.optimizer.adamw import AdamWSettings
+from ratel_cli.engine.optimizer.settings import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, Diverged
@@ -328,7 +328,7 @@ class Hooked(HasState):
         context, optimizer = self._context, self._optimizer
         plan = self.plan = self._planned(self._hooked.spec, optimizer)
         settings = EngineSettings(
-            adamw=_NO_ADAMW if optimizer is None else optimizer.settings,
+            optimizer=_NO_ADAMW if optimizer is None else optimizer.settings,
             updates=UpdateSettings(
                 max_grad_norm=None if optimizer is None else optimizer.max_grad_norm,
                 hold=False,

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ratel_cli.engine.optimizer.adamw import AdamWSettings
+from ratel_cli.engine.optimizer.settings import AdamWSettings
 from ratel_cli.errors import BadInput
 
 _SHARED = ("lr", "betas", "eps")

@@ -17,7 +17,7 @@ from ratel_cli.model.quantised import QuantisedLinear
 from ratel_cli.model.rate_groups import ENDS, GROUP_NAMES, ONE_RATE, RateGroups
 from ratel_cli.model.spec import decays
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
-from ratel_cli.schedule.rules import ADAMW, FROZEN, Rule
+from ratel_cli.schedule.rules import ALL_ADAMW, FROZEN, Rule, RuleChoice
 from ratel_cli.sizes import DtypeName, WeightDtype
 
 _NAMES_OF_DTYPES: dict[torch.dtype, WeightDtype] = {
@@ -169,11 +169,14 @@ class CutBlock(NamedTuple):
 
 
 def cut_into_blocks(
-    segments: Sequence[tuple[str, Sequence[PlacedParameter]]], dtype: DtypeName, rates: RateGroups = ONE_RATE
+    segments: Sequence[tuple[str, Sequence[PlacedParameter]]],
+    dtype: DtypeName,
+    rates: RateGroups = ONE_RATE,
+    rules: RuleChoice = ALL_ADAMW,
 ) -> list[CutBlock]:
-    """The blocks of segments, given as (name, parameters): of each segment first what is trained in the model's
-    dtype; behind all of these what is in another one, or frozen, or borrowed by other segments, or has a learning rate
-    of its own.
+    """The blocks of segments, given as (name, parameters): of each segment first what is trained by the main rule in
+    the model's dtype; behind all of these what is in another one, or has another rule, or is frozen, or borrowed by
+    other segments, or has a learning rate of its own.
 
     A parameter that several segments have is given for each of them, and belongs to the first. Blocks that are alike
     lie one after another then, and the store's manifest describes them together.
@@ -188,19 +191,21 @@ def cut_into_blocks(
         kinds = [
             (
                 each.dtype,
-                ADAMW if each.is_trained else FROZEN,
+                rules.of(each.shape) if each.is_trained else FROZEN,
                 tuple(users[each.name][1:]),
                 rates.of(each.name, len(each.shape)) if each.is_trained else 0,
             )
             for each in of_segment
         ]
-        own = (dtype, ADAMW, (), 0) if index or not kinds else kinds[0]  # an embedding's begins with the matrix
+        own = (dtype, rules.main, (), 0) if index or not kinds else kinds[0]  # an embedding's begins with the matrix
         for of_block in dict.fromkeys(kinds):
             chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
             if of_block == own:
                 firsts.append(CutBlock(index, name, *own, chosen))
             else:
-                what = f"{name}, {'frozen' if of_block[1] is FROZEN else 'in'} {of_block[0]}"
+                rule = of_block[1]
+                how = "frozen" if rule is FROZEN else "in" if rule == own[1] else f"by {rule.title} in"
+                what = f"{name}, {how} {of_block[0]}"
                 shared = ", shared" if of_block[2] else ", not shared" if own[2] else ""
                 others.append(CutBlock(index, what + shared + GROUP_NAMES[of_block[3]], *of_block, chosen))
     return [*firsts, *others]

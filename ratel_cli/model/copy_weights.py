@@ -43,5 +43,6 @@ def copy_weights(
                 join([source.read(index, field.name, start, stop, parts[field]) for field in read]).wait()
                 tensors[W32.name].copy_(decode_weights(read, tensors, "float32"))
                 encode_record(block.record, tensors)
+                buffers.clear_ends(block.record.fields, stop - start)
                 join([target.write(index, field.name, start, stop, part) for field, part in parts.items()]).wait()
                 progress(sum(map(len, parts.values())))

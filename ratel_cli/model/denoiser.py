@@ -33,6 +33,7 @@ from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES, NAMES_OF_DTYPES, parameters_on_meta
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.model.stack import StackModel
+from ratel_cli.schedule.rules import ALL_ADAMW, RuleChoice
 from ratel_cli.sizes import DtypeName
 
 _BLOCKS = "transformer_blocks"
@@ -75,6 +76,7 @@ def denoiser_model(
     dtype: DtypeName,
     gradient_dtype: DtypeName | None = None,
     prepare: Callable[[nn.Module], None] = lambda model: None,
+    rules: RuleChoice = ALL_ADAMW,
 ) -> StackModel:
     """The program of a denoiser of this configuration. `prepare` gets the module before its layers are found. Raises
     BadInput."""
@@ -95,6 +97,7 @@ def denoiser_model(
         gradient_dtype=gradient_dtype,
         traits=LayerTraits(num_heads=config.num_heads, head_dim=config.head_dim),
         loss=denoising_loss,
+        rules=rules,
     )
 
 

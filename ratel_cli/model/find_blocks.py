@@ -31,6 +31,7 @@ from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.spec import ROTARY_BYTES, TOKEN_BYTES, LayerTraits, ModelSpec, is_matrix
 from ratel_cli.model.trials import ROW_TOKENS, carried_bytes, counts_positions_from_zero, ordinary_row
 from ratel_cli.model.two_stacks import AnyRunner, TwoStackRunner
+from ratel_cli.schedule.rules import ALL_ADAMW, RuleChoice
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, Task
 
 _CLASS_BYTES = 32
@@ -44,15 +45,16 @@ def find_blocks(
     gradient_dtype: DtypeName | None = None,
     task: Task = "causal_lm",
     rates: RateGroups = ONE_RATE,
+    rules: RuleChoice = ALL_ADAMW,
 ) -> DecoderModel:
     """Find embedding, layers and head in `skeleton`, made for `task`. Raises BadInput if the model cannot be streamed.
 
     `name` is the model's name in its spec. `gradient_dtype`: in which gradients leave the device; None: in the model's
-    own dtype. `rates`: which parameters have a learning rate of their own. The skeleton is changed: its parameters
-    become unbound ones.
+    own dtype. `rates`: which parameters have a learning rate of their own. `rules`: how what is trained is updated.
+    The skeleton is changed: its parameters become unbound ones.
     """
     if task == "seq2seq":
-        return _find_two_stacks(skeleton, name, gradient_dtype, rates)
+        return _find_two_stacks(skeleton, name, gradient_dtype, rates, rules)
     classifies = task == "classification"
     embedding, head = _input_and_output(skeleton, has_output=not classifies)
     owner, layers = find_stack(skeleton)
@@ -92,6 +94,7 @@ def find_blocks(
         name=name,
         gradient_dtype=gradient_dtype,
         rates=rates,
+        rules=rules,
         task=task,
         lookup=lookup,
         masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
@@ -104,7 +107,11 @@ def find_blocks(
 
 
 def _find_two_stacks(
-    skeleton: PreTrainedModel, name: str, gradient_dtype: DtypeName | None, rates: RateGroups
+    skeleton: PreTrainedModel,
+    name: str,
+    gradient_dtype: DtypeName | None,
+    rates: RateGroups,
+    rules: RuleChoice,
 ) -> DecoderModel:
     """The same in an encoder-decoder: both stacks, with what is behind the encoder's layers between them."""
     embedding, head = _input_and_output(skeleton, has_output=True)
@@ -155,6 +162,7 @@ def _find_two_stacks(
         name=name,
         gradient_dtype=gradient_dtype,
         rates=rates,
+        rules=rules,
         task="seq2seq",
         lookup=no_lookup,
         has_other_parts=bool(unused),
@@ -173,6 +181,7 @@ def _assembled(
     name: str,
     gradient_dtype: DtypeName | None,
     rates: RateGroups,
+    rules: RuleChoice,
     task: Task,
     lookup: RowLookup,
     has_other_parts: bool,
@@ -185,7 +194,7 @@ def _assembled(
     """The model of these segments, each with its parameters; the embedding's matrix is the first one. `embedded`: what
     is before the layers, for `SAMPLE_TOKENS` tokens. `used`: the parameters outside the layers."""
     first, dtype = found[0][1][0], NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
-    cut, hidden_size = cut_into_blocks(found, dtype, rates), embedded.hidden.numel() // SAMPLE_TOKENS
+    cut, hidden_size = cut_into_blocks(found, dtype, rates, rules), embedded.hidden.numel() // SAMPLE_TOKENS
     carried = carried_bytes(
         runner,
         embedded,

@@ -27,6 +27,7 @@ from ratel_cli.model.probe import ModuleUsage, probe_module
 from ratel_cli.model.spec import LayerTraits, ModelSpec, check_depth
 from ratel_cli.model.stack import SampleLoss, StackModel
 from ratel_cli.model.trials import carried_bytes
+from ratel_cli.schedule.rules import ALL_ADAMW, RuleChoice
 from ratel_cli.sizes import VALUE_BYTES, DtypeName
 
 _HIDDEN_COPIES = 8
@@ -46,13 +47,15 @@ def find_layers(
     gradient_dtype: DtypeName | None = None,
     traits: LayerTraits = _NO_TRAITS,
     loss: SampleLoss | None = None,
+    rules: RuleChoice = ALL_ADAMW,
 ) -> StackModel:
     """Find the layers of `module`, which takes samples like those of `example`. Raises BadInput if it cannot be
     streamed.
 
     `blocks`: as `find_module_blocks` takes them. `name`: of the model; None: its class. `gradient_dtype`: in which
     gradients leave the device; None: in each block's own. `traits`: what the shapes of parameters do not show. `loss`:
-    the model's own. The module is changed: its parameters become unbound ones, and its layers run one at a time.
+    the model's own. `rules`: how what is trained is updated. The module is changed: its parameters become unbound ones,
+    and its layers run one at a time.
     """
     layers = find_module_blocks(module, blocks)
     check_depth(len(layers))
@@ -84,7 +87,7 @@ def find_layers(
             segments[user].append(found)
     dtype, embedded = main_dtype(placed), usage.embedded
     names, value_bytes = ["first", *layers, "last"], VALUE_BYTES[dtype]
-    cut = cut_into_blocks(list(zip(names, segments, strict=True)), dtype)
+    cut = cut_into_blocks(list(zip(names, segments, strict=True)), dtype, rules=rules)
     hidden_size, shape = _hidden_size(embedded.hidden), embedded.hidden.shape
     example = replace(example, sample_tokens=shape[1:].numel() // hidden_size)
     num_tokens = example.num_tokens

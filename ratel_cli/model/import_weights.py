@@ -57,6 +57,7 @@ def import_weights(
                 tensors = buffers.tensors((W32, *record.fields), stop - start)
                 num_parameters = _read_group(block, source, start, stop, tensors[W32.name])
                 encode_record(record, tensors)
+                buffers.clear_ends(record.fields, stop - start)
                 written = {field.name: buffers.memory(field, stop - start) for field in record.fields}
                 join([target.write(block.index, name, start, stop, memory) for name, memory in written.items()]).wait()
                 progress(num_parameters)

@@ -2,7 +2,7 @@
 
 Invariants: in the compute dtype of a block its weights are those of the record, bit for bit; in any other dtype they
 are the fp32 master weights, rounded once. A trained block's master weights survive encoding and decoding exactly, and
-its moments are AdamW's, without the sign that the second one carries.
+its moments are those that its rule computes with, in fp32.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.schedule.rules import HI16, LO16, M32, V32, W32
+from ratel_cli.schedule.rules import HI16, LO16, M8, M32, M_SCALE, TIE8, UNIT_8BIT, V8, V32, V_SCALE, W32
 from ratel_cli.sizes import WeightDtype
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.layout import Field, Record
 
 Fields = Mapping[str, torch.Tensor]
 """By name: values of the same elements, one-dimensional."""
+_ZERO_OF_M = 127
+"""The code of zero in the map for m; in that for v it is 0."""
+_EIGHT_BIT = ((M8, M_SCALE, "exp_avg", True), (V8, V_SCALE, "exp_avg_sq", False))
+"""Moments in 8 bit: codes, their scales, what torch calls the moment, and whether it has a sign."""
 
 
 class RecordBuffers(Closing):
@@ -56,7 +60,16 @@ class RecordBuffers(Closing):
 
     def tensors(self, fields: Iterable[Field], num_elements: int) -> dict[str, torch.Tensor]:
         """The first elements of these fields, by name."""
-        return {field.name: view(self._memories[field], VALUE_DTYPES[field.dtype])[:num_elements] for field in fields}
+        return {
+            field.name: view(self._memories[field], VALUE_DTYPES[field.dtype])[: field.num_values(num_elements)]
+            for field in fields
+        }
+
+    def clear_ends(self, fields: Iterable[Field], num_elements: int) -> None:
+        """Fill with zeros what is left of the last page behind the first elements of these fields."""
+        for field in fields:
+            values = view(self.memory(field, num_elements), VALUE_DTYPES[field.dtype])
+            values[field.num_values(num_elements) :].zero_()
 
 
 def fields_for(record: Record, dtype: WeightDtype) -> tuple[Field, ...]:
@@ -64,7 +77,7 @@ def fields_for(record: Record, dtype: WeightDtype) -> tuple[Field, ...]:
     if record.compute_field.dtype == dtype:
         return (record.compute_field,)
     if HI16 in record.fields:
-        return (HI16, LO16, V32)
+        return (HI16, LO16, V32 if V32 in record.fields else TIE8)
     return (W32,) if W32 in record.fields else (record.compute_field,)
 
 
@@ -73,23 +86,38 @@ def decode_weights(read: tuple[Field, ...], fields: Fields, dtype: WeightDtype) 
     if len(read) == 1:
         return fields[read[0].name].to(VALUE_DTYPES[dtype])
     master = fields[W32.name]
-    _native.join_bfloat16(fields[HI16.name], fields[LO16.name], fields[V32.name], master)
+    hi16, lo16, ties = (fields[each.name] for each in read)
+    join = _native.join_bfloat16 if V32 in read else _native.join_tied_bfloat16
+    join(hi16, lo16, ties, master)
     return master.to(VALUE_DTYPES[dtype])
 
 
 def state_fields_for(record: Record) -> tuple[Field, ...]:
-    """The fields to read for all that AdamW has of a block: fp32 master weights and moments; of a frozen block its
+    """The fields to read for all that training has of a block: fp32 master weights and moments; of a frozen block its
     weights."""
-    moments = (M32, V32) if V32 in record.fields else ()
+    moments = (field for field in (M32, V32, M8, M_SCALE, V8, V_SCALE) if field in record.fields)
     return tuple(dict.fromkeys((*fields_for(record, "float32"), *moments)))
 
 
+def state_keys(record: Record) -> tuple[str, ...]:
+    """What `decode_state` gives of a block with this record."""
+    m, v = ({M32, M8} & {*record.fields}, {V32, V8} & {*record.fields})
+    return ("weight", *(("exp_avg",) if m else ()), *(("exp_avg_sq",) if v else ()))
+
+
 def decode_state(record: Record, fields: Fields) -> dict[str, torch.Tensor]:
-    """From the fields that `state_fields_for` names, by torch's names: `weight`, and of a trained block `exp_avg` and
-    `exp_avg_sq`, each fp32 `[elements]`. Two halves are joined in `w32`."""
+    """From the fields that `state_fields_for` names, by torch's names: `weight`, and the moments that the block's rule
+    has, `exp_avg` and `exp_avg_sq`, each fp32 `[elements]`. Two halves are joined in `w32`. The mean of gradients is
+    called so even if the rule is SGD."""
     state = {"weight": decode_weights(fields_for(record, "float32"), fields, "float32")}
+    if M32 in record.fields:
+        state["exp_avg"] = fields[M32.name]
     if V32 in record.fields:
-        state |= {"exp_avg": fields[M32.name], "exp_avg_sq": fields[V32.name].abs()}
+        state["exp_avg_sq"] = fields[V32.name].abs()
+    for codes, scales, key, signed in _EIGHT_BIT:
+        if codes in record.fields:
+            values = torch.tensor(_native.dynamic_map(signed=signed), dtype=torch.float32)[fields[codes.name].int()]
+            state[key] = values * fields[scales.name].repeat_interleave(UNIT_8BIT)[: len(values)]
     return state
 
 
@@ -100,8 +128,10 @@ def encode_record(record: Record, fields: Fields) -> None:
     """
     master = fields[W32.name]
     for field in record.fields:
-        if field in (M32, V32):
+        if field in (M32, V32, V8, M_SCALE, V_SCALE, TIE8):
             fields[field.name].zero_()
+        elif field == M8:
+            fields[field.name].fill_(_ZERO_OF_M)
         elif field == HI16:
             not_numbers = master.isnan()
             if not_numbers.any():  # as other bits, the rounding of some of them is zero, and nobody would notice
@@ -111,4 +141,6 @@ def encode_record(record: Record, fields: Fields) -> None:
         else:
             assert field in (W32, LO16), f"nothing is known about how {field.name} begins"
     if HI16 in record.fields:
-        _native.split_bfloat16(master, fields[HI16.name], fields[LO16.name], fields[V32.name])
+        split = _native.split_bfloat16 if V32 in record.fields else _native.split_tied_bfloat16
+        hi16, lo16, ties = (fields[each.name] for each in fields_for(record, "float32"))
+        split(master, hi16, lo16, ties)

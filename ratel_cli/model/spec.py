@@ -91,6 +91,11 @@ class ModelSpec:
         return sum(segment.trained_elements for segment in self.segments)
 
     @cached_property
+    def update_work(self) -> float:
+        """Elements of all updates, as many as AdamW updates in the same time."""
+        return sum(segment.update_work for segment in self.segments)
+
+    @cached_property
     def record_bytes(self) -> int:
         """Size of all records."""
         return sum(block.record_bytes for block in self.blocks)

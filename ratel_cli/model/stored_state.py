@@ -1,7 +1,7 @@
 """All that training has of the parameters of one generation, decoded from the store's records, one parameter at a time.
 
 Memory is a group of elements while a parameter is read, and what is handed over. Invariant: the values are those that
-torch's AdamW would have after the same steps, bit for bit.
+the reference of the parameter's rule would have after the same steps, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.records import RecordBuffers, decode_state, state_fields_for
+from ratel_cli.model.records import RecordBuffers, decode_state, state_fields_for, state_keys
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import groups_of
 from ratel_cli.schedule.rules import W32
@@ -38,16 +38,16 @@ class StoredState:
         return tuple(self._placed)
 
     def whole(self, name: str) -> dict[str, torch.Tensor]:
-        """What torch's AdamW has of a parameter, each in fp32, in the parameter's shape and in memory of its own:
-        `weight`, the master; and if it is trained, the moments `exp_avg` and `exp_avg_sq`, and `step`, a scalar: the
-        number of updates.
+        """What training has of a parameter, each in fp32, in the parameter's shape and in memory of its own: `weight`,
+        the master; and if it is trained, the moments of its rule, `exp_avg` and `exp_avg_sq` of AdamW, and `step`, a
+        scalar: the number of updates.
 
         Raises IntegrityFailure if a record is damaged, DoesNotFit if the pool has no memory for a group.
         """
         block, parameter = self._placed[name]
         read = state_fields_for(block.record)
         decoded = tuple(dict.fromkeys((*read, W32)))
-        keys = ("weight", "exp_avg", "exp_avg_sq") if block.is_trained else ("weight",)
+        keys = state_keys(block.record)
         values = {key: torch.empty(parameter.num_elements, dtype=torch.float32, device="cpu") for key in keys}
         groups = groups_of(self._generation, block, parameter.start, parameter.stop, self._group_elements)
         with RecordBuffers(self._pool, decoded, self._group_elements, "training state") as buffers:

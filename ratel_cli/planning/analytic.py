@@ -32,6 +32,7 @@ from ratel_cli.planning.activations import head_chunk_tokens, input_bytes, outpu
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.planning.placement import Workload
 from ratel_cli.schedule.blocks import lay_out_block
+from ratel_cli.schedule.rules import ALL_ADAMW, RuleChoice
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import DtypeName
 
@@ -51,6 +52,7 @@ def spec_from_shape(
     num_parameters: int | None = None,
     dtype: DtypeName = "bfloat16",
     gradient_dtype: DtypeName | None = None,
+    rules: RuleChoice = ALL_ADAMW,
 ) -> ModelSpec:
     """The papers' GPT: 12 h^2 elements in the matrices of a layer, and a head that is tied to the embedding.
 
@@ -80,20 +82,28 @@ def spec_from_shape(
         ),
         ("head", [("norm.weight", (h,))]),
     ]
+    cut = [
+        (segment, rule, block_name, [each for each in parameters if rules.of(each[1]) == rule])
+        for segment, (block_name, parameters) in enumerate(groups)
+        for rule in dict.fromkeys(rules.of(shape) for _, shape in parameters)
+    ]
+    cut.sort(key=lambda block: block[0] > 0 and block[1] != rules.main)  # as in a real model (model/binding.py)
     return ModelSpec(
         name=name,
         architecture="GPT",
         blocks=tuple(
             lay_out_block(
                 index=index,
-                name=block_name,
+                segment=segment,
+                name=block_name if not segment or rule == rules.main else f"{block_name}, by {rule.title} in {dtype}",
                 parameters=[(parameter, shape, decays(parameter)) for parameter, shape in parameters],
                 dtype=dtype,
                 gradient_dtype=gradient_dtype,
-                borrowers=() if index else (num_layers + 1,),
-                is_looked_up=not index,
+                rule=rule,
+                borrowers=() if segment else (num_layers + 1,),
+                is_looked_up=not segment,
             )
-            for index, (block_name, parameters) in enumerate(groups)
+            for index, (segment, rule, block_name, parameters) in enumerate(cut)
         ),
         segment_names=tuple(block_name for block_name, _ in groups),
         dtype=dtype,

@@ -136,10 +136,11 @@ def adamw_threads(spec: ModelSpec, hardware: HardwareProfile) -> int:
     # For one element: the states that are read and the record that is written; and what main memory moves.
     stored = sum(block.state_bytes + block.record_bytes for block in spec.blocks) / spec.trained_elements
     moved = spec.update_bytes / spec.trained_elements
-    needed = nvme.mixed_bytes_per_second / stored / host.adam_parameters_per_second
+    rate = host.adam_parameters_per_second * spec.trained_elements / spec.update_work
+    needed = nvme.mixed_bytes_per_second / stored / rate
     most = host.num_cores
     if hardware.link is not None:
-        memory = (host.memory_bytes_per_second or inf) / moved / host.adam_parameters_per_second
+        memory = (host.memory_bytes_per_second or inf) / moved / rate
         needed, most = max(needed, memory), max(1, most // 2)
     return max(1, ceil(min(most, needed)))
 

@@ -201,7 +201,7 @@ def overlapped_step(
     )
     backward_seconds = max(0.0, compute.backward - not_recomputed_seconds)
     edges = _NO_EDGES
-    if updated["backward"].elements:
+    if updated["backward"].work:
         edges = _update_edges(
             own,
             placement,
@@ -235,7 +235,7 @@ def overlapped_step(
             read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
             written_bytes=traffic.backward_written_bytes,
             updated=updated["backward"],
-            runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"].elements == 0),
+            runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"].work == 0),
             edges=edges,
             network=network.backward,
             alone=network.last,
@@ -297,12 +297,13 @@ _NO_EDGES = _UpdateEdges()
 class _Updated(NamedTuple):
     """Blocks that are updated in a stage."""
 
-    elements: int
+    work: float
+    """Elements, as many as AdamW updates in the same time."""
     moved_bytes: int
     """What their updates move in main memory."""
 
     def with_others(self, others: _Updated) -> _Updated:
-        return _Updated(self.elements + others.elements, self.moved_bytes + others.moved_bytes)
+        return _Updated(self.work + others.work, self.moved_bytes + others.moved_bytes)
 
 
 def _updated(
@@ -310,8 +311,8 @@ def _updated(
 ) -> Mapping[Stage, _Updated]:
     """What is updated in each stage."""
     later = [spec.segments[index] for index in placement.deferred]
-    deferred = _Updated(sum(each.trained_elements for each in later), sum(each.update_bytes for each in later))
-    others = _Updated(spec.trained_elements - deferred.elements, spec.update_bytes - deferred.moved_bytes)
+    deferred = _Updated(sum(each.update_work for each in later), sum(each.update_bytes for each in later))
+    others = _Updated(spec.update_work - deferred.work, spec.update_bytes - deferred.moved_bytes)
     updated: dict[Stage, _Updated] = dict.fromkeys(("forward", "backward", "update"), _Updated(0, 0))
     for of_deferred, found in ((True, deferred), (False, others)):
         stage = update_stage(is_deferred=of_deferred, holds_gradients=holds_gradients, overlap=overlap)
@@ -397,7 +398,7 @@ class _Stages:
         """
         host, link, edges = self._hardware.host, self._hardware.link, work.edges
         compute = work.compute
-        optimizer = work.updated.elements / (host.adam_parameters_per_second * self._adamw_threads)
+        optimizer = work.updated.work / (host.adam_parameters_per_second * self._adamw_threads)
         memory_rate = host.memory_bytes_per_second or math.inf
         if link is None:
             up = down = linked = exposed = 0.0
@@ -485,7 +486,9 @@ def _update_edges(
     deferred_share = len(placement.deferred) / max(1, spec.num_layers)
     return _UpdateEdges(
         begin_seconds=head_seconds + deferred_share * max(0.0, backward_seconds - head_seconds),
-        rest_seconds=max(sum(nvme_seconds(hardware.nvme, *moved)), beyond / updated_per_second),
+        rest_seconds=max(
+            sum(nvme_seconds(hardware.nvme, *moved)), beyond * first.rule.relative_time / updated_per_second
+        ),
         drained_bytes=min(pending, first.record.num_bytes(ahead)) if stays else 0,
         drained_seconds=idle_seconds,
     )
@@ -496,7 +499,7 @@ def _first_update_seconds(own: ModelSpec, placement: Placement, hardware: Hardwa
     first = own.segments[0]
     read_bytes = first.updated_bytes + (0 if 0 in placement.resident_states else first.state_bytes)
     updated = placement.adamw_threads * hardware.host.adam_parameters_per_second
-    return max(read_bytes / hardware.nvme.read_bytes_per_second, first.trained_elements / updated)
+    return max(read_bytes / hardware.nvme.read_bytes_per_second, first.update_work / updated)
 
 
 def _idle_nvme_seconds(forward: StageTime, offloaded: OffloadedActivations) -> float:

@@ -1,10 +1,11 @@
 """Blocks, the unit of storing: flat arrays of parameters, with one dtype and one rule. Pure.
 
 Invariants: a block's parameters lie one after another in one flat array of `num_elements` elements. Every parameter
-starts on a multiple of `PARAMETER_ALIGNMENT` elements. That is 256 bytes in 16 bit, the most that kernels look at when
-they choose a path; so they take the same path as for torch's own tensors, and give the same bits. The length of the
-array is a multiple of `BLOCK_ALIGNMENT` elements, a page of 4 KiB in 16 bit, so that every field of a record in the
-store starts on a page. Of bytes, both are twice as many. Elements in gaps are zero.
+starts on a multiple of `PARAMETER_ALIGNMENT` elements, and of what its rule updates as one. The former is 256 bytes in
+16 bit, the most that kernels look at when they choose a path; so they take the same path as for torch's own tensors,
+and give the same bits. The length of the array is a multiple of `BLOCK_ALIGNMENT` elements, a page of 4 KiB in 16 bit,
+so that every field of a record in the store starts on a page. Of bytes, both are twice as many. Elements in gaps are
+zero.
 """
 
 from __future__ import annotations
@@ -153,6 +154,11 @@ class BlockSpec:
         """Size of the gradient as it leaves the device and is held."""
         return self.num_elements * self.gradient_dtype_bytes if self.is_trained else 0
 
+    @property
+    def update_work(self) -> float:
+        """Elements of the update, as many as AdamW updates in the same time."""
+        return self.num_elements * self.rule.relative_time if self.is_trained else 0
+
     @cached_property
     def update_bytes(self) -> int:
         """What the update moves in main memory: it reads and writes the record, and reads the gradient."""
@@ -185,7 +191,8 @@ def lay_out_block(
         placed.append(
             ParameterSpec(name=parameter_name, shape=shape, start=position, decay=decay, quantised_shape=held)
         )
-        position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT * values_per_element(dtype))
+        alignment = math.lcm(PARAMETER_ALIGNMENT * values_per_element(dtype), rule.unit_elements)
+        position = align_up(placed[-1].stop, alignment)
     return BlockSpec(
         index=index,
         segment=index if segment is None else segment,

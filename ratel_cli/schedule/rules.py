@@ -1,21 +1,24 @@
-"""Update rules: what a block keeps for each parameter, and how finely it may be cut.
+"""Update rules: what a block keeps for each parameter, and which parameters have which rule. Pure.
 
-A rule gives the record of a block, by the dtype that the block computes in. The store takes fields as they come, and
-what encodes and decodes them (`ratel_cli/model/records.py`) imports them from here. The kernels take the values of all
-fields by position, in the order of the record, and repeat their names (`kernels/`, `ratel_cli/_native.pyi`);
-`ratel_cli/engine/optimizer/adamw.py` chooses one by the compute dtype.
+A rule has a record for each compute dtype: the fields that lie in the store, in their order, the compute weights (P16)
+first. Everything else follows from the fields: their places and checksums (`ratel_cli/store/layout.py`), the bytes that
+a step moves (`ratel_cli/planning`), and what the optimizer reads and writes. The kernels of a rule take the fields in
+the order of the record, and repeat their names (`kernels/`, `ratel_cli/_native.pyi`);
+`ratel_cli/engine/optimizer/settings.py` chooses one by rule and compute dtype.
 
-AdamW keeps master weights (P32), m and v (OS32) in fp32: 12 bytes for each parameter in bf16 and fp32, 14 in fp16. For
-bf16 the master is split into its upper and lower half. The upper half is the weight that the device computes with
-(P16), so no separate copy of it exists. Rounding loses one bit, which the sign of v carries (docs/store-format.md); a
-rule without v needs another place for it. A frozen block keeps its compute weights alone,
-or the bytes of quantised ones.
+Every rule keeps master weights (P32) in fp32, and its moments (OS32) as its fields say. For bf16 the master is split
+into its upper and lower half. The upper half is the weight that the device computes with (P16), so no separate copy of
+it exists. Rounding loses one bit, which the sign of AdamW's v carries, and one bit for each element (`tie8`) where
+there is no v (docs/store-format.md). A frozen block keeps its compute weights alone, or the
+bytes of quantised ones.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from ratel_cli.sizes import WeightDtype
 from ratel_cli.store.layout import Field, Record
@@ -23,11 +26,23 @@ from ratel_cli.store.layout import Field, Record
 HI16: Final = Field("hi16", "bfloat16")
 """The upper half of the master, rounded to nearest even."""
 LO16: Final = Field("lo16", "int16")
+TIE8: Final = Field("tie8", "uint8", per=8)
+"""Bits: how a tie of the master was rounded. The lowest bit of a byte is that of its first element."""
 W16: Final = Field("w16", "float16")
 W32: Final = Field("w32", "float32")
 """The master."""
 M32: Final = Field("m32", "float32")
 V32: Final = Field("v32", "float32")
+UNIT_8BIT: Final = 256
+"""Elements of a parameter whose moments in 8 bit share a scale."""
+M8: Final = Field("m8", "uint8")
+V8: Final = Field("v8", "uint8")
+M_SCALE: Final = Field("m_scale", "float32", per=UNIT_8BIT)
+V_SCALE: Final = Field("v_scale", "float32", per=UNIT_8BIT)
+LEAST_8BIT: Final = 4096
+"""Elements of the smallest parameter whose moments are in 8 bit, as in bitsandbytes."""
+
+OptimizerName = Literal["adamw", "adamw_8bit", "lion", "sgd"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +52,13 @@ class Rule:
     name: str
     records: tuple[tuple[WeightDtype, Record], ...]
     """By compute dtype: the fields of a block."""
+    title: str = ""
+    """Its name in the field's literature."""
     unit_elements: int = 1
-    """Elements that belong together: two ranks must not have one part each. Nothing asks for it while there is one."""
+    """Elements of a parameter that belong together: a parameter begins with a unit, and nothing cuts one."""
+    relative_time: float = 1.0
+    """How long its kernel takes an element, where AdamW's takes 1: the machine's rate is AdamW's. As measured in bf16
+    with AVX2 (2-core EPYC, 2026-11)."""
     is_frozen: bool = False
     """True if nothing changes: such a block has no gradient, and lies in the store once for all generations."""
 
@@ -47,14 +67,34 @@ class Rule:
         return dict(self.records)[dtype]
 
 
-ADAMW: Final = Rule(
-    "adamw",
-    (
-        ("bfloat16", Record((HI16, LO16, M32, V32))),
-        ("float32", Record((W32, M32, V32))),
-        ("float16", Record((W16, W32, M32, V32))),
-    ),
-)
+@dataclass(frozen=True, slots=True)
+class RuleChoice:
+    """Which rule each trained parameter of a model has."""
+
+    main: Rule
+    of_small: Rule
+    """Of parameters with fewer elements than `least_elements`."""
+    least_elements: int = 0
+
+    def of(self, shape: tuple[int, ...]) -> Rule:
+        """The rule of a parameter."""
+        return self.main if math.prod(shape) >= self.least_elements else self.of_small
+
+
+def _records(*moments: Field, halves: tuple[Field, ...] = (HI16, LO16, TIE8)) -> tuple[tuple[WeightDtype, Record], ...]:
+    """The records of a rule with these moments. `halves`: how bf16 keeps the master."""
+    return (
+        ("bfloat16", Record((*halves, *moments))),
+        ("float32", Record((W32, *moments))),
+        ("float16", Record((W16, W32, *moments))),
+    )
+
+
+ADAMW: Final = Rule("adamw", _records(M32, V32, halves=(HI16, LO16)), "AdamW")
+ADAMW_8BIT: Final = Rule("adamw_8bit", _records(M8, V8, M_SCALE, V_SCALE), "8-bit AdamW", UNIT_8BIT, relative_time=2.5)
+LION: Final = Rule("lion", _records(M32), "Lion", relative_time=0.5)
+SGD: Final = Rule("sgd", _records(), "SGD", relative_time=0.4)
+SGD_MOMENTUM: Final = Rule("sgd_momentum", _records(M32), "SGD with momentum", relative_time=0.5)
 FROZEN: Final = Rule(
     "frozen",
     (
@@ -65,4 +105,18 @@ FROZEN: Final = Rule(
     ),
     is_frozen=True,
 )
-RULES: Final = {rule.name: rule for rule in (ADAMW, FROZEN)}
+RULES: Final = {rule.name: rule for rule in (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, FROZEN)}
+ALL_ADAMW: Final = RuleChoice(ADAMW, ADAMW)
+_CHOICES: Final[Mapping[str, RuleChoice]] = {
+    "adamw": ALL_ADAMW,
+    "adamw_8bit": RuleChoice(ADAMW_8BIT, ADAMW, LEAST_8BIT),
+    "lion": RuleChoice(LION, LION),
+    "sgd": RuleChoice(SGD, SGD),
+}
+
+
+def rules_of(optimizer: OptimizerName, *, has_momentum: bool = False) -> RuleChoice:
+    """The rules of an optimizer. `has_momentum`: of `sgd`, whether it keeps a mean of the gradients."""
+    if optimizer == "sgd" and has_momentum:
+        return RuleChoice(SGD_MOMENTUM, SGD_MOMENTUM)
+    return _CHOICES[optimizer]

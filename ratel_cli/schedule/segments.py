@@ -71,6 +71,11 @@ class Segment:
         return sum(block.num_elements for block in self.trained)
 
     @cached_property
+    def update_work(self) -> float:
+        """Elements of its updates, as many as AdamW updates in the same time."""
+        return sum(block.update_work for block in self.trained)
+
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters of its own, without padding."""
         return sum(block.num_parameters for block in self.blocks)

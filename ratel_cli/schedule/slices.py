@@ -1,7 +1,7 @@
 """A rank's slices: the part of each block that it stores and updates. Pure.
 
 Invariant: the slices of all ranks follow one another and make up the block. They are cut at multiples of
-`BLOCK_ALIGNMENT` elements and of what the block's rule updates as one, so each has whole pages in every field.
+`BLOCK_ALIGNMENT` elements and of what has whole pages in every field, so no slice cuts what a rule updates as one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, values_per_element
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.layout import RankSlice
@@ -25,8 +25,7 @@ EXCHANGED_BEHIND: Final = 2
 
 def range_in(block: BlockSpec, rank_slice: RankSlice) -> tuple[int, int]:
     """The elements [start, stop) of a block that are a rank's."""
-    unit = BLOCK_ALIGNMENT * values_per_element(block.dtype)
-    return rank_slice.range_of(block.num_elements, unit=math.lcm(unit, block.rule.unit_elements))
+    return rank_slice.range_of(block.num_elements, unit=math.lcm(BLOCK_ALIGNMENT, block.record.page_elements))
 
 
 def ranges_in(block: BlockSpec, num_ranks: int) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ a block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,21 +45,35 @@ HEADER_BYTES: Final = IDENTIFICATION_OFFSET + PAGE_BYTES
 class Field:
     """One array of a record: a value for each element of the block, or for each `per` consecutive elements.
 
-    The store handles any `per`; the engine and the kernels take 1 alone.
+    A value for several elements belongs to those that follow one another from a multiple of `per` on.
     """
 
     name: str
     dtype: ValueType
     per: int = 1
 
+    @property
+    def page_elements(self) -> int:
+        """Elements whose values are a page."""
+        return self.per * PAGE_BYTES // VALUE_BYTES[self.dtype]
+
+    def num_values(self, num_elements: int) -> int:
+        """Values of `num_elements` elements."""
+        return -(-num_elements // self.per)
+
     def num_bytes(self, num_elements: int) -> int:
         """Size of the values of `num_elements` elements, up to the end of a page."""
-        return align_up(-(-num_elements // self.per) * VALUE_BYTES[self.dtype], PAGE_BYTES)
+        return align_up(self.num_values(num_elements) * VALUE_BYTES[self.dtype], PAGE_BYTES)
 
     def offset(self, start: int) -> int:
         """Bytes before the value of element `start`, the first of a page."""
-        assert start % (self.per * PAGE_BYTES // VALUE_BYTES[self.dtype]) == 0, start
+        assert start % self.page_elements == 0, start
         return start // self.per * VALUE_BYTES[self.dtype]
+
+    def part(self, memory: memoryview, start: int, stop: int) -> memoryview:
+        """Of the field's memory: the values of elements [start, stop), with the rest of the last page. `start` is the
+        first element of a page."""
+        return memory[self.offset(start) :][: self.num_bytes(stop - start)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +99,11 @@ class Record:
     def index(self, name: str) -> int:
         """The position of the field of this name in the record, from 0. An unknown name is a bug (ValueError)."""
         return [field.name for field in self.fields].index(name)
+
+    @property
+    def page_elements(self) -> int:
+        """The fewest elements that are whole pages in every field."""
+        return math.lcm(*(field.page_elements for field in self.fields))
 
     def num_bytes(self, num_elements: int) -> int:
         """Size of the record of a block with `num_elements` elements."""

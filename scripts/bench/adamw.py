@@ -1,4 +1,4 @@
-"""How close the AdamW kernels come to the memory's limit, next to torch's fused AdamW and DeepSpeed's for CPUs.
+"""How close the kernels of all update rules come to the memory's limit; AdamW next to torch's and DeepSpeed's for CPUs.
 
 Regime: arrays far larger than the caches, on huge pages, as in training; one update of all of them.
 Ceiling: `stream_*`, which loads and stores the same bytes on the same number of threads, and computes very little.
@@ -7,6 +7,9 @@ Ceiling: `stream_*`, which loads and stores the same bytes on the same number of
     ratel adamw_bfloat16      hi16 lo16 m32 v32 in place, bf16 gradient     26 B per parameter
     ratel adamw_float32       w32 m32 v32 in place, fp32 gradient           28 B
     ratel adamw_float16       as float32, fp16 gradient, w16 written        28 B
+    ratel adamw_8bit          hi16 lo16 tie8 m8 v8 and scales, bf16 gradient    14.3 B
+    ratel lion, sgd_momentum  hi16 lo16 tie8 m32, bf16 gradient                 18.3 B
+    ratel sgd                 hi16 lo16 tie8, bf16 gradient                     10.3 B
     torch fused               fp32 weights, moments and gradient            28 B, against the float32 limit
     torch three passes        bf16 gradient to fp32, fused step, weights to bf16: what bf16 training with
                               torch does; against the bfloat16 limit, because the result is the same
@@ -31,26 +34,45 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
 from ratel_cli import _native
+from ratel_cli.engine.optimizer.settings import (
+    AdamWSettings,
+    LionSettings,
+    OptimizerSettings,
+    SgdSettings,
+    UpdateNumbers,
+)
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.views import VALUE_DTYPES
+from ratel_cli.schedule.rules import ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, UNIT_8BIT, Rule
+from ratel_cli.sizes import VALUE_BYTES
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[torch.dtype, ...]] = {
     "bfloat16": (torch.bfloat16, torch.int16, torch.float32, torch.float32),
     "float32": (torch.float32, torch.float32, torch.float32),
     "float16": (torch.float16, torch.float32, torch.float32, torch.float32),
 }
+RULES = {rule.name: rule for rule in (ADAMW_8BIT, LION, SGD, SGD_MOMENTUM)}
+"""Other rules than AdamW, in bf16. Each counts as a layout of its own."""
 KERNELS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "bfloat16": (_native.stream_adamw_bfloat16, _native.adamw_bfloat16),
     "float32": (_native.stream_adamw_float32, _native.adamw_float32),
     "float16": (_native.stream_adamw_float16, _native.adamw_float16),
 }
 GRADIENTS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-BYTES_PER_PARAMETER = {"bfloat16": 26, "float32": 28, "float16": 28}
+BYTES_PER_PARAMETER: dict[str, float] = {
+    "bfloat16": 26, "float32": 28, "float16": 28,
+    **{
+        name: 2 + 2 * sum(VALUE_BYTES[field.dtype] / field.per for field in rule.record("bfloat16").fields)
+        for name, rule in RULES.items()
+    },
+}  # fmt: skip
 LEARNING_RATE = 1e-5
 
 
@@ -85,10 +107,19 @@ class Arrays:
         self._resources = resources
         self._num_parameters = num_parameters
 
-    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros: every page is touched."""
-        lease = self._resources.enter_context(self._pool.lease(self._num_parameters * dtype.itemsize, "benchmark"))
-        return torch.frombuffer(lease.memory, dtype=dtype).zero_()
+    def tensor(self, dtype: torch.dtype, *, per: int = 1) -> torch.Tensor:
+        """Zeros, one for each `per` parameters: every page is touched."""
+        number = -(-self._num_parameters // per)
+        lease = self._resources.enter_context(self._pool.lease(number * dtype.itemsize, "benchmark"))
+        return torch.frombuffer(lease.memory, dtype=dtype, count=number).zero_()
+
+    def record(self, rule: Rule) -> list[tuple[torch.Tensor, int]]:
+        """The fields of a rule and a gradient, with plausible values, each with the parameters of one value."""
+        fields = rule.record("bfloat16").fields
+        found = [(self.tensor(VALUE_DTYPES[each.dtype], per=each.per), each.per) for each in fields]
+        found.append((self.tensor(torch.bfloat16).normal_(0.0, 1e-3), 1))
+        found[0][0].normal_(0.0, 0.02)
+        return found
 
     def zeros_for_stream(self, name: str) -> torch.Tensor:
         """A gradient by which `stream_*` changes nothing, so that it leaves the others plausible values."""
@@ -140,6 +171,37 @@ def native_contestants(
             yield TimedUpdate(
                 name=f"{operation} {isa}", layout=layout, num_threads=num_threads, run=on_threads(calls, executor)
             )
+
+
+def rule_contestants(
+    rule: Rule, arrays: Arrays, num_parameters: int, num_threads: int, executor: ThreadPoolExecutor
+) -> Iterator[TimedUpdate]:
+    """The stream limit and the kernel of another rule than AdamW, on the instruction set that is chosen here."""
+    fields, zeros = arrays.record(rule), arrays.tensor(torch.bfloat16)
+    settings: dict[str, OptimizerSettings] = {
+        "adamw_8bit": AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01),
+        "lion": LionSettings(beta1=0.9, beta2=0.99, weight_decay=0.01),
+    }
+    others = SgdSettings(momentum=0.9, nesterov=False, weight_decay=0.01)
+    update = UpdateNumbers(number=10, learning_rate=LEARNING_RATE, gradient_scale=1.0)
+    scalars = settings.get(rule.name, others).scalars(update, LEARNING_RATE, _native.native_square_root())
+    edge = -(-num_parameters // (num_threads * UNIT_8BIT)) * UNIT_8BIT
+    parts = [(first, min(first + edge, num_parameters)) for first in range(0, num_parameters, edge)]
+    for prefix, name in (("stream_", "stream"), ("", rule.name)):
+        kernel = getattr(_native, f"{prefix}{rule.name}_bfloat16")
+        keywords = {} if prefix else {"scalars": scalars}
+        calls: list[Callable[[], None]] = []
+        for first, last in parts:
+            shares = [values[first // per : -(-last // per)] for values, per in fields]
+            if prefix:
+                shares[-1] = zeros[first:last]
+            calls.append(partial(kernel, *shares, **keywords))
+        yield TimedUpdate(
+            name=f"{name} {_native.active_isa()}",
+            layout=rule.name,
+            num_threads=num_threads,
+            run=on_threads(calls, executor),
+        )
 
 
 def on_threads(calls: list[Callable[[], None]], executor: ThreadPoolExecutor) -> Callable[[], None]:
@@ -238,11 +300,11 @@ def summarize(
 
 
 def print_table(results: list[KernelResult], num_parameters: int) -> None:
-    print(f"{'layout':<10}{'threads':>7}  {'contestant':<24}{'ns/param':>10}{'fastest':>10}{'GB/s':>8}{'of limit':>10}")
+    print(f"{'layout':<13}{'threads':>7}  {'contestant':<24}{'ns/param':>10}{'fastest':>10}{'GB/s':>8}{'of limit':>10}")
     for result in sorted(results, key=lambda result: (result.layout, result.num_threads, result.seconds)):
         nanoseconds, fastest = (1e9 * t / num_parameters for t in (result.seconds, result.fastest_seconds))
         print(
-            f"{result.layout:<10}{result.num_threads:>7}  {result.name:<24}{nanoseconds:>10.3f}{fastest:>10.3f}"
+            f"{result.layout:<13}{result.num_threads:>7}  {result.name:<24}{nanoseconds:>10.3f}{fastest:>10.3f}"
             f"{result.bytes_per_second / 1e9:>8.1f}{result.fraction_of_limit:>10.3f}"
         )
 
@@ -282,6 +344,13 @@ def main() -> None:
                     contestants += native_contestants(layout, tensors, zeros, num_threads, executor)
                     if layout != "float16":
                         contestants += [c for c in peer_contestants(fp32, bf16, num_threads) if c.layout == layout]
+                seconds = measure(contestants, num_rounds)
+                results += summarize(contestants, seconds, num_parameters)
+        for rule in RULES.values():
+            with BufferPool(None) as pool, ExitStack() as resources:
+                arrays, contestants = Arrays(pool, resources, num_parameters), []
+                for num_threads in thread_counts:
+                    contestants += rule_contestants(rule, arrays, num_parameters, num_threads, executor)
                 seconds = measure(contestants, num_rounds)
                 results += summarize(contestants, seconds, num_parameters)
     print_table(results, num_parameters)

@@ -31,9 +31,10 @@ from pathlib import Path
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
-from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
+from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
+from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers, kernel_of
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, Extent, IoQueue, LanedQueue, depth_for, open_queue
@@ -41,6 +42,7 @@ from ratel_cli.io.requests import Lane, Request
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.choose import shape_for
 from ratel_cli.schedule.blocks import lay_out_block
+from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Store
 from scripts.bench.ratel_run import NO_IDENTITY, progress_at
@@ -115,21 +117,21 @@ class _Idle(IoQueue):
         self._queue.close()
 
 
-class _TimedAdamW(GroupAdamW):
+class _TimedUpdater(GroupUpdater):
     """Counts the kernel's CPU time."""
 
     def __init__(self) -> None:
         super().__init__(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01))
         self.kernel_seconds = 0.0
-        kernel = self._kernels["bfloat16"]
+        kernel = kernel_of(ADAMW, "bfloat16")
 
         def timed(*arrays: torch.Tensor, **others: object) -> list[tuple[int, int]]:
             start = time.thread_time()
-            found = kernel(*arrays, **others)  # type: ignore[arg-type]
+            found = kernel(*arrays, **others)
             self.kernel_seconds += time.thread_time() - start
             return found
 
-        self._kernels = {"bfloat16": timed}  # type: ignore[dict-item]
+        self._kernel_of = lambda rule, dtype: timed
 
 
 def measure(directory: Path, *, num_drives: int, elements: int, rounds: int) -> dict[str, float]:
@@ -146,12 +148,12 @@ def measure(directory: Path, *, num_drives: int, elements: int, rounds: int) -> 
         store = resources.enter_context(Store.create(paths, geometry, identity=NO_IDENTITY, queue=queue))
         store.commit_import(progress_at(0))
         store.begin_step()
-        adamw = resources.enter_context(_TimedAdamW())
+        adamw = resources.enter_context(_TimedUpdater())
         work = GroupWork(adamw, store, pool, timeline=Timeline())
         total = gradient_sum(block, pool, HostDevice(Timeline()), single=True)
         total.add([torch.zeros(elements, dtype=torch.bfloat16)])
-        numbers = AdamWUpdate(number=1, learning_rate=1e-5, gradient_scale=1.0)
-        update = BlockUpdate(gradient=total.finish(), weights=None, adamw=numbers)
+        numbers = UpdateNumbers(number=1, learning_rate=1e-5, gradient_scale=1.0)
+        update = BlockUpdate(gradient=total.finish(), weights=None, numbers=numbers)
         lanes = []
         for _ in range(_NUM_MOVED):
             before = _io_seconds()

@@ -27,10 +27,11 @@ from pathlib import Path
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
-from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
+from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
+from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, depth_for
@@ -97,7 +98,7 @@ class ManyDrives:
         self._store = resources.enter_context(Store.create(paths, geometry, identity=NO_IDENTITY, queue=self.queue))
         self._store.commit_import(progress_at(0))
         settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
-        self._adamw = resources.enter_context(GroupAdamW(settings))
+        self._adamw = resources.enter_context(GroupUpdater(settings))
 
     def update(self, groups: GroupShape) -> float:
         """The share of the drives' summed rate that one update of all parameters reaches."""
@@ -110,8 +111,8 @@ class ManyDrives:
         before = self.queue.read_bytes + self.queue.written_bytes
         with UpdatePipeline(work, groups=groups) as pipeline:
             start = time.perf_counter()
-            adamw = AdamWUpdate(number=step, learning_rate=1e-5, gradient_scale=1.0)
-            pipeline.submit(BlockUpdate(gradient=gradient, weights=None, adamw=adamw))
+            adamw = UpdateNumbers(number=step, learning_rate=1e-5, gradient_scale=1.0)
+            pipeline.submit(BlockUpdate(gradient=gradient, weights=None, numbers=adamw))
             pipeline.wait_unfinished(at_most=0)
             seconds = time.perf_counter() - start
         moved_bytes = self.queue.read_bytes + self.queue.written_bytes - before

@@ -29,11 +29,12 @@ from pathlib import Path
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
-from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
+from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
+from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
@@ -70,7 +71,7 @@ class OptimizerBench:
             Store.create([directory], geometry, identity=NO_IDENTITY, queue=self.queue)
         )
         self.store.commit_import(progress_at(0))
-        self._adamw = GroupAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01))
+        self._adamw = GroupUpdater(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01))
         self._pipelines = {
             name: resources.enter_context(UpdatePipeline(self._work(), order=order, groups=groups))
             for name, (order, groups) in PIPELINES.items()
@@ -83,8 +84,8 @@ class OptimizerBench:
         self.store.begin_step()
         start = time.perf_counter()
         for gradient in gradients:
-            adamw = AdamWUpdate(number=step, learning_rate=1e-5, gradient_scale=1.0)
-            self._pipelines[name].submit(BlockUpdate(gradient=gradient, weights=None, adamw=adamw))
+            adamw = UpdateNumbers(number=step, learning_rate=1e-5, gradient_scale=1.0)
+            self._pipelines[name].submit(BlockUpdate(gradient=gradient, weights=None, numbers=adamw))
         self._pipelines[name].wait_unfinished(at_most=0)
         seconds = time.perf_counter() - start
         self.store.commit(progress_at(step))
@@ -106,7 +107,7 @@ class OptimizerBench:
         memories = {name: lease.memory for name, lease in leases.items()}
         for memory in memories.values():
             memory[:] = bytes(len(memory))
-        update = AdamWUpdate(number=1, learning_rate=1e-5, gradient_scale=1.0)
+        update = UpdateNumbers(number=1, learning_rate=1e-5, gradient_scale=1.0)
         self._adamw.update(memories, gradient, update, values=gradient.memory, start=0, stop=block.num_elements)
         num_updates = max(1, self.num_parameters // block.num_elements)
         start = time.perf_counter()

@@ -51,14 +51,14 @@ def test_the_table_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.splitlines() == [
         "from        a config of axolotl",
         f"kept        {KEPT}",
-        "translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw",
+        "translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw_8bit",
         "dropped     strict: it changes nothing here",
         "dropped     deepspeed: zero3.json: Ratel has an engine of its own; see `storage` and `limits`",
         "decide      something_new: 3: Ratel has no such key",
         "wrote run.yaml; decide what it asks, then try `ratel check run.yaml`",
     ]
     text = Path("run.yaml").read_text()
-    assert "optimizer: adamw  # was `optimizer: adamw_bnb_8bit`" in text
+    assert "optimizer: adamw_8bit  # was `optimizer: adamw_bnb_8bit`" in text
     assert "sequence_len: 512  # the default of axolotl" in text
     assert "# Needs a decision:\n#   something_new: 3   (Ratel has no such key)\n" in text
     assert load_config(Path("run.yaml")).notices == ()

@@ -26,7 +26,7 @@ OF_THE_INTERFACE = """
     shuffle
     micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate loraplus_lr_ratio
     embedding_lr embedding_lr_scale lr_scheduler
-    lr_scheduler_kwargs warmup_steps warmup_ratio optimizer adam_beta1 adam_beta2 adam_epsilon weight_decay
+    lr_scheduler_kwargs warmup_steps warmup_ratio optimizer optim_args adam_beta1 adam_beta2 adam_epsilon weight_decay
     max_grad_norm label_smoothing_factor neftune_noise_alpha use_dft_loss
     rl rl_beta simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight
     dtype gradient_dtype device attn_implementation activations head_chunk optimizer_overlap
@@ -377,7 +377,7 @@ def test_a_schedule_with_its_options(load: Load) -> None:
 def test_a_learning_rate_that_can_hardly_be_meant(load: Load) -> None:
     assert load(MINIMAL + "learning_rate: 0.1\n").notices == ()
     (notice,) = load(MINIMAL + "learning_rate: 1e9\n").notices
-    assert notice.startswith("run.yaml:3:1: `learning_rate` is 1e+09: AdamW moves every weight by about that much")
+    assert notice.startswith("run.yaml:3:1: `learning_rate` is 1e+09: every weight moves by about that much")
 
 
 @pytest.mark.parametrize(

@@ -207,11 +207,33 @@ def test_strategies(load: Load, lines: str, save: int | None, evaluate: int | No
     assert (config.save_interval(100), config.eval_interval(100)) == (save, evaluate)
 
 
-@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit", "AdamW"])
-def test_adamw_under_another_name(load: Load, name: str) -> None:
-    loaded = load(MINIMAL + f"optim: {name}\n")
-    assert loaded.config.optimizer == "adamw"
-    assert ("moments in fp32" in loaded.notices[-1]) == ("8bit" in name)
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        ("adamw", "adamw_torch adamw_torch_fused adamw_torch_xla paged_adamw_32bit adamw_apex_fused AdamW"),
+        ("adamw", "ao_adamw_4bit adamw_torch_4bit ao_adamw_fp8 adamw_anyprecision"),
+        ("adamw_8bit", "adamw_8bit adamw_bnb_8bit paged_adamw_8bit ao_adamw_8bit adamw_torch_8bit"),
+        ("lion", "lion lion_32bit paged_lion_32bit lion_pytorch lion_8bit paged_lion_8bit"),
+        ("sgd", "sgd SGD"),
+    ],
+)
+def test_optimizers_under_other_names(load: Load, optimizer: str, names: str) -> None:
+    """Moments with fewer bits than Ratel keeps are noted."""
+    for name in names.split():
+        loaded = load(MINIMAL + f"optim: {name}\n")
+        assert loaded.config.optimizer == optimizer
+        fewer_bits = name.endswith(("4bit", "fp8", "anyprecision")) or "lion_8bit" in name
+        assert any("moments in fp32" in notice for notice in loaded.notices) == fewer_bits, name
+
+
+@pytest.mark.parametrize(
+    "options", ["{momentum: 0.9, nesterov: true}", "momentum=0.9,nesterov=true", "'momentum=0.9, nesterov=True'"]
+)
+def test_options_of_an_optimizer_in_one_line(load: Load, options: str) -> None:
+    config = load(MINIMAL + f"optim: sgd\noptim_args: {options}\n").config
+    assert config.optim_args is not None
+    assert (config.optim_args.momentum, config.optim_args.nesterov) == (0.9, True)
+    assert load(MINIMAL + "optim: sgd\noptim_args: ''\n").config.optim_args is None
 
 
 def test_the_device_of_the_trainer(load: Load) -> None:

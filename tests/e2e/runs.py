@@ -429,6 +429,8 @@ def recipe_of(config: Path) -> Recipe:
     settings = load_config(config).config
     return Recipe(
         dtype=DTYPES[settings.dtype],
+        optimizer=settings.optimizer,
+        momentum=0.0 if settings.optim_args is None else settings.optim_args.momentum,
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,

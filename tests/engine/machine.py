@@ -15,7 +15,7 @@ from ratel_cli import _native
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.optimizer.adamw import AdamWSettings
+from ratel_cli.engine.optimizer.settings import AdamWSettings, LionSettings, OptimizerSettings, SgdSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.ranks.commits import commit_together
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
@@ -36,6 +36,7 @@ from ratel_cli.model.rate_groups import ONE_RATE, RateGroups
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base
+from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName, QuantisedForm
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import Geometry
@@ -224,12 +225,23 @@ class Machine:
                 master = fields["frozen"].float()
             elif block.dtype == "bfloat16":
                 master = torch.empty(block.num_elements)
-                _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], master)
+                join = _native.join_bfloat16 if "v32" in fields else _native.join_tied_bfloat16
+                join(fields["hi16"], fields["lo16"], fields["v32" if "v32" in fields else "tie8"], master)
             else:
                 master = fields["w32"]
             for parameter in block.parameters:
                 weights[parameter.name] = master[parameter.start : parameter.stop].view(parameter.shape)
         return weights
+
+
+def settings_of(recipe: Recipe) -> OptimizerSettings:
+    """The settings of the recipe's optimizer, with the defaults of the config."""
+    decay = recipe.weight_decay
+    if recipe.optimizer == "lion":
+        return LionSettings(beta1=0.9, beta2=0.999, weight_decay=decay)
+    if recipe.optimizer == "sgd":
+        return SgdSettings(momentum=recipe.momentum, nesterov=False, weight_decay=decay)
+    return AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=decay)
 
 
 def progress_at(step: int) -> Progress:
@@ -304,7 +316,8 @@ def machine(
         if recipe.unfrozen is not None:
             freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
-        model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients, rates=rates)
+        rules = rules_of(recipe.optimizer, has_momentum=recipe.momentum > 0)
+        model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients, rates=rates, rules=rules)
         if adapter is not None and adapter.has_magnitudes:
             magnitudes = magnitudes_of(adapted_matrices(skeleton, model.spec))
         if recipe.noise_alpha is not None:
@@ -313,7 +326,7 @@ def machine(
     paths = [directory / f"drive{index}" for index in range(num_directories)]
     num_elements = sum(block.num_elements for block in model.spec.blocks)
     settings = EngineSettings(
-        adamw=AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay),
+        optimizer=settings_of(recipe),
         updates=UpdateSettings(
             max_grad_norm=recipe.max_grad_norm,
             hold=hold or in_place,

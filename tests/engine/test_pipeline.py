@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
-from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
+from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
+from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
@@ -30,7 +31,7 @@ from tests.store.stores import create_store, progress_of
 SMALL = GroupShape(elements=BLOCK_ALIGNMENT)
 TWO_EACH_WAY = GroupShape(elements=BLOCK_ALIGNMENT, in_flight=2)
 HOST = HostDevice(Timeline())
-ADAMW = AdamWUpdate(number=1, learning_rate=1e-3, gradient_scale=1.0)
+ADAMW = UpdateNumbers(number=1, learning_rate=1e-3, gradient_scale=1.0)
 
 
 def blocks_of(*num_groups: int) -> list[BlockSpec]:
@@ -48,7 +49,7 @@ def blocks_of(*num_groups: int) -> list[BlockSpec]:
 def update_of(block: BlockSpec, pool: BufferPool) -> BlockUpdate:
     total = gradient_sum(block, pool, HOST, single=True)
     total.add([torch.ones(parameter.shape, dtype=torch.bfloat16) for parameter in block.parameters])
-    return BlockUpdate(gradient=total.finish(), weights=None, adamw=ADAMW)
+    return BlockUpdate(gradient=total.finish(), weights=None, numbers=ADAMW)
 
 
 @dataclass
@@ -216,7 +217,7 @@ def stored(tmp_path: Path, queue: FaultyQueue) -> Store:
 
 def work_on(store: Store, pool: BufferPool, resident: frozenset[int] = frozenset()) -> GroupWork:
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
-    work = GroupWork(GroupAdamW(settings), store, pool, timeline=Timeline())
+    work = GroupWork(GroupUpdater(settings), store, pool, timeline=Timeline())
     work.follow(resident)
     return work
 

@@ -7,7 +7,8 @@ code of its authors, that of 8-bit moments what `docs/store-format.md` says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -63,28 +64,29 @@ def fields_of(rule: RuleName, layout: Layout) -> tuple[FieldOf, ...]:
     return (*weights[layout], *_MOMENTS[rule])
 
 
-# The dynamic maps, from their definition, in double.
+# The dynamic maps, from their definition.
 
 
+@cache
 def signed_map() -> torch.Tensor:
-    """The values of the codes of m, fp32, but for their last digits."""
+    """The values of the codes of m, fp32."""
     positive = _positive(parts_of_first=1)
-    return torch.cat([-positive[:-1].flip(0), torch.zeros(1, dtype=torch.float64), positive]).float()
+    return torch.cat([-positive[:-1].flip(0), torch.zeros(1), positive])
 
 
+@cache
 def unsigned_map() -> torch.Tensor:
     """Those of v."""
-    return torch.cat([torch.zeros(1, dtype=torch.float64), _positive(parts_of_first=2)]).float()
+    return torch.cat([torch.zeros(1), _positive(parts_of_first=2)])
 
 
 def _positive(parts_of_first: int) -> torch.Tensor:
     """The middles of equal parts of each decade from 1e-7 to 1, twice as many in each, and 1."""
     found = []
     for decade in range(7):
-        number = parts_of_first << decade
-        middles = 0.1 + 0.9 * (torch.arange(number, dtype=torch.float64) + 0.5) / number
-        found.append(10.0 ** (decade - 6) * middles)
-    return torch.cat([*found, torch.ones(1, dtype=torch.float64)])
+        edges = torch.linspace(0.1, 1, (parts_of_first << decade) + 1)
+        found.append(10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2))
+    return torch.cat([*found, torch.ones(1)])
 
 
 def quantised(values: torch.Tensor, values_of_codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,8 +114,6 @@ class Numbers:
     epsilon: float = 1e-8
     momentum: float = 0.9
     nesterov: bool = False
-    maps: tuple[torch.Tensor, torch.Tensor] = field(default_factory=lambda: (signed_map(), unsigned_map()))
-    """Of m and of v."""
 
 
 class Reference:
@@ -159,7 +159,7 @@ class Reference:
         self._update(gradient.float())
 
     def _adamw_8bit(self, gradient: torch.Tensor) -> None:
-        numbers, moments, (of_m, of_v) = self.numbers, self.moments, self.numbers.maps
+        numbers, moments, of_m, of_v = self.numbers, self.moments, signed_map(), unsigned_map()
         m = restored(moments["m8"], moments["m_scale"], of_m)
         v = restored(moments["v8"], moments["v_scale"], of_v)
         m.mul_(numbers.beta1).add_(gradient, alpha=1 - numbers.beta1)

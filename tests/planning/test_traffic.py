@@ -11,9 +11,11 @@ from hypothesis import given
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
+from ratel_cli.planning.analytic import spec_from_shape
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.rules import OptimizerName, rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, Widths, gpt
 from tests.tiers import examples
@@ -243,3 +245,30 @@ def test_checksums_take_what_the_store_gives_them(dtype: DtypeName, num_layers: 
     num_fields = 3 if dtype == "float32" else 4
     num_chunks = num_fields * sum(-(-block.num_elements // CHUNK_ELEMENTS) for block in spec.blocks)
     assert checksum_bytes(spec) == -(-8 * (1 + num_chunks) // 4096) * 4096
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "has_momentum", "per_parameter"),
+    [
+        ("adamw", False, 26),
+        ("adamw_8bit", False, 2 + 2 * (6 + 1 / 8 + 2 * 4 / 256)),
+        ("lion", False, 2 + 2 * (8 + 1 / 8)),
+        ("sgd", False, 2 + 2 * (4 + 1 / 8)),
+        ("sgd", True, 2 + 2 * (8 + 1 / 8)),
+    ],
+)
+def test_the_bytes_of_a_rule_are_those_of_its_record(
+    optimizer: OptimizerName, has_momentum: bool, per_parameter: float
+) -> None:
+    """In bf16, of a large model: weights read in forward and in backward, the record written and read once, the weights
+    of it from memory. The head is a norm; what is small has moments in fp32."""
+    rules = rules_of(optimizer, has_momentum=has_momentum)
+    spec = spec_from_shape(name="large", num_layers=4, hidden_size=2048, vocab_size=32_000, rules=rules)
+    traffic = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=False)
+    moved = traffic.read_bytes + traffic.written_bytes
+    lent_bytes = sum(block.compute_bytes for block in spec.lent.blocks)  # of the tied embedding, read for the head too
+    assert (moved - lent_bytes) / spec.num_parameters == pytest.approx(per_parameter, rel=0.002)
+    assert (
+        spec.num_parameters
+        == spec_from_shape(name="large", num_layers=4, hidden_size=2048, vocab_size=32_000).num_parameters
+    )

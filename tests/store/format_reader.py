@@ -86,9 +86,13 @@ class Format:
     def keys_of(self, number: int, column: str) -> set[str]:
         return {key for row in self.table("Manifest page", number) for key in row[column].split(", ")}
 
-    def fields(self, dtype: str) -> list[list[Any]]:
-        """The fields of AdamW's record for a dtype, as a manifest has them."""
-        return [[row["field"], row["type"], 1] for row in self.table("Fields", 1) if row["dtype"] == dtype]
+    def fields(self, dtype: str, rule: str = "adamw") -> list[list[Any]]:
+        """The fields of a rule's record for a dtype, as a manifest has them."""
+        return [
+            [row["field"], row["type"], int(row["per"])]
+            for row in self.table("Fields", 1)
+            if (row["rule"], row["dtype"]) == (rule, dtype)
+        ]
 
     @cached_property
     def value_bytes(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ import torch
 from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.schedule.rules import RULES
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.layout import StoredBlock
@@ -110,6 +111,14 @@ def test_the_reader_finds_every_byte(
     }
     assert reader.table(reader.current)[0] == 4
     check_made_store(reader)
+
+
+def test_the_document_has_the_fields_of_every_rule(tmp_path: Path, queue: IoQueue) -> None:
+    make_store([tmp_path], queue, (1,))
+    found = StoreReader([tmp_path]).format
+    for rule in RULES.values():
+        for dtype, record in () if rule.is_frozen else rule.records:
+            assert found.fields(dtype, rule.name) == [[each.name, each.dtype, each.per] for each in record.fields]
 
 
 @EVERY_SHAPE

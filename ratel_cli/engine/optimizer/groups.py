@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from ratel_cli.engine.host_weights import HostWeights
-from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW, GroupChecksums
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
+from ratel_cli.engine.optimizer.group_update import GroupChecksums, GroupUpdater
+from ratel_cli.engine.optimizer.settings import UpdateNumbers
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join, settle
@@ -35,7 +36,7 @@ class BlockUpdate:
     gradient: BlockGradient
     weights: HostWeights | None
     """Compute weights in memory, updated in place and written from there; None: read and written with the states."""
-    adamw: AdamWUpdate
+    numbers: UpdateNumbers
     holds_gradient: bool = False
     """True if `Updates` releases the gradient: a clipped step needs it again."""
     is_updated: bool = field(default=False, init=False)
@@ -80,8 +81,8 @@ class Group:
 class GroupWork:
     """Reads, updates and writes groups, on the optimizer thread."""
 
-    def __init__(self, adamw: GroupAdamW, store: Store, pool: BufferPool, *, timeline: Timeline) -> None:
-        self._adamw = adamw
+    def __init__(self, updater: GroupUpdater, store: Store, pool: BufferPool, *, timeline: Timeline) -> None:
+        self._updater = updater
         self._store = store
         self._pool = pool
         self._timeline = timeline
@@ -128,21 +129,19 @@ class GroupWork:
         if update.weights is not None:
             update.weights.wait(self._timeline, "forward")
             compute = block.record.compute_field
-            group.memories[compute.name] = update.weights.memory[compute.offset(group.start) :][
-                : compute.num_bytes(group.stop - group.start)
-            ]
+            group.memories[compute.name] = compute.part(update.weights.memory, group.start, group.stop)
         began = perf_counter()
         with update.gradient.elements(group.start, group.stop, self._pool) as values:
-            self._adamw.update(
+            self._updater.update(
                 group.memories,
                 update.gradient,
-                update.adamw,
+                update.numbers,
                 values=values,
                 start=group.start,
                 stop=group.stop,
                 checksums=group.checksums,
             )
-        label = SpanLabel.of("AdamW", block, "update", group.number)
+        label = SpanLabel.of(block.rule.title, block, "update", group.number)
         self._timeline.record("optimizer", label, began, perf_counter())
         if group.is_last and block.index in self._resident:
             self._valid.add(block.index)
@@ -249,8 +248,7 @@ class GroupWork:
                 each.name: self._lease(each.num_bytes(block.num_elements), f"{each.name} of {block.name}")
                 for each in block.record.state_fields
             }
-        number = group.stop - group.start
         return {
-            each.name: leases[each.name].memory[each.offset(group.start) :][: each.num_bytes(number)]
+            each.name: each.part(leases[each.name].memory, group.start, group.stop)
             for each in block.record.state_fields
         }

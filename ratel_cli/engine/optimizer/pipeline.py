@@ -1,4 +1,4 @@
-"""The optimizer thread: AdamW out of core, overlapped with the compute thread.
+"""The optimizer thread: updates out of core, overlapped with the compute thread.
 
 The compute thread announces which updates will come, submits them, and waits for what it needs. The optimizer thread
 walks through the blocks in groups of parameters, so that its buffers hold a few groups, whatever the size of a block.

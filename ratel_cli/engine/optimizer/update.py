@@ -17,7 +17,7 @@ The path of one block's gradient:
     1. sum       step.py adds up its parts (gradients.GradientSum); `finish` rounds the sum to G16 and downloads it
     2. hand over `Updates.hand_over` starts the update, or holds the gradient, in memory or in the scratch file
     3. submit    `UpdatePipeline.submit` gives it to the optimizer thread, which walks through the block by groups
-    4. update    `GroupWork` reads a group's states, lets `GroupAdamW` update them in place, and writes them
+    4. update    `GroupWork` reads a group's states, lets `GroupUpdater` update them in place, and writes them
     5. settle    when every group has been written to the shadow, `Updates.settle` returns and the caller commits
 
 So a step ends twice: `decide` decides it, and it is settled when the last byte of its update is in the shadow, which
@@ -39,11 +39,11 @@ from typing import Literal
 import torch
 
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
-from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
 from ratel_cli.engine.optimizer.gradients import NormParts, clip_coefficient, one_part, total_norm
 from ratel_cli.engine.optimizer.groups import BlockUpdate
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
+from ratel_cli.engine.optimizer.settings import UpdateNumbers
 from ratel_cli.engine.optimizer.speculation import Speculation
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput
@@ -215,7 +215,7 @@ class Updates:
         `come_in_order`: one segment after another, the last one first; then states are read before they come.
 
         Without a learning rate, all gradients are held, and `apply` or `discard` follows the decision. Others as in
-        `AdamWUpdate`.
+        `UpdateNumbers`.
         """
         assert not self._is_decided
         self._number, self._gradient_scale, self._learning_rate = number, gradient_scale, learning_rate
@@ -403,7 +403,7 @@ class Updates:
         update = BlockUpdate(
             gradient=gradient,
             weights=weights,
-            adamw=AdamWUpdate(
+            numbers=UpdateNumbers(
                 number=self._number,
                 learning_rate=self._learning_rate,
                 group_rates=self._group_rates,
@@ -426,13 +426,13 @@ class Updates:
         self._pipeline.wait_unfinished(at_most=0)
 
     def _check_presence(self, gradient: BlockGradient) -> None:
-        """AdamW counts updates for all parameters together, so each needs a gradient in every step or in none."""
+        """Updates are counted for all parameters together, so each needs a gradient in every step or in none."""
         before = self._presence.setdefault(gradient.block.index, gradient.present)
         for parameter, now, then in zip(gradient.block.parameters, gradient.present, before, strict=True):
             if now != then:
                 raise BadInput(
                     f"{parameter.name} gets a gradient in some steps and none in others; "
-                    "the bias correction of AdamW would then differ from that of plain PyTorch"
+                    "the number of its updates would then differ from that of plain PyTorch"
                 )
 
     def _hold(self, gradient: BlockGradient) -> None:

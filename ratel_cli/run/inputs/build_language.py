@@ -19,6 +19,7 @@ from ratel_cli.model.freezing import freeze
 from ratel_cli.model.rate_groups import RateGroups
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.run.inputs.language_base import LanguageBase
+from ratel_cli.run.inputs.settings import rules_in
 from ratel_cli.sizes import Task
 
 
@@ -53,8 +54,14 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         from ratel_cli.run.inputs.adapted_base import adapt  # PEFT is needed here alone
 
         make = adapt(skeleton, config, task)
-    rates = _rate_groups(config, skeleton)
-    model = find_blocks(skeleton, name=name, gradient_dtype=gradient_dtype, task=task, rates=rates)
+    model = find_blocks(
+        skeleton,
+        name=name,
+        gradient_dtype=gradient_dtype,
+        task=task,
+        rates=_rate_groups(config, skeleton),
+        rules=rules_in(config),
+    )
     if not model.spec.num_trained:
         raise BadInput(
             f"{model.spec.architecture}: what is to be trained is in parts that text does not use",

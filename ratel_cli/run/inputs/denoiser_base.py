@@ -37,6 +37,7 @@ from ratel_cli.model.sidecars import GivenSidecars
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stack import StackModel
 from ratel_cli.run.inputs.base import Base, Weights
+from ratel_cli.run.inputs.settings import rules_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ def build_denoiser_base(config: RunConfig) -> DenoiserBase:
         dtype=config.dtype,
         gradient_dtype=config.resolved_gradient_dtype,
         prepare=partial(freeze, unfrozen=config.unfrozen_parameters, frozen=config.frozen_parameters),
+        rules=rules_in(config),
     )
     return DenoiserBase(directory=directory, config=found, model=model)
 

@@ -24,7 +24,8 @@ from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_shape
 from ratel_cli.run.files.user_cache import software_versions, user_cache_file, write_user_cache
-from ratel_cli.run.inputs.settings import CHOOSES_PARAMETERS
+from ratel_cli.run.inputs.settings import CHOOSES_PARAMETERS, rules_in
+from ratel_cli.schedule.rules import ALL_ADAMW
 
 FORMAT_VERSION = 7
 
@@ -53,6 +54,7 @@ def describe_model(config: RunConfig, *, name: str, log: RunLog) -> ModelDescrip
         num_parameters=shape.num_parameters,
         dtype=config.dtype,
         gradient_dtype=config.resolved_gradient_dtype,
+        rules=rules_in(config),
     )
     compute_bytes = spec.dtype_bytes
     traits = LayerTraits(
@@ -87,7 +89,9 @@ def description_file(config: RunConfig) -> Path:
     with_peft = ["peft"] if config.adapter is not None else []
     software = software_versions("ratel-cli", "torch", "transformers", *with_peft)
     of_task = [] if config.task == "causal_lm" else [config.task, *(config.labels or ())]
-    chosen = [getattr(config, key) for key in (*CHOOSES_PARAMETERS, *OF_RATES)]
+    rules = rules_in(config)
+    rule_names = [] if rules == ALL_ADAMW else [rules.main.name]
+    chosen = [*(getattr(config, key) for key in (*CHOOSES_PARAMETERS, *OF_RATES)), *rule_names]
     return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, chosen, *of_task])
 
 

@@ -20,6 +20,7 @@ from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
+from ratel_cli.schedule.rules import RuleChoice, rules_of
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, QuantisedForm, Task
 from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
@@ -35,13 +36,14 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
+CHOOSES_RULES: Final = ("optimizer", "optim_args")
 CHOOSES_BITS: Final = (
-    "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES,
+    "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES, *CHOOSES_RULES,
 )  # fmt: skip
 """Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
 CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION)
 """Keys that decide what is trained of a model."""
-DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, *OF_RATES, "dtype")
+DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, *OF_RATES, *CHOOSES_RULES, "dtype")
 """Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
 OF_TEXT: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "mlm_probability", "head_chunk",
@@ -87,8 +89,13 @@ def quantised_form(config: RunConfig) -> QuantisedForm | None:
 
 def settings_hash(config: RunConfig) -> str:
     """The part of a store's identity that says which settings its run has."""
-    losses = (key for key in CHOOSES_BITS if getattr(config, key) != RunConfig.model_fields[key].default)
-    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *losses}))
+    others = (key for key in CHOOSES_BITS if getattr(config, key) != RunConfig.model_fields[key].default)
+    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *others}))
+
+
+def rules_in(config: RunConfig) -> RuleChoice:
+    """Which rule each trained parameter of a run has."""
+    return rules_of(config.optimizer, has_momentum=config.optim_args is not None and config.optim_args.momentum > 0)
 
 
 def as_recorded(config: RunConfig) -> RunConfig:

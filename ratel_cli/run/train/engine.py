@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from ratel_cli.config.optimizers import OptimizerConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.optimizer.adamw import AdamWSettings
+from ratel_cli.engine.optimizer.settings import AdamWSettings, LionSettings, OptimizerSettings, SgdSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
 from ratel_cli.engine.step import StepEngine
@@ -27,15 +28,25 @@ from ratel_cli.store.store import Store
 from ratel_cli.units import GIB, format_bytes
 
 
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    """What the update rules of a run compute with."""
+    if config.optimizer == "lion":
+        return LionSettings(beta1=config.adam_beta1, beta2=config.adam_beta2, weight_decay=config.weight_decay)
+    if config.optimizer == "sgd":
+        given = config.optim_args or OptimizerConfig()
+        return SgdSettings(momentum=given.momentum, nesterov=given.nesterov, weight_decay=config.weight_decay)
+    return AdamWSettings(
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        epsilon=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+    )
+
+
 def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
     """What the config and the plan decide about a run's engine."""
     return EngineSettings(
-        adamw=AdamWSettings(
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            epsilon=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-        ),
+        optimizer=optimizer_settings(config),
         updates=UpdateSettings(
             max_grad_norm=config.max_grad_norm,
             speculation=plan.speculation,

@@ -116,7 +116,7 @@ class Planner:
         host, lost_seconds = self.hardware.host, 0.0
         if self.hardware.link is None:
             share = 1 / host.num_cores if profile.adamw_share is None else profile.adamw_share
-            updated = self.spec.sliced(self.rank_slice).trained_elements
+            updated = self.spec.sliced(self.rank_slice).update_work
             lost_seconds = share * updated / host.adam_parameters_per_second
         return _block_seconds(spans, lost_seconds=lost_seconds)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
+from ratel_cli.engine.optimizer.group_update import GroupUpdater
+from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view
 from ratel_cli.schedule.blocks import lay_out_block
@@ -58,14 +59,14 @@ def test_a_block_in_groups_has_the_bits_of_torch(pool: BufferPool, group_element
     lease = pool.lease(4 * BLOCK.num_elements, "gradient")
     flat = view(lease.memory, torch.float32).fill_(1e9)  # what is nobody's gradient is anything
     gradient = BlockGradient(BLOCK, lease, torch.float32, PRESENT, {}, None)
-    with GroupAdamW(SETTINGS, num_threads=num_threads) as adamw:
+    with GroupUpdater(SETTINGS, num_threads=num_threads) as adamw:
         for number in (1, 2, 3):
             for weight, parameter, has_gradient in zip(weights, BLOCK.parameters, PRESENT, strict=True):
                 weight.grad = torch.randn(parameter.shape) if has_gradient else None
                 if weight.grad is not None:
                     flat[parameter.start : parameter.stop] = weight.grad.flatten()
             oracle.step()
-            update = AdamWUpdate(number=number, learning_rate=LEARNING_RATE, gradient_scale=1.0)
+            update = UpdateNumbers(number=number, learning_rate=LEARNING_RATE, gradient_scale=1.0)
             for start in range(0, BLOCK.num_elements, group_elements):
                 stop = start + group_elements
                 memories = {name: memoryview(values.numpy()[start:stop]).cast("B") for name, values in fields.items()}

@@ -1,8 +1,7 @@
-"""AdamW on one group of parameters in host memory: the scalars of a step, and the native kernel with torch's bits.
+"""The update of one group of parameters in host memory, by the native kernel of its rule.
 
-The scalars that AdamW derives from the step are computed here in Python floats, exactly as `torch.optim.AdamW` does;
-the kernel (`ratel_cli._native`) does the rest. It releases the GIL and has no threads of its own: if the plan wants
-several, each takes a part of the group.
+The kernel (`ratel_cli._native`) releases the GIL and has no threads of its own: if the plan wants several, each takes a
+part of the group. What it computes with is in `ratel_cli/engine/optimizer/settings.py`.
 
 The same pass over the bytes takes checksums (`GroupChecksums`), since the bytes are in the caches then: of what was
 read, just before it is updated, and of what will be written. The kernel makes the seeds and compares, too: chunk by
@@ -17,71 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Literal
-
-import torch
 
 from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
+from ratel_cli.engine.optimizer.settings import (
+    OptimizerSettings,
+    Scalars,
+    UpdateNumbers,
+    kernel_of,
+    square_root_of_torch,
+)
 from ratel_cli.schedule.blocks import BlockSpec
-from ratel_cli.sizes import PARAMETER_ALIGNMENT, WeightDtype
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
 from ratel_cli.units import align_up
 
-SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
 _WITHOUT_CHECKSUMS = 1 << 20
 """Chunk size for the kernel when no checksums are taken: any would do."""
-
-
-# Each takes the fields of `ADAMW.record` for that compute dtype, in their order.
-_KERNELS: dict[WeightDtype, _native._Update[_native.AdamWScalars]] = {
-    "bfloat16": _native.update_adamw_bfloat16,
-    "float32": _native.update_adamw_float32,
-    "float16": _native.update_adamw_float16,
-}
-
-
-def square_root_of_torch() -> SquareRoot:
-    """How torch rounds square roots on this processor: MKL's are sometimes 1 ulp off (kernels/README.md)."""
-    values = torch.arange(0x3F800000, 0x40800000, 4099, dtype=torch.int32).view(torch.float32)  # [1, 4)
-    kinds: tuple[SquareRoot, ...] = (_native.native_square_root(), "correct", "mkl_avx512")
-    for kind in kinds:
-        roots = values.clone()
-        _native.square_root(roots, square_root=kind)
-        if torch.equal(roots, values.sqrt()):
-            return kind
-    return "correct"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWSettings:
-    """AdamW's settings for a whole run."""
-
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWUpdate:
-    """What AdamW needs to know of one update."""
-
-    number: int
-    """Counts applied updates, from 1."""
-    learning_rate: float
-    """The run's."""
-    gradient_scale: float
-    """Every gradient is multiplied by this first: the inverse loss scale times the clip coefficient."""
-    group_rates: tuple[float, ...] = ()
-    """Learning rates of the groups that have their own, from group 1 on."""
-
-    def rate_of(self, block: BlockSpec) -> float:
-        """The block's learning rate."""
-        return self.group_rates[block.rate - 1] if block.rate else self.learning_rate
 
 
 class GroupChecksums:
@@ -116,23 +68,23 @@ class GroupChecksums:
             raise self._current.mismatch(self._block, start, stop, field_index=field_index, chunk=chunk)
 
 
-class GroupAdamW(Closing):
+class GroupUpdater(Closing):
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
-    def __init__(self, settings: AdamWSettings, *, num_threads: int = 1) -> None:
+    def __init__(self, settings: OptimizerSettings, *, num_threads: int = 1) -> None:
         assert num_threads > 0
         self._settings = settings
-        self._kernels = _KERNELS
+        self._kernel_of = kernel_of
         self._num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ratel-adamw") if num_threads > 1 else None
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ratel-update") if num_threads > 1 else None
         self._square_root = square_root_of_torch()
-        self._last: tuple[AdamWUpdate, _native.AdamWScalars] | None = None
+        self._last: tuple[UpdateNumbers, Scalars] | None = None
 
     def update(
         self,
         memories: Mapping[str, memoryview],
         gradient: BlockGradient,
-        update: AdamWUpdate,
+        update: UpdateNumbers,
         *,
         values: memoryview,
         start: int,
@@ -146,7 +98,7 @@ class GroupAdamW(Closing):
         read are not those that were written.
         """
         block, scalars = gradient.block, self._scalars(update, update.rate_of(gradient.block))
-        kernel, fields = self._kernels[block.dtype], [memories[field.name] for field in block.record.fields]
+        kernel = self._kernel_of(block.rule, block.dtype)
         chunk_elements, before, after = _WITHOUT_CHECKSUMS, None, None
         if checksums is not None:
             chunk_elements, before, after = checksums.chunk_elements, checksums.before, checksums.after
@@ -157,7 +109,7 @@ class GroupAdamW(Closing):
                 first % chunk_elements == 0 and (last % chunk_elements == 0 or last == block.num_elements)
             ), "a part has whole chunks"
             mismatches = kernel(
-                *[_elements(field, stop - start, first - start, last - start) for field in fields],
+                *[field.part(memories[field.name], first - start, last - start) for field in block.record.fields],
                 _elements(values, stop - start, first - start, last - start),
                 scalars=scalars,
                 segments=_segments(block, gradient.present, first, last),
@@ -173,7 +125,7 @@ class GroupAdamW(Closing):
         if self._threads is None:
             update_part((start, stop))
             return
-        alignment = PARAMETER_ALIGNMENT if checksums is None else checksums.chunk_elements
+        alignment = block.record.page_elements if checksums is None else checksums.chunk_elements
         parts = [self._threads.submit(update_part, part) for part in _parts(start, stop, self._num_threads, alignment)]
         wait(parts)  # all of them: the memory is given back when one fails
         for part in parts:
@@ -184,25 +136,11 @@ class GroupAdamW(Closing):
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _scalars(self, update: AdamWUpdate, learning_rate: float) -> _native.AdamWScalars:
+    def _scalars(self, update: UpdateNumbers, learning_rate: float) -> Scalars:
         """The scalars of an update. All groups of a block have the same one."""
         if self._last is not None and self._last[0] is update:
             return self._last[1]
-        settings = self._settings
-        bias_correction1 = 1 - settings.beta1**update.number
-        bias_correction2 = 1 - settings.beta2**update.number
-        scalars = _native.AdamWScalars(
-            decay_factor=1 - learning_rate * settings.weight_decay,
-            beta1=settings.beta1,
-            one_minus_beta1=1 - settings.beta1,
-            beta2=settings.beta2,
-            one_minus_beta2=1 - settings.beta2,
-            step_size=learning_rate / bias_correction1,
-            bias_correction2_sqrt=bias_correction2**0.5,
-            epsilon=settings.epsilon,
-            gradient_scale=update.gradient_scale,
-            square_root=self._square_root,
-        )
+        scalars = self._settings.scalars(update, learning_rate, self._square_root)
         self._last = update, scalars
         return scalars
 

@@ -1,0 +1,85 @@
+"""Optimizers that a config chooses: the export is what plain PyTorch trains, however the run went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    DTYPES,
+    assert_rejected,
+    assert_same_result,
+    exported,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel,
+    recipe_of,
+    run_until_killed,
+    save_base,
+    succeed,
+)
+from tests.kernels.oracle import needs_fused_torch
+from tests.reference import train_in_memory
+from tests.tiers import rotating
+
+KEYS: dict[str, dict[str, object]] = {
+    "adamw_8bit": {"optimizer": "adamw_8bit", "weight_decay": 0.1},
+    "lion": {"optimizer": "lion", "learning_rate": 1e-4, "weight_decay": 0.1},
+    "sgd": {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.01},
+    "momentum": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def wide_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its matrices have 4096 elements and more."""
+    return save_base(tmp_path_factory.mktemp("models") / "wide", hidden_size=64)
+
+
+@needs_fused_torch
+@pytest.mark.parametrize(("optimizer", "dtype"), rotating(list(KEYS), ["bfloat16", "float32"]))
+def test_the_export_is_what_pytorch_trains(
+    make_config: MakeConfig, wide_base: Path, optimizer: str, dtype: str
+) -> None:
+    config = make_config(
+        **KEYS[optimizer], base_model=str(wide_base), dtype=dtype, max_steps=4, lr_scheduler="constant"
+    )
+    succeed(config)
+    trained = train_in_memory(
+        LlamaConfig.from_pretrained(wide_base),
+        load_file(wide_base / "model.safetensors"),
+        [load_data(config).step(step) for step in range(4)],
+        recipe_of(config),
+    )
+    weights = exported(config)
+    different = [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(DTYPES[dtype]))]
+    assert different == []
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
+    name = "sgd" if optimizer == "momentum" else optimizer
+    assert f"optimizer: {name}" in (output_of(config) / "README.md").read_text()
+    assert ratel("verify", config).code == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "momentum"])
+def test_a_killed_run_goes_on(make_config: MakeConfig, wide_base: Path, optimizer: str) -> None:
+    keys = {**KEYS[optimizer], "base_model": str(wide_base), "max_steps": 4}
+    undisturbed, config = make_config("undisturbed", **keys), make_config(**keys)
+    succeed(undisturbed)
+    run_until_killed(config, kill_at="commit.written:3")
+    assert "resuming from step" in succeed(config)
+    assert_same_result(config, undisturbed)
+
+
+def test_another_optimizer_is_another_run(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=1)
+    succeed(config)
+    ended = finetune(config, "optimizer=lion", "max_steps=2")
+    assert_rejected(ended, 2, "optimizer was adamw, is now lion")

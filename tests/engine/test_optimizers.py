@@ -1,0 +1,118 @@
+"""Every optimizer trains the bits of its reference in plain PyTorch, wherever states rest and whenever updates run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT
+from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
+from tests.engine.architectures import larger_config
+from tests.engine.exactness import AHEAD, EVERY_BLOCK, check_training
+from tests.engine.machine import initial_weights, machine, random_steps
+from tests.engine.test_step import NOTHING_SPILLED, moved_by_last_step
+from tests.kernels.oracle import needs_fused_torch
+from tests.reference import Recipe
+from tests.tiers import rotating
+
+RECIPES = {
+    "adamw_8bit": Recipe(optimizer="adamw_8bit"),
+    "lion": Recipe(optimizer="lion", learning_rate=1e-4),
+    "sgd": Recipe(optimizer="sgd", learning_rate=0.1),
+    "sgd with momentum": Recipe(optimizer="sgd", momentum=0.9, learning_rate=0.1),
+}
+_RESIDENT = replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK)
+WAYS: dict[str, dict[str, object]] = {
+    "two ahead": {"placement": AHEAD},
+    "everything resident": {"placement": _RESIDENT},
+    "held gradients": {"placement": AHEAD, "hold": True},
+    "some deferred": {"placement": replace(AHEAD, deferred=frozenset((1, 2)))},
+    "in place": {"placement": AHEAD, "in_place": True},
+    "two threads, two drives": {"placement": replace(AHEAD, adamw_threads=2), "num_directories": 2},
+    "separate": {"placement": AHEAD, "overlap": "separate"},
+}
+
+
+@needs_fused_torch
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "architecture", "max_grad_norm"),
+    rotating(list(RECIPES), ["bfloat16", "float32"], ["llama", "gpt2"], [None, 0.5]),
+)
+def test_an_optimizer_trains_the_bits_of_its_reference(
+    tmp_path: Path, optimizer: str, dtype: DtypeName, architecture: str, max_grad_norm: float | None
+) -> None:
+    recipe = replace(RECIPES[optimizer], dtype=getattr(torch, dtype), max_grad_norm=max_grad_norm)
+    check_training(machine, tmp_path, larger_config(architecture), recipe, num_steps=4, num_tokens=16)
+
+
+@needs_fused_torch
+@pytest.mark.parametrize("optimizer", RECIPES)
+def test_fp16_with_a_scaled_loss(tmp_path: Path, optimizer: str) -> None:
+    recipe = replace(RECIPES[optimizer], dtype=torch.float16, loss_scale=1024.0, max_grad_norm=0.5)
+    check_training(machine, tmp_path, larger_config("llama"), recipe, num_steps=3)
+
+
+@needs_fused_torch
+@pytest.mark.parametrize(
+    ("optimizer", "way", "max_grad_norm"), rotating(list(RECIPES), list(WAYS), [None, 0.5], full_pairs=True)
+)
+def test_where_states_rest_and_when_updates_run_changes_no_bit(
+    tmp_path: Path, optimizer: str, way: str, max_grad_norm: float | None
+) -> None:
+    recipe = replace(RECIPES[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    check_training(machine, tmp_path, larger_config("llama_tied"), recipe, num_steps=3, **WAYS[way])
+
+
+@needs_fused_torch
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum"])
+def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> None:
+    """An embedding of 3 * 256 Ki elements, and a part of a chunk. Groups and the parts of threads are whole chunks."""
+    config = larger_config("llama", vocab_size=(3 * CHUNK_ELEMENTS + 20_000) // larger_config("llama").hidden_size)
+    recipe = replace(RECIPES[optimizer], dtype=torch.bfloat16)
+    check_training(
+        machine,
+        tmp_path,
+        config,
+        recipe,
+        placement=replace(AHEAD, adamw_threads=2),
+        group_elements=2 * CHUNK_ELEMENTS,
+        chunk_elements=CHUNK_ELEMENTS,
+    )
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
+@pytest.mark.parametrize(
+    ("optimizer", "values"), [("adamw_8bit", 6 + 1 / 8 + 2 * 4 / 256), ("lion", 65 / 8), ("sgd", 33 / 8)]
+)
+def test_a_step_moves_the_bytes_of_the_record(
+    tmp_path: Path, optimizer: str, values: float, max_grad_norm: float | None
+) -> None:
+    """To the byte as predicted. A whole chunk has this many bytes for each element in bf16."""
+    config = larger_config("llama")
+    recipe = replace(RECIPES[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
+        spec = ratel.model.spec
+        moved = moved_by_last_step(ratel, recipe, random_steps(3, 2))
+        wanted = step_traffic(spec, Placement(), NOTHING_SPILLED, holds_gradients=max_grad_norm is not None)
+    assert moved == (wanted.read_bytes, wanted.written_bytes)
+    record = spec.layers[0].blocks[0].record
+    assert record.num_bytes(CHUNK_ELEMENTS) == values * CHUNK_ELEMENTS
+
+
+def test_small_parameters_have_moments_in_fp32(tmp_path: Path) -> None:
+    """As in bitsandbytes: those of fewer than 4096 elements. They lie in blocks of their own."""
+    with machine(
+        tmp_path, larger_config("llama"), RECIPES["adamw_8bit"], weights=initial_weights(larger_config("llama"))
+    ) as found:
+        spec = found.model.spec
+    for block in spec.blocks:
+        assert block.rule in (ADAMW, ADAMW_8BIT)
+        for parameter in block.parameters:
+            assert (block.rule is ADAMW) == (parameter.num_elements < 4096), parameter.name
+            assert parameter.start % (256 if block.rule is ADAMW_8BIT else 128) == 0
+    assert {block.rule for segment in spec.layers for block in segment.blocks} == {ADAMW, ADAMW_8BIT}

@@ -1,0 +1,92 @@
+"""Optimizers in plain PyTorch that torch itself does not have. Invariant: nothing here imports `ratel_cli`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.kernels.rules import quantised, restored, signed_map, unsigned_map
+
+LEAST_8BIT = 4096
+"""Smaller parameters have moments in fp32."""
+
+
+class _Rule(torch.optim.Optimizer):
+    """Each parameter is updated by itself, by its group's settings."""
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: object) -> None:
+        super().__init__(groups, {**settings})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].setdefault("step", 0)
+                    self.state[parameter]["step"] += 1
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class Lion(_Rule):
+    """As its authors wrote it (Chen et al., 2023)."""
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        mean = state.setdefault("exp_avg", torch.zeros_like(parameter))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_((mean * beta1 + gradient * (1 - beta1)).sign_(), alpha=-group["lr"])
+        mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+
+class AdamW8bit(_Rule):
+    """Block-wise moments in 8 bit (Dettmers et al., 2022), as bitsandbytes computes with them."""
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        (beta1, beta2), of_m, of_v, size = group["betas"], signed_map(), unsigned_map(), parameter.numel()
+        if "m" not in state:
+            state["m"], state["v"] = quantised(torch.zeros(size), of_m), quantised(torch.zeros(size), of_v)
+        m = restored(*state["m"], of_m).view_as(parameter)
+        v = restored(*state["v"], of_v).view_as(parameter)
+        m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (v.sqrt() / (1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
+        state["m"], state["v"] = quantised(m.flatten(), of_m), quantised(v.flatten(), of_v)
+
+
+def optimizers_of(
+    name: str, groups: list[dict[str, Any]], *, learning_rate: float, momentum: float = 0.0, nesterov: bool = False
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of a run, which step one after another, with the defaults of Ratel's config. Groups have
+    parameters and their weight decay."""
+
+    def only(*, large: bool) -> list[dict[str, Any]]:
+        return [
+            {**group, "params": [each for each in group["params"] if (each.numel() >= LEAST_8BIT) is large]}
+            for group in groups
+        ]
+
+    betas = (0.9, 0.999)
+    if name == "lion":
+        return [Lion(groups, lr=learning_rate, betas=betas)]
+    if name == "sgd":
+        return [torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, nesterov=nesterov, foreach=False)]
+    if name == "adamw_8bit":
+        return [
+            AdamW8bit(only(large=True), lr=learning_rate, betas=betas, eps=1e-8),
+            torch.optim.AdamW(only(large=False), lr=learning_rate, foreach=False),
+        ]
+    assert name == "adamw", name
+    return [torch.optim.AdamW(groups, lr=learning_rate, foreach=False)]
