@@ -31,7 +31,7 @@ def copy_weights(
     no memory for a group.
     """
     assert source.blocks == target.generation.blocks
-    group_elements = min(group_elements, max(block.num_elements for block in source.blocks))
+    group_elements = max(1, min(group_elements, max(block.num_elements for block in source.blocks)))
     fields = [W32, *(field for block in source.blocks for field in block.record.fields)]
     with RecordBuffers(pool, fields, group_elements, "copied weights") as buffers:
         for index, block in enumerate(source.blocks):

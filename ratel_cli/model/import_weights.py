@@ -46,7 +46,7 @@ def import_weights(
     import for a model. Raises what `source.read` and the store raise, and DoesNotFit if the pool has no memory for a
     group.
     """
-    group_elements = min(group_elements, max(spec.block_elements))
+    group_elements = max(1, min(group_elements, max(spec.block_elements)))
     stored = target.generation.blocks
     fields = [W32, *(field for block in stored for field in block.record.fields)]
     with RecordBuffers(pool, fields, group_elements, "import") as buffers:

@@ -29,7 +29,7 @@ class StoredState:
     ) -> None:
         """Memory comes from `pool` while a parameter is read."""
         self._generation, self._pool = generation, pool
-        self._group_elements = min(group_elements, max(spec.block_elements))
+        self._group_elements = max(1, min(group_elements, max(spec.block_elements)))
         self._placed = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
 
     @property

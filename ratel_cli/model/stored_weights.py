@@ -42,7 +42,7 @@ class StoredWeights(Closing):
         Raises DoesNotFit if the pool has no memory for a group.
         """
         self._generation, self._progress = generation, progress
-        self._group_elements = min(group_elements, max(spec.block_elements))
+        self._group_elements = max(1, min(group_elements, max(spec.block_elements)))
         self._placed = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
         self._dtypes = [spec.dtype_of(block, dtype) for block in spec.blocks]
         """By block: of its values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.e2e.runs import (
     run_until_killed,
     save_base,
     succeed,
+    succeed_ranks,
 )
 from tests.kernels.oracle import needs_fused_torch
 from tests.reference import train_in_memory
@@ -83,3 +85,27 @@ def test_another_optimizer_is_another_run(make_config: MakeConfig) -> None:
     succeed(config)
     ended = finetune(config, "optimizer=lion", "max_steps=2")
     assert_rejected(ended, 2, "optimizer was adamw, is now lion")
+
+
+@pytest.mark.full
+@needs_fused_torch
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "lion"])
+def test_two_ranks(make_config: MakeConfig, wide_base: Path, base: Path, optimizer: str) -> None:
+    """A slice has whole pages in every field, so blocks as small as these are not cut: one rank has all of them."""
+    model = wide_base if optimizer == "adamw_8bit" else base
+    keys = {**KEYS[optimizer], "base_model": str(model), "max_steps": 3, "micro_batch_size": 1, "dtype": "bfloat16"}
+    keys |= {"lr_scheduler": "constant"}
+    config = make_config("ranks", **keys, gradient_accumulation_steps=2)
+    succeed_ranks(config, 2)
+    data = load_data(make_config("whole", **keys, gradient_accumulation_steps=4))
+    wanted = train_in_memory(
+        LlamaConfig.from_pretrained(model),
+        load_file(model / "model.safetensors"),
+        [data.step(step) for step in range(3)],
+        replace(recipe_of(config), of_rank=2),
+    )
+    found = exported(config)
+    different = [name for name, values in wanted.weights.items() if not torch.equal(found[name], values.bfloat16())]
+    assert different == []
+    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
+    assert ratel("verify", config).code == 0
