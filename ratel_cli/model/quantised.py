@@ -18,9 +18,10 @@ its bytes: a backward takes the bytes that are bound to the layer then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Final, get_args
 
 import torch
@@ -257,16 +258,21 @@ def _dequantise(data: torch.Tensor, form: str, rows: int, columns: int, dtype: t
     """The kernel of the operator, for the CPU and a GPU."""
     [layout] = [QuantisedLayout(each, rows, columns) for each in QUANTISED_FORMS if each == form]
     codes, *others = layout.parts(data.contiguous())
-    matrix = torch.empty(rows, columns, dtype=dtype, device=data.device)
     if form == "int8":
         # As bitsandbytes has it in training: the product of code and scale in fp32, rounded once.
         scales = others[0].view(torch.float32).unsqueeze(1).mul(1.0 / 127.0)
+        matrix = torch.empty(rows, columns, dtype=dtype, device=data.device)
         number, of_rows = max(1, EXPANDED_ELEMENTS // columns), codes.view(torch.int8).view(rows, columns)
         for start in range(0, rows, number):
-            values = of_rows[start : start + number].float().mul_(scales[start : start + number])
-            matrix[start : start + number].copy_(values)
+            stop = start + number
+            torch.mul(of_rows[start:stop], scales[start:stop], out=matrix[start:stop])
         return matrix
     magnitudes = others[0].view(torch.float32) if form == "nf4" else _magnitudes(*others)
+    fused = _fused_kernel(data.device)
+    if fused is not None:
+        found: torch.Tensor = fused(codes.view(-1, 1), magnitudes, _NF4_ELEMENTS, "nf4", (rows, columns), dtype)
+        return found
+    matrix = torch.empty(rows, columns, dtype=dtype, device=data.device)
     flat = matrix.view(-1)
     for start in range(0, len(flat), EXPANDED_ELEMENTS):
         out = flat[start : start + EXPANDED_ELEMENTS]
@@ -275,6 +281,18 @@ def _dequantise(data: torch.Tensor, form: str, rows: int, columns: int, dtype: t
         values = _pairs(data.device).index_select(0, packed.int()).view(-1)
         out.copy_(_scaled(values, scales, _NF4_ELEMENTS)[: len(out)])
     return matrix
+
+
+@lru_cache(maxsize=8)
+def _fused_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """The kernel of bitsandbytes for an NVIDIA GPU, which moves a sixth of the bytes; None on other devices, or where
+    that package is not installed."""
+    if device.type != "cuda" or find_spec("bitsandbytes") is None:
+        return None
+    import bitsandbytes  # noqa: F401  (it registers its operators)
+
+    kernel: Callable[..., torch.Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
+    return kernel
 
 
 def _magnitudes(codes: torch.Tensor, magnitudes: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

@@ -263,6 +263,11 @@ def _layer_profile(spec: ModelSpec, layer: Segment, workload: Workload, traits: 
     pairs = tokens * workload.sequence_len
     saved_bytes = tokens * found.saved_per_token + pairs * found.saved_per_pair
     unit_bytes, moved = input_bytes(spec, tokens=tokens), traits.moved
+    expanded_bytes = sum(
+        each.num_elements + each.num_computed * spec.dtype_bytes
+        for each in layer.parameters
+        if each.quantised_shape is not None
+    )  # read and written by a kernel that does so in one pass, in forward, again to recompute it, and in backward
     return LayerProfile(
         input_bytes=unit_bytes,
         saved_bytes=unit_bytes + saved_bytes,
@@ -284,8 +289,10 @@ def _layer_profile(spec: ModelSpec, layer: Segment, workload: Workload, traits: 
             for rest in found.rests
         ),
         frozen_flops=sum(_flops(product, tokens) for product in products if product.parameter in frozen),
-        forward_moved_bytes=tokens * moved.forward_per_token + pairs * moved.forward_per_pair if moved else 0,
-        backward_moved_bytes=tokens * moved.backward_per_token + pairs * moved.backward_per_pair if moved else 0,
+        forward_moved_bytes=expanded_bytes
+        + (tokens * moved.forward_per_token + pairs * moved.forward_per_pair if moved else 0),
+        backward_moved_bytes=expanded_bytes
+        + (tokens * moved.backward_per_token + pairs * moved.backward_per_pair if moved else 0),
     )
 
 
