@@ -15,6 +15,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.report.plan import RESOURCE_NAMES, percent, step_time, wear_rows
+from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import (
@@ -225,7 +226,11 @@ def run_summary(totals: RunTotals, *, endurance_tb: float | None = None) -> list
 
 def _model(spec: ModelSpec, dtype: str) -> str:
     size = f"{parameter_words(spec.num_parameters, spec.num_trained)} in {counted(len(spec.segments), 'block')}"
-    return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}, master weights and moments in fp32"
+    rules = dict.fromkeys(block.rule.title for block in spec.blocks if block.is_trained)
+    is_adamw = list(rules) == [ADAMW.title]
+    state = "master weights and moments in fp32" if is_adamw else f"master weights in fp32, by {' and '.join(rules)}"
+    frozen = ", linear layers quantised" if any(block.dtype == "uint8" for block in spec.blocks) else ""
+    return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}{frozen}, {state}"
 
 
 def _not_full(plan: Plan, computed_tokens: int | None) -> list[tuple[str, str]]:
