@@ -19,8 +19,8 @@ class Comparison:
 
     is_answer: torch.Tensor
     """bool `[rows, tokens]`: positions whose target is a token of the answer."""
-    reference: torch.Tensor | None = None
-    """fp32 `[rows]`: the sum of the log-probabilities of each answer by the reference model; None: not known."""
+    reference: torch.Tensor
+    """fp32 `[rows]`: the sum of the log-probabilities of each answer by the reference model; NaN: not known."""
     is_good: torch.Tensor | None = None
     """bool `[rows / 2]`: the verdict on each answer; None: pairs have none."""
     num_good: int = 0
@@ -36,6 +36,6 @@ class Comparison:
         return replace(
             self,
             is_answer=self.is_answer.to(device),
-            reference=None if self.reference is None else self.reference.to(device),
+            reference=self.reference.to(device),
             is_good=None if self.is_good is None else self.is_good.to(device),
         )

@@ -29,11 +29,13 @@ class Reference:
     """Those of one cache's samples."""
 
     values: LogProbabilities | None
-    """None: there is no reference model."""
+    """None: there is no reference model, or it has not computed yet."""
 
-    def of(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor | None:
+    def of(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         """Those of the rows of a micro-batch with these samples, fp32 `[rows]`."""
-        return None if self.values is None else torch.from_numpy(self.values[numbers].T.reshape(-1).copy())
+        if self.values is None:
+            return torch.full((2 * len(numbers),), torch.nan)
+        return torch.from_numpy(self.values[numbers].T.reshape(-1).copy())
 
 
 NO_REFERENCE = Reference(None)

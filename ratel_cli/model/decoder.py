@@ -220,6 +220,9 @@ class DecoderModel(CutModel[MicroBatch]):
         two stacks, these are the tokens of both."""
         shape, is_pair = (size, num_tokens), self.task == "seq2seq"
         tokens = torch.randint(0, self.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        comparison = None
+        if self.preference is not None and size % 2 == 0:
+            comparison = _any_comparison(size, num_tokens)
         parts = torch.arange(num_tokens).tensor_split(num_samples)
         positions = torch.cat([torch.arange(len(part)) for part in parts]).expand(shape).contiguous()
         return replace(
@@ -227,7 +230,8 @@ class DecoderModel(CutModel[MicroBatch]):
             targets=torch.zeros_like(tokens),
             is_pair=is_pair,
             decoder_ids=tokens if is_pair else None,
-            num_targets=tokens.numel(),
+            num_targets=tokens.numel() if comparison is None else 1,
+            comparison=comparison,
         )
 
     @contextmanager
@@ -290,3 +294,13 @@ class DecoderModel(CutModel[MicroBatch]):
         if self.task != "seq2seq" or batch.decoder_ids is not None:
             return batch
         return replace(batch, decoder_ids=self.decoder_ids(batch.targets))
+
+
+def _any_comparison(num_rows: int, num_tokens: int) -> Comparison:
+    """Rows `[num_rows, num_tokens]` that are compared, of which all is the answer."""
+    return Comparison(
+        is_answer=torch.ones(num_rows, num_tokens, dtype=torch.bool),
+        reference=torch.zeros(num_rows),
+        is_good=torch.ones(num_rows // 2, dtype=torch.bool),
+        num_good=num_rows // 2,
+    )

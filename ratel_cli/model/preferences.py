@@ -44,7 +44,6 @@ class PreferenceLoss:
 
     def _against_reference(self, sums: torch.Tensor, lengths: torch.Tensor, comparison: Comparison) -> ComparedLoss:
         """DPO (arXiv 2305.18290, eq. 7), and IPO (arXiv 2310.12036, eq. 17) of means over the tokens of an answer."""
-        assert comparison.reference is not None
         ratios = sums - comparison.reference
         if self.method == "dpo":
             chosen, rejected = ratios.chunk(2)
@@ -77,7 +76,7 @@ class PreferenceLoss:
 
     def _of_verdicts(self, sums: torch.Tensor, comparison: Comparison) -> ComparedLoss:
         """KTO (arXiv 2402.01306, eq. 7). The second half of the rows estimates the KL divergence, without gradient."""
-        assert comparison.reference is not None and comparison.is_good is not None
+        assert comparison.is_good is not None
         is_good, num_good = comparison.is_good, comparison.num_good
         ratios, of_others = (sums - comparison.reference).chunk(2)
         kl = of_others.detach().mean().clamp(min=0)

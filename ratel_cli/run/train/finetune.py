@@ -34,7 +34,7 @@ from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.plan import split_words
-from ratel_cli.report.run import opening
+from ratel_cli.report.run import opening, reference_row
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.origin import Origin, check_same_origin, read_origin
 from ratel_cli.run.files.output import claim_output, reject_lost_store
@@ -365,7 +365,7 @@ def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
 
 def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
     config, data = run.context.config, run.inputs.data
-    return opening(
+    rows = opening(
         run.inputs.model.spec,
         plan,
         run.hardware,
@@ -383,6 +383,9 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         computed_tokens=data.computed_tokens_per_step,
         endurance_tb=config.storage.endurance_tb,
     )
+    if config.has_reference and run.store is None:
+        rows.insert(-1, reference_row(plan, min(run.inputs.num_steps, data.steps_per_epoch)))
+    return rows
 
 
 def _check_wear_limit(run: _Run) -> None:
