@@ -14,6 +14,8 @@ from ratel_cli.config.foreign import FOREIGN
 from ratel_cli.config.unsupported import UNSUPPORTED
 from tests.test_console import Terminal, as_terminal
 
+SECTION_NAMES = "datasets, lr_scheduler_kwargs, optim_args, storage, limits, model_shape, storage.snapshot"
+
 
 def text_of(key: str) -> str:
     return "".join(f"{line.text}\n" for line in explain(key))
@@ -145,7 +147,7 @@ def test_every_key_is_explained() -> None:
         ("storage.path", "did you mean `storage.paths` or `datasets.path` or `storage.snapshot.path`?"),
         ("storge.paths", "did you mean `storage.paths`?"),
         ("nowhere.path", "did you mean `datasets.path` or `storage.snapshot.path`?"),
-        ("nowhere.zzz", "sections: datasets, lr_scheduler_kwargs, storage, limits, model_shape, storage.snapshot"),
+        ("nowhere.zzz", f"sections: {SECTION_NAMES}"),
     ],
 )
 def test_a_name_that_nobody_knows(key: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:

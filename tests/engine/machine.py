@@ -266,9 +266,11 @@ def adapted(
 
 def quantising(source: Source, config: PretrainedConfig, model: DecoderModel) -> WeightSource:
     """The source, with the bytes of the model's quantised layers if it has some."""
-    plain = build_skeleton(config, dtype=model.spec.dtype, attn_implementation=attention_of(config))
+    if not any(each.quantised_shape for each in model.spec.parameters):
+        return source
     layers = {base_name(name): layer for name, layer in quantised_weights(model.skeleton).items()}
-    return QuantisingSource(source, layers, plain) if layers else source
+    plain = build_skeleton(config, dtype=model.spec.dtype, attn_implementation=attention_of(config))
+    return QuantisingSource(source, layers, plain)
 
 
 @contextmanager

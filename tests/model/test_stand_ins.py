@@ -16,7 +16,7 @@ class Place:
     """A place for one parameter."""
 
     def __init__(self, *shape: int) -> None:
-        self.shape = shape
+        self.shape = self.computed_shape = shape
         self.parameter: nn.Parameter | None = None
 
     def put(self, parameter: nn.Parameter) -> None:
