@@ -33,7 +33,11 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
     if config.task == "denoising" and config.sequence_len != type(config).model_fields["sequence_len"].default:
         found.append(_unused("sequence_len", "a latent has as many tokens as the model makes patches of it"))
     if config.task == "denoising":
-        given = (key for key in ("label_smoothing_factor", "use_dft_loss") if _differs(config, key))
+        given = (
+            key
+            for key in ("label_smoothing_factor", "use_dft_loss", "embedding_lr", "embedding_lr_scale")
+            if _differs(config, key)
+        )
         found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
     if not config.load_in_4bit and _differs(config, "bnb_4bit_use_double_quant"):
         found.append(_unused("bnb_4bit_use_double_quant", "`load_in_4bit` is not set"))
@@ -54,7 +58,8 @@ def _of_adapter(config: RunConfig) -> list[Contradiction]:
         keys = (*OF_ADAPTER, "loraplus_lr_ratio")
         return [_unused(key, "`adapter` is not set") for key in keys if _differs(config, key)]
     found = []
-    if config.learning_rate < _LEAST_OF_ADAPTER:
+    is_usual_method = config.rl is None and config.optimizer in ("adamw", "adamw_8bit")
+    if config.learning_rate < _LEAST_OF_ADAPTER and is_usual_method:
         message = f"`learning_rate` is {config.learning_rate:g}: adapters hardly move at what suits a whole model"
         hint = "1e-4 to 5e-4 are usual for LoRA"
         found.append(Contradiction(keys=("learning_rate",), message=message, hint=hint))

@@ -96,9 +96,9 @@ class RunConfig(Section):
     """The share of an adapter's input that dropout sets to zero."""
     lora_target_modules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """The linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. Default: all of them but
-    the head."""
+    the head; none if `lora_target_parameters` is set."""
     lora_target_linear: bool = False
-    """All linear layers get an adapter, as they do if `lora_target_modules` is empty."""
+    """All linear layers get an adapter, whatever `lora_target_modules` and `lora_target_parameters` name."""
     lora_target_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Stacks of experts' matrices that get an adapter, too, by the ends of their names: `[mlp.experts.gate_up_proj]`.
     PEFT computes each of these stacks anew in forward and backward, which takes its size in memory. Of some models
@@ -121,9 +121,10 @@ class RunConfig(Section):
     about half a byte for each of their weights, in the store, in memory and on the link. They are computed with in
     `dtype`. Needs `adapter`."""
     load_in_8bit: bool = False
-    """Quantise them to 8 bit instead, with a scale for each row, as LLM.int8() has them. Activations are as before."""
+    """Quantise them to 8 bit instead, with a scale for each row, as LLM.int8() has them. Activations are not
+    quantised."""
     bnb_4bit_use_double_quant: bool = True
-    """With `load_in_4bit`: quantise the scales of NF4, too, which saves 0.05 bytes for each weight."""
+    """With `load_in_4bit`: also quantise the scales of NF4, which saves 0.05 bytes for each weight."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
@@ -183,8 +184,8 @@ class RunConfig(Section):
     """LoRA+: the second matrices of an adapter, and vectors, learn at `learning_rate` times this, as in PEFT. 16 is
     usual. Default: all learn at `learning_rate`."""
     embedding_lr: float | None = Field(default=None, ge=0)
-    """The peak learning rate of the matrices of embedding and head, and of `lora_modules_to_save`, which then do not
-    decay, as in axolotl. Default: `learning_rate`."""
+    """The peak learning rate of the weights (not biases) of embedding, head and `lora_modules_to_save`, which then do
+    not decay, as in axolotl. Default: `learning_rate`."""
     embedding_lr_scale: float | None = Field(default=None, ge=0)
     """The same as a multiple of `learning_rate`. Set one of the two."""
     lr_scheduler: SchedulerChoice = "cosine"

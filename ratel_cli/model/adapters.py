@@ -65,7 +65,7 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets if isinstance(targets, str) else list(targets) or None,
         target_parameters=list(settings.target_parameters) or None,
         exclude_modules="|".join(excluded) or None,
         layers_to_transform=list(settings.layers) or None,
@@ -140,8 +140,11 @@ def _saved_modules(model: PreTrainedModel, settings: AdapterSettings) -> list[nn
         for name in (name for name in named if not f".{name}".endswith(f".{end}")):
             hint = f"write more of the name that you mean, such as model.{end}"
             raise BadInput(f"lora_modules_to_save: {end}: PEFT takes {name}, too, which ends so", hint)
-        if not any(parameter.numel() for module in named.values() for parameter in module.parameters()):
+        parameters = [each for module in named.values() for each in module.parameters()]
+        if not any(each.numel() for each in parameters):
             raise BadInput(f"lora_modules_to_save: {end}: no module of the model with weights", "name it by its end")
+        if not all(each.is_floating_point() for each in parameters):
+            raise BadInput(f"lora_modules_to_save: {end} is quantised, and cannot be trained", "name others")
         found += named.values()
     tied = {model.get_input_embeddings(), model.get_output_embeddings()}.intersection(found)
     if tied and model.config.get_text_config().tie_word_embeddings:

@@ -32,7 +32,10 @@ def quantise_layers(model: PreTrainedModel, form: QuantisedForm) -> None:
     meta device. Raises BadInput if it has none that can be quantised."""
     chosen = dict(_quantised_layers(model))
     if not chosen:
-        raise BadInput(f"{type(model).__name__} has no linear layers that could be quantised", "remove load_in_4bit")
+        raise BadInput(
+            f"{type(model).__name__} has no linear layers that could be quantised",
+            f"remove {'load_in_8bit' if form == 'int8' else 'load_in_4bit'}",
+        )
     made = dict[nn.Module, QuantisedLinear]()
     for name, layer in chosen.items():
         if layer not in made:

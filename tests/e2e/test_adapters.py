@@ -329,6 +329,7 @@ def test_adapters_of_experts_are_loaded_and_merged_as_by_peft(
     theirs = {saved_name(name): each for name, each in loaded.base_model.model.named_parameters()}
     adapter = adapter_of(config)
     assert any("experts" in name for name in adapter)
+    assert any("q_proj" in name for name in adapter) is (not keys), "named stacks alone, or all"
     for name, values in adapter.items():
         assert torch.equal(theirs[name], values), name
     ended = ratel("merge", config, "-o", tmp_path / "merged")

@@ -11,6 +11,7 @@ import torch
 from ratel_cli.errors import BadInput
 from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.adapters import inject
+from ratel_cli.model.quantised_model import quantise_layers
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.traffic import step_traffic
@@ -179,6 +180,15 @@ def test_modules_that_are_trained_whole(tmp_path: Path, architecture: str, saved
 def test_modules_that_cannot_be_trained_whole(architecture: str, saved: str, message: str) -> None:
     skeleton = build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa")
     with pytest.raises(BadInput, match=f"lora_modules_to_save: {message}"):
+        inject(skeleton, AdapterSettings(rank=2, alpha=4, saved_modules=(saved,)))
+
+
+@pytest.mark.parametrize("saved", ["q_proj", "mlp", "layers.1"])
+def test_what_is_quantised_cannot_be_trained_whole(saved: str) -> None:
+    """Nor can what has it inside."""
+    skeleton = build_skeleton(tiny_config("llama"), dtype="bfloat16", attn_implementation="sdpa")
+    quantise_layers(skeleton, "nf4")
+    with pytest.raises(BadInput, match=f"lora_modules_to_save: {saved} is quantised, and cannot be trained"):
         inject(skeleton, AdapterSettings(rank=2, alpha=4, saved_modules=(saved,)))
 
 

@@ -189,7 +189,4 @@ def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[
     settings, form = adapter_of(config, task), quantised_form(config)
     if form is not None:
         quantise_layers(skeleton, form)
-        for path in (name.removesuffix(".weight") for name in quantised_weights(skeleton)):
-            if f".{path}".endswith(tuple(f".{end}" for end in settings.saved_modules)):
-                raise BadInput(f"lora_modules_to_save: {path} is quantised, and cannot be trained", "name others")
     return partial(AdaptedBase, settings=settings, form=form, peft_config=inject(skeleton, settings))

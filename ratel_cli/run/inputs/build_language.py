@@ -93,6 +93,9 @@ def _rate_groups(config: RunConfig, skeleton: PreTrainedModel) -> RateGroups:
             is_saved = config.adapter is not None and parameter.requires_grad and "lora_" not in name
             if any(parameter is each for each in matrices) or (is_saved and name.endswith(".weight")):
                 ends.add(name)
+        if config.adapter is None and not any(skeleton.get_parameter(name).requires_grad for name in ends):
+            key = "embedding_lr" if config.embedding_lr is not None else "embedding_lr_scale"
+            raise BadInput(f"{key}: embedding and head are frozen", "remove it, or train one of them")
     return RateGroups(has_second=config.loraplus_lr_ratio is not None, ends=frozenset(ends))
 
 

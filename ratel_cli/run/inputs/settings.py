@@ -61,7 +61,7 @@ _LARGE_MODEL = 500_000_000
 
 def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
     """The adapter that the config asks for, the same however it is written."""
-    takes_all = config.lora_target_linear or not config.lora_target_modules
+    takes_all = config.lora_target_linear or not (config.lora_target_modules or config.lora_target_parameters)
     return AdapterSettings(
         rank=config.lora_r,
         alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
