@@ -12,7 +12,7 @@ from ratel_cli.sizes import DtypeName, QuantisedForm
 from tests import quantised as oracle
 from tests.engine.exactness import AHEAD, PLACEMENTS
 from tests.engine.test_adapters import ADAPTERS
-from tests.engine.test_quantised import FORMS, check_quantised
+from tests.engine.test_quantised import FORMS, LORA, check_quantised
 from tests.gpu.machine import NEEDS_GPU, gpu_machine, gpu_of_this_process
 from tests.tiers import rotating
 
@@ -33,7 +33,7 @@ def test_a_gpu_expands_to_the_same_bits(shape: tuple[int, int], dtype: torch.dty
     ("architecture", "adapter", "form", "dtype", "num_micro_batches"),
     rotating(
         ["llama", "llama_tied", "gpt2"],
-        list(ADAPTERS),
+        LORA,
         FORMS,
         ["bfloat16", "float16"],
         [1, 3],
