@@ -270,11 +270,12 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (_but(_QUANTISED, "bnb", "bitsandbytes"), "quantization_method"),
     (_but(_QUANTISED, "nf4"), "quantization_type bnb_4bit_quant_type"),
     (_COMPUTED_IN, "bnb_4bit_compute_dtype"),
-    (_NOTHING, "bnb_4bit_quant_storage"),
+    # A checkpoint that is quantised already says so itself.
+    (_NOTHING, "bnb_4bit_quant_storage gptq gptq_disable_exllama gptq_groupsize gptq_model_v1"),
     (
         _QUANTISED,
-        """quantization_bit quantization_config gptq gptq_disable_exllama gptq_groupsize gptq_model_v1 quantization qat
-        enable_qat llmcompressor nvfp4 mxfp4 use_bnb use_onebitllms""",
+        """quantization_bit quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4 use_bnb
+        use_onebitllms""",
     ),
     (
         _FREEZING,

@@ -3,7 +3,8 @@
 Opening checks every file, name, shape and dtype against the skeleton and the spec, so that a read can fail only on an
 I/O error. Invariant: `read` returns, bit for bit, what the files hold for a parameter, under the name and in the layout
 that transformers gives it. That is the parameter of `from_pretrained(..., dtype=float32)`, but for models whose own
-code writes into weights after they were loaded: the embedding's row of the padding token, which some set to zero.
+code writes into weights after they were loaded: the embedding's row of the padding token, which some set to zero. Of
+quantised files it is what transformers dequantises them to, in the model's dtype.
 Memory: the requested elements; for a parameter that transformers computes from several tensors, those tensors and the
 result, until another parameter is read.
 """
@@ -27,8 +28,11 @@ from ratel_cli.model.directory import WeightFiles, find_weight_files
 from ratel_cli.model.export_layout import ExportLayout, Origins, layout_of_files, layout_of_model, own_names
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.kind import declared_class
+from ratel_cli.model.quantised import QuantisedLayout
+from ratel_cli.model.quantised_files import dequantised_files, quantisation_of
 from ratel_cli.model.renaming import CONVERSION_ERRORS, Conversion, Renaming, plan_renaming, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorEntry
+from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 from ratel_cli.units import counted
@@ -69,16 +73,13 @@ class CheckpointSource(Closing):
         """Names in the skeleton of what is read: what a block has, by all its names, and buffers."""
         self._resources = ExitStack()
         self._converted_tensors: Mapping[str, torch.Tensor] = {}
-        if getattr(skeleton.config, "quantization_config", None) is not None:
-            raise BadInput(
-                f"{directory}: the weights are quantised; fine-tuning needs floating-point weights",
-                "use the model from before quantisation, or dequantise this one first",
-            )
         files = find_weight_files(directory)
         with ExitStack() as opened:
             shards = [opened.enter_context(ShardReader(path)) for path in files.paths]
-            self._shards = dict(zip(files.names, shards, strict=True))
-            self._readers = readers_of(shards, files)
+            readers_of(shards, files)
+            opened_as, self._coded = dequantised_files(shards, quantisation_of(directory), DTYPES[spec.dtype])
+            self._shards = dict(zip(files.names, opened_as, strict=True))
+            self._readers = {name: each for each in opened_as for name in each.tensors}
             renaming = plan_renaming(skeleton, self._readers)
             self._direct = {target: name for target, name in renaming.direct.items() if target in self._read_targets}
             self._converted: dict[str, Conversion] = {}
@@ -127,6 +128,12 @@ class CheckpointSource(Closing):
             stop = min(start + _ROUNDED_ELEMENTS, len(out))
             out[start:stop] = self._read(target, start, stop)
 
+    def quantised(self, name: str, layout: QuantisedLayout) -> torch.Tensor | None:
+        """The bytes of a quantised matrix, if the files have it in just this layout; None if they do not."""
+        shard = self._direct.get(self._sources[name])
+        coded = None if shard is None else self._coded.take(shard)
+        return None if coded is None else coded.layout_bytes(layout)
+
     def layout(self, dtype: DtypeName) -> ExportLayout:
         """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source.
         With another head than that of the files: what the model saves."""
@@ -153,12 +160,14 @@ class CheckpointSource(Closing):
 
     @property
     def conversion_bytes(self) -> int:
-        """The most bytes that a parameter takes which is computed from several tensors: these, and the results."""
-        return max(map(self._bytes_of, self._converted.values()), default=0)
+        """The most bytes that a parameter takes which is computed from several tensors: these, and the results; and
+        what is kept of a quantised tensor."""
+        return max(map(self._bytes_of, self._converted.values()), default=0) + self._coded.kept_bytes
 
     def forget_converted(self) -> None:
         """Give back the memory of the parameters that were computed last. Reading them again computes them again."""
         self._converted_tensors = {}
+        self._coded.forget()
 
     def read_buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers that the files hold, by name: shapes of the model, dtypes of the files."""

@@ -20,7 +20,7 @@ from ratel_cli.model.export_layout import (
 )
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.merged_weights import MergedWeights
-from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.shards import TensorFile
 from ratel_cli.model.stored_weights import StoredWeights
 
 
@@ -57,7 +57,7 @@ class ContentReader:
             case BufferContent(values=values):
                 yield values
 
-    def _base(self, reader: ShardReader, tensor: LaidOutTensor) -> Iterator[torch.Tensor]:
+    def _base(self, reader: TensorFile, tensor: LaidOutTensor) -> Iterator[torch.Tensor]:
         for start in range(0, tensor.num_elements, self._group_elements):
             self._progress()
             yield reader.read(tensor.name, start, min(start + self._group_elements, tensor.num_elements))

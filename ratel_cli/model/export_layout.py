@@ -19,7 +19,7 @@ from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.classes import class_settings
 from ratel_cli.model.directory import WEIGHTS_NAME, index_name_of
 from ratel_cli.model.renaming import Conversion, Reversal, plan_renaming, reverse, saved_names, targets_of, twins
-from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
+from ratel_cli.model.shards import TensorFile, TensorSpec, file_bytes
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName, WeightDtype
@@ -53,7 +53,7 @@ class ConvertedContent:
 class BaseContent:
     """The content is that of the tensor with the same name in a file of the base model, byte for byte."""
 
-    reader: ShardReader
+    reader: TensorFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class Origins:
 
 
 def layout_of_files(
-    readers: Mapping[str, ShardReader], origins: Origins, dtypes: Mapping[str, WeightDtype]
+    readers: Mapping[str, TensorFile], origins: Origins, dtypes: Mapping[str, WeightDtype]
 ) -> ExportLayout:
     """The layout of the base model's files, by their names: what is trained in `dtypes`, by parameter; all others as
     they are."""

@@ -7,7 +7,7 @@ layers with the matrix turned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -72,12 +72,21 @@ def is_inputs_first(plain: nn.Module, name: str) -> bool:
 class QuantisingSource:
     """The weights of a model whose linear layers are quantised, from those of the model before.
 
-    Memory is one matrix in the model's dtype, and its bytes. Those of the last one are kept.
+    Files that have the same codes already are taken as they are. Memory is one matrix in the model's dtype, and its
+    bytes. Those of the last one are kept.
     """
 
-    def __init__(self, base: WeightSource, layers: Mapping[str, QuantisedLinear], plain: nn.Module) -> None:
-        """`layers`: by the names of their weights in `plain`, which has the shapes of `base`."""
-        self._base, self._layers, self._plain = base, layers, plain
+    def __init__(
+        self,
+        base: WeightSource,
+        layers: Mapping[str, QuantisedLinear],
+        plain: nn.Module,
+        *,
+        stored: Callable[[str, QuantisedLayout], torch.Tensor | None] = lambda *_: None,
+    ) -> None:
+        """`layers`: by the names of their weights in `plain`, which has the shapes of `base`. `stored`: the bytes of a
+        matrix that the files have in a layout already."""
+        self._base, self._layers, self._plain, self._stored = base, layers, plain, stored
         self._last: tuple[str, torch.Tensor] | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -91,18 +100,24 @@ class QuantisingSource:
 
     def _quantised(self, name: str) -> torch.Tensor:
         layer, shape = self._layers[name], self._plain.get_parameter(name).shape
+        is_turned = is_inputs_first(self._plain, name)
+        stored = None if is_turned else self._stored(name, layer.layout)
+        if stored is not None:
+            return stored
         matrix = torch.empty(shape, dtype=layer.dtype)
         flat = matrix.view(-1)
         for start in range(0, len(flat), _READ_ELEMENTS):
             stop = min(start + _READ_ELEMENTS, len(flat))
             flat[start:stop] = self._base.read(name, start, stop)
-        is_turned = is_inputs_first(self._plain, name)
         return quantise(matrix.T.contiguous() if is_turned else matrix, layer.layout.form)
 
 
 def _quantised_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     """The layers to quantise, by all their names."""
-    left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    settings = getattr(model.config, "quantization_config", None) or {}
+    of_files = settings if isinstance(settings, dict) else settings.to_dict()
+    named = of_files.get("llm_int8_skip_modules")  # of files that are quantised already
+    left_out = [*(get_keys_to_not_convert(model) if named is None else named), *(model._keep_in_fp32_modules or ())]
     for name, module in model.named_modules(remove_duplicate=False):
         is_linear = type(module) is nn.Linear or isinstance(module, Conv1D)
         if is_linear and should_convert_module(name, left_out):

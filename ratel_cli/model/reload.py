@@ -6,7 +6,7 @@ IntegrityFailure that names the file and the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +15,15 @@ import torch
 import xxhash
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
 
 from ratel_cli.errors import IntegrityFailure, excerpt, first_line
 from ratel_cli.model.checkpoint import is_constant, open_shards
-from ratel_cli.model.directory import find_weight_files
+from ratel_cli.model.directory import find_weight_files, weights_bytes
 from ratel_cli.model.kind import declared_task, loading_class
 from ratel_cli.model.publishing import ENTRY_NAMES
-from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.quantised_files import dequantised_files, quantisation_of
+from ratel_cli.model.shards import ShardReader, TensorFile
 from ratel_cli.model.skeleton import read_any_config, read_model_config
 from ratel_cli.sizes import Task
 from ratel_cli.units import MIB
@@ -75,14 +77,26 @@ def load_export(
 ) -> PreTrainedModel:
     """The model that `from_pretrained` returns, ready for inference. `dtype` None: the dtype in config.json.
 
-    `model_class`: of transformers, loads it. Raises IntegrityFailure if transformers
-    cannot load the model, or if a tensor is missing or unexpected.
+    `model_class`: of transformers, loads it. Quantised weights are dequantised here, because transformers needs another
+    package for each format. Raises BadInput if they do not fit together, IntegrityFailure if transformers cannot load
+    the model, or if a tensor is missing or unexpected.
     """
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
-    load = cast(Callable[..., object], model_class.from_pretrained)
+    with ExitStack() as resources:
+        files = _open_dequantised(directory, dtype, resources)
+        constants = {name for each in files for name, entry in each.tensors.items() if is_constant(entry)}
+        is_quantised = any(not isinstance(each, ShardReader) for each in files)
+        if is_quantised:
+            config = read_any_config(directory)
+            del config.quantization_config
+            # An automatic class takes weights from a directory alone.
+            mapping = getattr(model_class, "_model_mapping", None)
+            model_class = model_class if mapping is None else _get_model_class(config, mapping)
+            options["config"] = config
+            options["state_dict"] = {name: each.read_whole(name) for each in files for name in each.tensors}
     try:
-        loaded = load(
-            directory,
+        loaded = cast(Callable[..., object], model_class.from_pretrained)(
+            None if is_quantised else directory,
             dtype=dtype or "auto",
             local_files_only=True,
             use_safetensors=True,
@@ -92,9 +106,7 @@ def load_export(
         )
     except Exception as error:
         raise IntegrityFailure(f"{directory}: transformers cannot load the model: {first_line(error)}") from error
-    with ExitStack() as resources:
-        readers = open_shards(resources, find_weight_files(directory))
-        constants = {name for name, reader in readers.items() if is_constant(reader.tensors[name])}
+    options.clear()
     model, findings = cast(tuple[PreTrainedModel, Mapping[str, Iterable[object]]], loaded)
     for finding, words, allowed in (
         ("missing_keys", "is missing", set[str]()),
@@ -105,6 +117,25 @@ def load_export(
             others = f" ({len(names)} in all)" if len(names) > 1 else ""
             raise IntegrityFailure(f"{directory}: tensor {excerpt(names[0])} {words}{others}")
     return cast(PreTrainedModel, model.eval())
+
+
+def loaded_bytes(directory: Path) -> int:
+    """What the weights in a directory take in memory, in their own dtype or dequantised. Raises BadInput."""
+    if quantisation_of(directory) is None:
+        return weights_bytes(directory)
+    with ExitStack() as resources:
+        files = _open_dequantised(directory, None, resources)
+        return sum(entry.num_bytes for each in files for entry in each.tensors.values())
+
+
+def _open_dequantised(directory: Path, dtype: torch.dtype | None, resources: ExitStack) -> Sequence[TensorFile]:
+    """The files of a model's weights, to be read in `dtype` where they are quantised; None: as config.json has it."""
+    readers = open_shards(resources, find_weight_files(directory))
+    settings = quantisation_of(directory)
+    if settings is not None and dtype is None:
+        named = getattr(read_any_config(directory), "dtype", None)
+        dtype = named if isinstance(named, torch.dtype) else torch.bfloat16
+    return dequantised_files(list(dict.fromkeys(readers.values())), settings, dtype or torch.float32)[0]
 
 
 def read_parameter(model: nn.Module, name: str, start: int, num_elements: int) -> torch.Tensor:

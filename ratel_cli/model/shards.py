@@ -13,6 +13,7 @@ import json
 import math
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,8 @@ MAX_HEADER_BYTES = 100_000_000
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E8M0": torch.float8_e8m0fnu, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
+    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,7 +70,38 @@ class TensorEntry(TensorSpec):
     """Bytes between the end of the header and the tensor's first byte."""
 
 
-class ShardReader(Closing):
+class TensorFile(ABC):
+    """A file of tensors that are read by ranges of elements."""
+
+    path: Path
+    tensors: Mapping[str, TensorEntry]
+    """By name."""
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, flat and in the tensor's dtype, with elements of the flattened tensor from `start` on.
+
+        Raises what `read` raises.
+        """
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of the flattened tensor, `[stop - start]` in its dtype.
+
+        Raises IntegrityFailure on an I/O error, BadInput if the file has become shorter.
+        """
+        entry = self.tensors[name]
+        assert 0 <= start <= stop <= entry.num_elements, (name, start, stop)
+        values = torch.empty(stop - start, dtype=entry.dtype)
+        self.read_into(name, start, values)
+        return values
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """The whole tensor, in its own shape and dtype. Raises what `read` raises."""
+        entry = self.tensors[name]
+        return self.read(name, 0, entry.num_elements).reshape(entry.shape)
+
+
+class ShardReader(TensorFile, Closing):
     """An open safetensors file. `tensors` holds what its header says, by name."""
 
     def __init__(self, path: Path) -> None:
@@ -95,32 +127,13 @@ class ShardReader(Closing):
         _read_exactly(self.path, self._fd, memoryview(header), 0)
         return bytes(header)
 
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of the flattened tensor, `[stop - start]` in the file's dtype.
-
-        Raises IntegrityFailure on an I/O error, BadInput if the file has become shorter.
-        """
-        entry = self.tensors[name]
-        assert 0 <= start <= stop <= entry.num_elements, (name, start, stop)
-        values = torch.empty(stop - start, dtype=entry.dtype)
-        self.read_into(name, start, values)
-        return values
-
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, flat and in the file's dtype, with elements of the flattened tensor from `start` on.
-
-        Raises what `read` raises.
-        """
+        """See TensorFile."""
         entry = self.tensors[name]
         assert out.dtype == entry.dtype and 0 <= start <= start + len(out) <= entry.num_elements, (name, start)
         if len(out):
             offset = self._data_start + entry.offset + start * entry.dtype.itemsize
             _read_exactly(self.path, self._fd, out.view(torch.uint8).numpy().data, offset)
-
-    def read_whole(self, name: str) -> torch.Tensor:
-        """The whole tensor, in its own shape and dtype. Raises what `read` raises."""
-        entry = self.tensors[name]
-        return self.read(name, 0, entry.num_elements).reshape(entry.shape)
 
 
 class ShardWriter(Closing):

@@ -162,7 +162,7 @@ def _config(base_dir: Path, changes: Mapping[str, object]) -> str:
         raise BadInput(f"{path}: not valid JSON: {excerpt(str(error))}") from error
     if not isinstance(config, dict):
         raise BadInput(f"{path}: not a JSON object")
-    for name in ("torch_dtype", "auto_map"):
+    for name in ("torch_dtype", "auto_map", "quantization_config"):  # an export is never quantised
         config.pop(name, None)
     config.pop("num_labels" if "id2label" in changes else "", None)
     return json.dumps({**config, **changes}, indent=2) + "\n"

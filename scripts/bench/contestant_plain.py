@@ -29,7 +29,7 @@ def run_plain(task: Task) -> Measured:
 
 def _train(task: Task, device: torch.device) -> Measured:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, task.dtype))
     with device:
         model = LlamaForCausalLM(llama_config(task))
     torch.set_default_dtype(torch.float32)

@@ -44,6 +44,8 @@ is for one group."""
 
 def run_zero(task: Task) -> Measured:
     """Train with DeepSpeed's engine, in one process and without a launcher."""
+    if task.lora or task.dtype != "bfloat16":
+        sys.exit("DeepSpeed's contestants train all weights, in bf16")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     model = LlamaForCausalLM(llama_config(task))

@@ -13,7 +13,8 @@ peak memory. The process prints what it measured as one line of JSON. Contestant
     zero-optimizer  the same with the parameters in memory
 
 With `--lora` all train an adapter on all linear layers: `plain` is PEFT's get_peft_model, updated by torch's AdamW.
-DeepSpeed's contestants do not take part in that.
+With `--dtype float32` all compute in fp32, which is faster on a processor without instructions for bf16. DeepSpeed's
+contestants take part in neither.
 
 Invariant: all contestants of a benchmark compute on the same tokens, in the same micro-batches.
 """
@@ -36,6 +37,7 @@ from transformers import LlamaConfig
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.planning.placement import Overlap
+from ratel_cli.sizes import DtypeName
 
 Name = TypeVar("Name")
 Contestant = Literal["plain", "plain-resident", "ratel", "ratel-recompute", "zero", "zero-optimizer"]
@@ -86,6 +88,8 @@ class Task:
     clip: bool = False
     lora: int = 0
     """The rank of an adapter that is trained instead of the weights, by PEFT; 0: the weights are."""
+    dtype: DtypeName = "bfloat16"
+    """Of weights, activations and gradients."""
     overlap: Overlap = "optimized"
     in_place: bool = False
     """The store has one slot, not two, and takes half the space."""
@@ -142,6 +146,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, shape: str, tokens: int, m
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--clip", action="store_true", help="clip the global gradient norm to 1")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank instead")
+    parser.add_argument(
+        "--dtype", choices=get_args(DtypeName), default="bfloat16", help="for a processor that is slow in bf16: float32"
+    )
     parser.add_argument("--in-place", action="store_true", help="one slot: half the space on the drive")
     parser.add_argument(
         "--host-memory-gib", type=float, default=None, help="for `ratel`; default: what is free, less a margin"
@@ -160,6 +167,7 @@ def task_of(arguments: argparse.Namespace, contestant: Contestant, *, overlap: O
         warm_up=arguments.warm_up,
         clip=arguments.clip,
         lora=arguments.lora,
+        dtype=arguments.dtype,
         overlap=overlap,
         in_place=arguments.in_place,
         host_memory_gib=arguments.host_memory_gib,

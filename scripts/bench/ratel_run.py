@@ -193,7 +193,7 @@ def open_run(
 
 
 def _skeleton(task: Task) -> PreTrainedModel:
-    return build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa")
+    return build_skeleton(llama_config(task), dtype=task.dtype, attn_implementation="sdpa")
 
 
 def _source(task: Task, adapter: AdapterSettings, *, seed: int) -> WeightSource:

@@ -1,6 +1,6 @@
 """A whole training step of Ratel, with all state on a drive, next to plain PyTorch in memory, and DeepSpeed.
 
-Regime: a Llama shape with random weights, random tokens, bf16, the same micro-batches; one process for each contestant
+Regime: a Llama shape with random weights, random tokens, the same micro-batches; one process for each contestant
 and round, in turn. `scripts/bench/contestants.py` describes the contestants. Those of DeepSpeed take part where they
 are named, and need DeepSpeed to be installed. There are three ceilings, and a rival:
 

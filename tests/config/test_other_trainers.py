@@ -77,12 +77,12 @@ def test_alias_values(load: Load) -> None:
 
 
 REJECTED = """
-    quantization_bit gptq pissa_init lora_init qlora_rank
+    quantization_bit pissa_init lora_init qlora_rank
     lora_model_dir batch_size stage rope_scaling
     galore_rank use_badam use_eaft_loss reward_model <<
 """
 IGNORED = """
-    deepspeed fsdp fsdp_config wandb_project gradient_checkpointing flash_attention trust_remote_code
+    deepspeed fsdp fsdp_config wandb_project gptq gradient_checkpointing flash_attention trust_remote_code
     resume_from_checkpoint template push_to_hub dataloader_num_workers strict tf32 ddp_timeout plot_loss
 """
 

@@ -193,14 +193,6 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: Callable[[Tensors], obj
     assert str(tmp_path) in message and all(word in message for word in words), message
 
 
-def test_quantised_weights(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path)
-    skeleton, spec = skeleton_of(tmp_path)
-    skeleton.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(BadInput, match="quantised"):
-        CheckpointSource(tmp_path, skeleton, spec)
-
-
 def classifier_of(directory: Path) -> tuple[PreTrainedModel, ModelSpec]:
     """A skeleton that classifies, for the files of a model of masked tokens."""
     config = encoder_config("bert")

@@ -40,7 +40,7 @@ from ratel_cli.model.directory import (
     weights_bytes,
 )
 from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
-from ratel_cli.model.reload import check_values, holds_export, load_language_model, read_parameter
+from ratel_cli.model.reload import check_values, holds_export, load_language_model, loaded_bytes, read_parameter
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stored_weights import StoredWeights
@@ -90,7 +90,7 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
         raise BadInput(
             f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
         )
-    denoises, num_bytes = is_denoiser(directory), weights_bytes(directory)
+    denoises, num_bytes = is_denoiser(directory), loaded_bytes(directory)
     name, library = (DENOISER_WEIGHTS_NAME, "diffusers") if denoises else (WEIGHTS_NAME, "transformers")
     load = partial(load_denoiser, dtype=None) if denoises else load_language_model
     with StopRequest() as stop:
@@ -103,7 +103,7 @@ def _verify_adapter(directory: Path, log: RunLog) -> list[Check]:
     from ratel_cli.model.adapters import load_adapted, named_base  # with PEFT, which others do not need
 
     base = resolve_base_model(named_base(directory))
-    num_bytes = weights_bytes(directory) + weights_bytes(base)
+    num_bytes = weights_bytes(directory) + loaded_bytes(base)
 
     def load() -> nn.Module:
         return load_adapted(load_language_model(base), directory)

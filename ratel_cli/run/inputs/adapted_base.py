@@ -40,6 +40,7 @@ from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import MergedWeights
+from ratel_cli.model.quantised_files import quantisation_of
 from ratel_cli.model.quantised_model import (
     QuantisingSource,
     is_inputs_first,
@@ -160,6 +161,11 @@ class AdaptedBase(LanguageBase):
         loaded = super().load(self.directory, dtype)
         if self.form is not None:
             quantise_layers(loaded, self.form)
+        if self.form is not None and quantisation_of(self.directory) is not None:
+            with ExitStack() as resources:  # the codes of the files, which are not made of what they stand for
+                source = self._open_base(resources)
+                for name, layer in quantised_weights(loaded).items():
+                    layer.weight.copy_(source.read(name, 0, layer.weight.numel()))
         return load_adapted(loaded, directory)
 
     def loaded_bytes(self, directory: Path) -> int:
@@ -175,7 +181,7 @@ class AdaptedBase(LanguageBase):
         if self.form is None:
             return source
         layers = {base_name(name): layer for name, layer in quantised_weights(skeleton).items()}
-        return QuantisingSource(source, layers, plain)
+        return QuantisingSource(source, layers, plain, stored=source.quantised)
 
     def _plain(self) -> PreTrainedModel:
         """A new skeleton without the adapter."""

@@ -24,11 +24,12 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.card import Card, plain_card
 from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.directory import WEIGHTS_NAME, weights_bytes
+from ratel_cli.model.directory import WEIGHTS_NAME
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import MergedWeights
+from ratel_cli.model.reload import loaded_bytes
 from ratel_cli.model.sidecars import Sidecars
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import StoredWeights
@@ -91,7 +92,7 @@ class Base(ABC):
 
     def loaded_bytes(self, directory: Path) -> int:
         """What loading an export takes."""
-        return weights_bytes(directory)
+        return loaded_bytes(directory)
 
     @abstractmethod
     def tried(self, loaded: nn.Module) -> tuple[AnyModelBatch, torch.Tensor]:

@@ -5,6 +5,7 @@ Invariant: what training cannot use is rejected by name before it begins.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +25,12 @@ from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.flash_attention import require_deterministic
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.quantised_files import quantisation_of
+from ratel_cli.model.quantised_formats import method_of
 from ratel_cli.model.reload import load_language_model
 from ratel_cli.model.sidecars import BaseSidecars, Sidecars, check_sidecars
 from ratel_cli.run.inputs.base import Base, Weights
+from ratel_cli.run.inputs.settings import quantised_form
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.run.inputs.unused_parts import unused_parts
 
@@ -74,6 +78,9 @@ class LanguageBase(Base):
             errors.attempt(("attn_implementation",), lambda: require_deterministic(self.attention))
         for text in [] if weights is None else unused_parts(self.directory, weights[0]):
             log.notice(text)
+        quantisation = quantisation_of(self.directory)
+        if quantisation is not None:
+            log.notice(_of_quantised_files(quantisation, config))
         errors.attempt(("base_model",), lambda: check_sidecars(self.directory))
 
     def sidecars(self, config: RunConfig) -> Sidecars:
@@ -109,3 +116,13 @@ class LanguageBase(Base):
         with torch.no_grad():
             logits: torch.Tensor = loaded(**inputs, use_cache=False).logits
         return batch, logits
+
+
+def _of_quantised_files(settings: Mapping[str, object], config: RunConfig) -> str:
+    """What becomes of a base model's quantised weights."""
+    method = method_of(settings)
+    fact = f"the base model is quantised ({method}): its weights are read as the numbers that they stand for"
+    if quantised_form(config) is not None:
+        return f"{fact}, and quantised again unless they are in that form already"
+    hint = "; load_in_4bit or load_in_8bit would keep them small" if config.adapter is not None else ""
+    return f"{fact}, in {config.dtype}; an export has these{hint}"

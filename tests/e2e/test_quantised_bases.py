@@ -1,0 +1,123 @@
+"""Runs from checkpoints that are quantised already, against runs from the weights that their codes stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import file_hash, output_of, ratel, succeed
+from tests.e2e.test_adapters import CHANGES, adapter_of
+
+WEIGHTS = "model.safetensors"
+
+
+def copied(base: Path, directory: Path, tensors: dict[str, torch.Tensor], settings: object = None) -> Path:
+    """The base model with other weights in it."""
+    directory.mkdir(exist_ok=True)
+    for path in base.iterdir():
+        if path.name != WEIGHTS:
+            (directory / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    if settings is not None:
+        config = json.loads((directory / "config.json").read_text()) | {"quantization_config": settings}
+        (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def in_fp8(base: Path, directory: Path, dtype: str) -> tuple[Path, Path]:
+    """The base model in fp8, and what transformers dequantises it to for a model in `dtype`."""
+    tensors = dict[str, torch.Tensor]()
+    for name, values in load_file(base / WEIGHTS).items():
+        if name.endswith("proj.weight"):
+            scale = values.float().abs().amax() / 448
+            tensors[name] = (values.float() / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        else:
+            tensors[name] = values
+    quantised = copied(base, directory / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": None})
+    model = AutoModelForCausalLM.from_pretrained(quantised, dtype=getattr(torch, dtype))
+    weights = {
+        name: model.get_parameter(name).detach().contiguous() if name.endswith("proj.weight") else values
+        for name, values in load_file(base / WEIGHTS).items()
+    }
+    return quantised, copied(base, directory / "plain", weights)
+
+
+def in_nf4(base: Path, directory: Path) -> Path:
+    """The base model as bitsandbytes saves it in NF4."""
+    tensors = dict[str, torch.Tensor]()
+    for name, values in load_file(base / WEIGHTS).items():
+        if name.endswith("proj.weight"):
+            packed, state = bnb.functional.quantize_4bit(
+                values.bfloat16(), blocksize=64, quant_type="nf4", compress_statistics=True
+            )
+            tensors[name] = packed
+            tensors |= {f"{name}.{part}": each for part, each in state.as_dict(packed=True).items()}
+        else:
+            tensors[name] = values
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return copied(base, directory / "nf4", tensors, settings)
+
+
+def exported(config: Path) -> dict[str, torch.Tensor]:
+    return load_file(output_of(config) / WEIGHTS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_full_run_from_fp8_is_that_from_the_dequantised_weights(
+    make_config: MakeConfig, base: Path, tmp_path: Path, dtype: str
+) -> None:
+    quantised, plain = in_fp8(base, tmp_path, dtype)
+    before = file_hash(quantised / WEIGHTS)
+    runs = [make_config(name, base=each, max_steps=3, dtype=dtype) for name, each in (("a", quantised), ("b", plain))]
+    for each in runs:
+        succeed(each)
+    found, wanted = map(exported, runs)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+    assert "quantization_config" not in json.loads((output_of(runs[0]) / "config.json").read_text())
+    assert file_hash(quantised / WEIGHTS) == before
+    ended = ratel("verify", runs[0])
+    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("keys", [{}, {"load_in_4bit": True}, {"load_in_8bit": True}], ids=["16 bit", "4 bit", "8 bit"])
+def test_an_adapter_of_a_base_in_fp8(
+    make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]
+) -> None:
+    quantised, plain = in_fp8(base, tmp_path, "bfloat16")
+    keys = {**CHANGES, **keys, "dtype": "bfloat16"}
+    runs = [make_config(name, base=each, **keys) for name, each in (("a", quantised), ("b", plain))]
+    for each in runs:
+        succeed(each)
+    found, wanted = map(adapter_of, runs)
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+    ended = ratel("verify", runs[0])
+    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+    merged = tmp_path / "merged"
+    assert ratel("merge", output_of(runs[0]), "-o", merged).code == 0
+    assert ratel("merge", output_of(runs[1]), "-o", tmp_path / "merged-plain").code == 0
+    one, other = load_file(merged / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
+    assert all(torch.equal(one[name], values) for name, values in other.items())
+
+
+def test_a_base_in_nf4_keeps_its_codes(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    """What bitsandbytes has quantised is not quantised again: the run is that from the model before."""
+    quantised = in_nf4(base, tmp_path)
+    runs = [
+        make_config(name, base=each, **CHANGES, load_in_4bit=True, dtype="bfloat16")
+        for name, each in (("a", quantised), ("b", base))
+    ]
+    for each in runs:
+        succeed(each)
+    found, wanted = map(adapter_of, runs)
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+    ended = ratel("verify", runs[0])
+    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
