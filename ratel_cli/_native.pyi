@@ -221,6 +221,13 @@ def split_tied_bfloat16(w32: _Array, hi16: _Array, lo16: _Array, tie8: _Array, *
 def join_tied_bfloat16(hi16: _Array, lo16: _Array, tie8: _Array, w32: _Array, *, isa: str | None = None) -> None:
     """Write w32, the master that split_tied_bfloat16 was given."""
 
+def quantise_nf4(values: _Array, codes: _Array, magnitudes: _Array) -> None:
+    """Write the NF4 codes of float32 `values`, two in a byte, and the largest magnitude of each 64.
+
+    `codes`: bytes, one for each two values; `magnitudes`: float32. The last group may be partial, and the upper half of
+    a last byte alone in use. Raises ValueError and TypeError for arrays that do not fit.
+    """
+
 def dynamic_map(*, signed: bool) -> list[float]:
     """What the 256 codes of m (`signed`) or of v stand for, in fp32, before they are scaled. They rise."""
 

@@ -27,6 +27,7 @@
 #include "ratel/chunk.h"
 #include "ratel/dispatch.h"
 #include "ratel/kernels.h"
+#include "ratel/nf4.h"
 #include "../update/dynamic_maps.h"
 #include "ring.h"
 #include "transfers.h"
@@ -490,6 +491,15 @@ void square_root_in_place(nb::handle values, const Name& square_root, const Name
   kernels.square_root(data, kind, arrays.count());
 }
 
+void quantise_to_nf4(nb::handle values, nb::handle codes, nb::handle magnitudes) {
+  Arrays arrays;
+  const float* data = arrays.read_only_float32("values", values);
+  uint8_t* packed = arrays.bytes("codes", codes, 2);
+  float* largest = arrays.float32("magnitudes", magnitudes, kNf4Group);
+  nb::gil_scoped_release unlocked;
+  quantise_nf4(data, packed, largest, arrays.count());
+}
+
 std::vector<float> dynamic_map(bool is_signed) {
   const float* values = is_signed ? kSignedMap : kUnsignedMap;
   return {values, values + 256};
@@ -549,6 +559,7 @@ NB_MODULE(_native, module) {
              nb::arg("isa") = nb::none());
   module.def("square_root", square_root_in_place, nb::arg("values"), nb::kw_only(),
              nb::arg("square_root") = nb::none(), nb::arg("isa") = nb::none());
+  module.def("quantise_nf4", quantise_to_nf4, nb::arg("values"), nb::arg("codes"), nb::arg("magnitudes"));
   module.def("dynamic_map", dynamic_map, nb::kw_only(), nb::arg("signed"));
   define_transfers(module);
   define_ring(module);

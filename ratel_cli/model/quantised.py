@@ -27,6 +27,7 @@ from typing import Final, get_args
 import torch
 from torch import nn
 
+from ratel_cli import _native
 from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm
 from ratel_cli.units import align_up
 
@@ -37,8 +38,8 @@ _DOUBLE_ELEMENTS = 256
 """Magnitudes that share one in double quantisation."""
 _PART_ALIGNMENT = 256
 _TABLE_PLACES = 1 << 16
-_CODED_ELEMENTS = 1 << 17
-"""Elements that are quantised at once: what caches hold."""
+_CODED_ELEMENTS = 1 << 20
+"""Elements that are quantised at once, in fp32."""
 _NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -105,15 +106,13 @@ def quantise(matrix: torch.Tensor, form: QuantisedForm) -> torch.Tensor:
     values = matrix.reshape(-1)
     magnitudes = torch.empty(layout.num_magnitudes)
     for start in range(0, len(values), _CODED_ELEMENTS):
-        of_group = values[start : start + _CODED_ELEMENTS].float()
-        first = start // _NF4_ELEMENTS
-        packed, found = _quantise_group(of_group)
-        codes[start // 2 :][: len(packed)] = packed
-        magnitudes[first : first + len(found)] = found
+        part = values[start : start + _CODED_ELEMENTS].float()
+        of_groups = magnitudes[start // _NF4_ELEMENTS :][: -(-len(part) // _NF4_ELEMENTS)]
+        _native.quantise_nf4(part, codes[start // 2 :][: -(-len(part) // 2)], of_groups)
     if form == "nf4":
         others[0].view(torch.float32).copy_(magnitudes)
         return data
-    mean = magnitudes.mean()
+    mean = _mean(magnitudes)
     others[2].view(torch.float32).copy_(mean)
     _quantise_magnitudes(magnitudes - mean, others[0], others[1].view(torch.float32))
     return data
@@ -169,26 +168,14 @@ class _Seen:
     offset: int
 
 
-def _quantise_group(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes and magnitudes of fp32 values, in groups of 64 from the first one."""
-    number = len(values)
-    num_whole = number - number % _NF4_ELEMENTS
-    whole = values[:num_whole].view(-1, _NF4_ELEMENTS)
-    magnitudes = whole.abs().amax(dim=1)
-    # A group of zeros has the magnitude zero; what is left at the end is divided by its own, not multiplied.
-    scaled = [(whole * (1.0 / magnitudes.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1).view(-1)]
-    if num_whole < number:
-        last = values[num_whole:].abs().amax().clamp(min=1e-38)
-        scaled.append((values[num_whole:] / last).clamp_(-1, 1))
-        magnitudes = torch.cat([magnitudes, last.view(1)])
-    if number % 2:
-        scaled.append(torch.zeros(1))
-    found = torch.cat(scaled)
-    codes = torch.zeros(len(found), dtype=torch.uint8)
-    table = torch.tensor(_NF4_VALUES)
-    for middle in ((table[:-1] + table[1:]) / 2).tolist():
-        codes += found > middle
-    return codes[::2] << 4 | codes[1::2], magnitudes
+def _mean(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Their mean as one thread sums it: with others the last bit could be another."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return magnitudes.mean()
+    finally:
+        torch.set_num_threads(number)
 
 
 def _quantise_magnitudes(values: torch.Tensor, codes: torch.Tensor, magnitudes: torch.Tensor) -> None:
