@@ -94,9 +94,10 @@ class RunConfig(Section):
     """The adapter's output is multiplied by `lora_alpha / lora_r`. Default: `lora_r`."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """The share of an adapter's input that dropout sets to zero."""
-    lora_target_modules: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """The linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. Default: all of them but
-    the head; none if `lora_target_parameters` is set."""
+    lora_target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str = ()
+    """The linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. One string is a regular
+    expression that whole names match, as in PEFT: `.*layers.[0-9]+.self_attn.(q|v)_proj`. Default: all of them but the
+    head; none if `lora_target_parameters` is set."""
     lora_target_linear: bool = False
     """All linear layers get an adapter, whatever `lora_target_modules` and `lora_target_parameters` name."""
     lora_target_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -575,6 +576,12 @@ def _adapter_contradiction(config: RunConfig) -> Contradiction | None:
         key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
         message = f"`{key}` and `peft_use_dora` are both set: DoRA beside a quantised model is not supported"
         return Contradiction(keys=("peft_use_dora", key), message=message, hint="remove one of them")
+    if isinstance(config.lora_target_modules, str) and config.lora_layers_to_transform:
+        message = (
+            "`lora_layers_to_transform` is set, and `lora_target_modules` is a regular expression, which has layers"
+        )
+        hint = "put the layers into the expression, or write a list of names"
+        return Contradiction(keys=("lora_target_modules", "lora_layers_to_transform"), message=message, hint=hint)
     if config.load_in_4bit and config.load_in_8bit:
         message = "`load_in_4bit` and `load_in_8bit` are both set"
         return Contradiction(keys=("load_in_8bit", "load_in_4bit"), message=message, hint="remove one of them")

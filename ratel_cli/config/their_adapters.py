@@ -91,8 +91,7 @@ _OURS: Mapping[str, Plain] = {
 
 
 def _adapted_modules(entries: Entries, report: Report, tool: _Tool) -> None:
-    """Names of modules; LLaMA-Factory's one string with commas; or a word for all linear layers. Another string is a
-    regular expression of PEFT's."""
+    """Names of modules; LLaMA-Factory's one string with commas; or a word for all linear layers."""
     for key in ("lora_target_modules", "lora_modules_to_save"):
         if tool == "LLaMA-Factory" and key in entries and isinstance(entries[key].value.content, str):
             _divide(entries, key, report)
@@ -103,9 +102,6 @@ def _adapted_modules(entries: Entries, report: Report, tool: _Tool) -> None:
             report.reject(_modules_finding(entries["adapter"], message), "lora_target_modules")
     elif plain(entry.value) in ("all", "all-linear", ["all"], ["all-linear"]):
         report.drop(entries.pop("lora_target_modules"), "all linear layers have an adapter by default")
-    elif isinstance(entry.value.content, str):
-        message = "`lora_target_modules` is one string, a regular expression in PEFT"
-        report.reject(_modules_finding(entries.pop("lora_target_modules"), message), "lora_target_modules")
 
 
 def _divide(entries: Entries, key: str, report: Report) -> None:

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ratel_cli.errors import BadInput, IntegrityFailure, first_line
+from ratel_cli.errors import BadInput, IntegrityFailure, excerpt, first_line
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.adapter_settings import AdapterSettings
@@ -45,6 +45,7 @@ from ratel_cli.schedule.blocks import ParameterSpec
 from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName, Task
 
+_ALL_LINEAR = "all-linear"
 _NAME = "default"
 """PEFT's name of the one adapter."""
 _MAGNITUDES = "lora_magnitude_vector"
@@ -56,7 +57,7 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     has completed it. Raises BadInput with PEFT's reason if the model cannot have them."""
     _check_names(model, settings)
     targets = settings.target_modules
-    if settings.layers and isinstance(targets, str):
+    if settings.layers and targets == _ALL_LINEAR:
         targets = _linear_names(model)  # PEFT chooses layers only among names
     saved = _saved_modules(model, settings)
     excluded = [*_other_parts(model), *(rf"(.*\.)?{re.escape(name)}(\..*)?" for name in settings.saved_modules)]
@@ -99,7 +100,12 @@ def _check_names(model: PreTrainedModel, settings: AdapterSettings) -> None:
             message = f"lora_layers_to_transform: there is no layer {layer}: {type(model).__name__} has {number}"
             raise _about("lora_layers_to_transform", message, f"layers are numbered from 0 to {number - 1}")
     wanted = settings.target_modules
-    if isinstance(wanted, str) or not wanted or settings.target_parameters:
+    if wanted == _ALL_LINEAR or not wanted:
+        return
+    if isinstance(wanted, str):
+        _check_expression(model, wanted)
+        return
+    if settings.target_parameters:
         return
     names = [f".{name}" for name, _ in model.named_modules()]
     if any(name.endswith(f".{end}") for end in wanted for name in names):
@@ -109,6 +115,25 @@ def _check_names(model: PreTrainedModel, settings: AdapterSettings) -> None:
     hint = f"did you mean {close[0]}?" if close else f"its linear layers are {', '.join(there)}"
     message = f"lora_target_modules: {type(model).__name__} has no module named {' or '.join(wanted)}"
     raise _about("lora_target_modules", message, hint)
+
+
+def _check_expression(model: PreTrainedModel, expression: str) -> None:
+    """Raise BadInput if a regular expression is none, or if no name of a module matches it."""
+    try:
+        pattern = re.compile(expression)
+    except re.error as error:
+        message = f"lora_target_modules: {excerpt(expression)} is no regular expression: {error}"
+        raise _about("lora_target_modules", message, "names by their ends are a list: [q_proj, v_proj]") from error
+    if not any(pattern.fullmatch(name) for name, _ in model.named_modules()):
+        there = _linear_names(model)
+        close = [name for name in there if re.search(rf"\b{re.escape(name)}\b", expression)]
+        layer = next(name for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D))
+        message = (
+            f"lora_target_modules: one string is a regular expression, and no module of {type(model).__name__} has a"
+            f" name that it matches whole; one is {layer}"
+        )
+        hint = f"write a list of the ends of names, such as [{', '.join(close or there[:2])}], or whole names"
+        raise _about("lora_target_modules", message, hint)
 
 
 def _about(key: str, message: str, hint: str) -> BadInput:
@@ -370,7 +395,8 @@ def adapter_config_text(config: LoraConfig, *, base_model: str) -> str:
     """The content of adapter_config.json, as PEFT writes it."""
     own = copy.deepcopy(config)
     own.base_model_name_or_path, own.inference_mode = base_model, True
-    own.target_modules = sorted(own.target_modules or ())  # PEFT has made sets of them
+    if not isinstance(own.target_modules, str):
+        own.target_modules = sorted(own.target_modules or ())  # PEFT has made sets of them
     own.target_parameters = sorted(own.target_parameters or ()) or None
     with tempfile.TemporaryDirectory() as directory:
         own.save_pretrained(directory)

@@ -30,7 +30,7 @@ def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "lr: another name of learning_rate\n" + facts + meaning
 
 
-@pytest.mark.parametrize("key", ["storage.max_tb_written", "storage", "gptq"])
+@pytest.mark.parametrize("key", ["storage.max_tb_written", "storage", "nvfp4"])
 def test_lines_are_folded_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
@@ -95,9 +95,9 @@ def test_every_key_has_json() -> None:
 
 
 def test_a_key_of_another_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "gptq"]) == 0
+    assert main(["explain", "nvfp4"]) == 0
     assert capsys.readouterr().out == (
-        "gptq: a key of other trainers (impossible)\n"
+        "nvfp4: a key of other trainers (impossible)\n"
         "  it quantises the model in a way that Ratel does not\n"
         "  remove it; beside an adapter there are load_in_4bit and load_in_8bit\n"
     )

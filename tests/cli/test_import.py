@@ -252,10 +252,10 @@ def test_a_constant_rate_has_no_warm_up_there() -> None:
 
 
 def test_reasons_are_true_of_the_value() -> None:
-    text = import_config(write(f"{AXOLOTL}finetuning_type: full\nstage: sft\ngptq: false\n")).text
+    text = import_config(write(f"{AXOLOTL}finetuning_type: full\nstage: sft\nnvfp4: false\n")).text
     for line in ("finetuning_type: full", "stage: sft"):
         assert f"#   {line}   (with this value it changes nothing)\n" in text
-    assert "#   gptq: false   (it is off or empty)\n" in text
+    assert "#   nvfp4: false   (it is off or empty)\n" in text
 
 
 SHARED = "base_model: m\ndatasets: [{path: a.jsonl}]\nmicro_batch_size: 2\nval_set_size: 0.1\n"

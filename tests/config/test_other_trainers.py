@@ -438,9 +438,11 @@ def test_an_adapter_has_the_defaults_of_its_trainer(
     assert (found.lora_r, found.lora_alpha, found.lora_dropout, found.lora_target_modules) == expected
 
 
-def test_a_regular_expression_for_modules(complain: Complain) -> None:
-    [error] = complain(MINIMAL + "adapter: lora\nlora_target_modules: .*q_proj\n")
-    assert "is one string, a regular expression in PEFT | name them" in error
+def test_a_regular_expression_for_modules(load: Load, complain: Complain) -> None:
+    text = MINIMAL + "adapter: lora\nlora_target_modules: .*q_proj\n"
+    assert load(text).config.lora_target_modules == ".*q_proj"
+    [error] = complain(text + "lora_layers_to_transform: [0]\n")
+    assert "put the layers into the expression" in error
 
 
 def test_keys_of_adapters_by_other_names(load: Load) -> None:

@@ -37,6 +37,7 @@ from tests.reference import Trained, train_in_memory
 from tests.tiers import rotating
 
 NUM_STEPS = 4
+EXPRESSION = r"model.layers.[\d]+.(mlp|self_attn).(up|down|q)_proj"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHANGES: dict[str, object] = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "max_steps": NUM_STEPS}
 WHOLE: dict[str, object] = {"peft_use_dora": True, "lora_modules_to_save": ["lm_head"]}
@@ -76,12 +77,20 @@ def saved_name(name: str) -> str:
             {"layers_to_transform": [1], "init_lora_weights": "gaussian", "target_modules": LINEAR},
         ),
         ({"peft_init_lora_weights": False, "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, {}),
+        ({"lora_target_modules": EXPRESSION}, {"target_modules": EXPRESSION}),
         (
             {"peft_use_dora": True, "lora_dropout": 0.1, "lora_modules_to_save": ["embed_tokens", "lm_head"]},
             {"use_dora": True, "lora_dropout": 0.1, "modules_to_save": ["embed_tokens", "lm_head"]},
         ),
     ],
-    ids=["all linear", "dropout and rslora", "one layer", "all linear by axolotl", "dora, and modules trained whole"],
+    ids=[
+        "all linear",
+        "dropout and rslora",
+        "one layer",
+        "all linear by axolotl",
+        "a regular expression",
+        "dora, and modules trained whole",
+    ],
 )
 def test_the_adapter_is_what_peft_trains(
     make_config: MakeConfig, base: Path, dtype: str, keys: dict[str, object], lora: dict[str, object]
@@ -259,6 +268,8 @@ def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
     [
         ({"lora_target_modules": ["nothing"]}, "lora_target_modules: LlamaForCausalLM has no module named nothing"),
         ({"lora_target_modules": ["q_prj", "x"]}, "has no module named q_prj or x"),
+        ({"lora_target_modules": "q_proj"}, "has a name that it matches whole; one is model.layers.0.self_attn.q_proj"),
+        ({"lora_target_modules": "(q_proj"}, "(q_proj is no regular expression"),
         ({"lora_layers_to_transform": [1, 2]}, "lora_layers_to_transform: there is no layer 2: LlamaForCausalLM has 2"),
         ({"lora_target_modules": ["embed_tokens"]}, "embedding and head can have no adapter"),
         ({"lora_target_modules": ["embed_tokens"], "lora_target_linear": True}, "embed_tokens: no linear layer"),

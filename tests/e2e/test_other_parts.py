@@ -205,18 +205,25 @@ def test_the_language_part_trains_and_all_else_is_kept(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "modules", [(), r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|q|v)_proj"], ids=str
+)
 @pytest.mark.parametrize("family", ["llava", "gemma3", "qwen3_vl"])
-def test_an_adapter_is_of_the_language_part(make_config: MakeConfig, base: Path, tmp_path: Path, family: str) -> None:
+def test_an_adapter_is_of_the_language_part(
+    make_config: MakeConfig, base: Path, tmp_path: Path, family: str, modules: str | tuple[str, ...]
+) -> None:
+    """As axolotl's configs of such models have it, too: a regular expression for the language part."""
     directory = tmp_path / "whole"
     whole = save_whole(directory, base, family, torch.float32)
     keys = {"adapter": "lora", "lora_r": 2, "sample_packing": False, "max_steps": 3, "dtype": "float32"}
-    config = make_config(base=directory, **keys)
+    config = make_config(base=directory, **keys, lora_target_modules=modules)
     succeed(config)
     found = load_file(output_of(config) / "adapter_model.safetensors")
     assert found and not any(word in name for name in found for word in ("vision", "visual", "projector"))
     settings = json.loads((output_of(config) / "adapter_config.json").read_text())
     data, recipe = load_data(config), replace(recipe_of(config), model_class=type(whole))
-    lora = {"r": 2, "lora_alpha": 2, "target_modules": "all-linear", "exclude_modules": settings["exclude_modules"]}
+    lora = {"r": 2, "lora_alpha": 2, "target_modules": modules or "all-linear"}
+    lora["exclude_modules"] = settings["exclude_modules"]
     trained = train_in_memory(
         whole.config,
         dict(whole.named_parameters()),

@@ -62,18 +62,20 @@ _LARGE_MODEL = 500_000_000
 def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
     """The adapter that the config asks for, the same however it is written."""
     takes_all = config.lora_target_linear or not (config.lora_target_modules or config.lora_target_parameters)
+    named = config.lora_target_modules
+    names = () if isinstance(named, str) else tuple(sorted(named))
     return AdapterSettings(
         rank=config.lora_r,
         alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
         dropout=config.lora_dropout,
-        target_modules="all-linear" if takes_all else tuple(sorted(config.lora_target_modules)),
+        target_modules="all-linear" if takes_all else named if isinstance(named, str) else names,
         target_parameters=tuple(sorted(config.lora_target_parameters)),
         layers=tuple(sorted(config.lora_layers_to_transform)),
         scales_by_root=config.peft_use_rslora,
         has_magnitudes=config.peft_use_dora,
         saved_modules=tuple(sorted(config.lora_modules_to_save)),
         initialisation=config.peft_init_lora_weights or True,
-        also_named=tuple(sorted(config.lora_target_modules)) if takes_all else (),
+        also_named=names if takes_all else (),
         task=task,
     )
 
