@@ -1,0 +1,51 @@
+"""Dry runs of configs of LoRA and QLoRA that axolotl and LLaMA-Factory ship, with a tiny model and tiny data in
+their place. `shipped_adapters.json` has keys and values of those whose modules and tokens the tiny model has, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.config.importing import import_config
+from ratel_cli.config.load import dump, load_config
+from ratel_cli.config.yaml_marks import Plain
+from tests.e2e.test_ported_configs import data, dry_run, tiny  # noqa: F401  (fixtures)
+from tests.tiers import sample
+
+SHIPPED: dict[str, dict[str, Plain]] = json.loads(Path(__file__).with_name("shipped_adapters.json").read_text())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_it_is_imported_with_nothing_to_decide(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    theirs, shipped = Path("theirs.yaml"), SHIPPED[name]
+    theirs.write_text(dump(shipped))
+    imported = import_config(theirs)
+    assert imported.tool.lower() == name.partition(":")[0]
+    assert [outcome.written for outcome in imported.outcomes if outcome.fate == "undecided"] == []
+    Path("run.yaml").write_text(imported.text)
+    config = load_config(Path("run.yaml")).config
+    assert config.adapter == "lora"
+    assert config.lora_r == (shipped.get("lora_r") or shipped.get("lora_rank") or config.lora_r)
+    bits = shipped.get("quantization_bit")
+    assert config.load_in_4bit == bool(shipped.get("load_in_4bit") or bits == 4)
+    assert config.load_in_8bit == bool(shipped.get("load_in_8bit") or bits == 8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sample(SHIPPED, every=14))
+def test_its_dry_run(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path,  # noqa: F811
+    data: dict[str, Path],  # noqa: F811
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(dump(SHIPPED[name]))
+    run = Path("run.yaml")
+    run.write_text(import_config(Path("theirs.yaml")).text)
+    ended = dry_run(run, tiny, data)
+    assert ended.code == 0, ended.stderr
