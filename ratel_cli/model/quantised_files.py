@@ -97,19 +97,18 @@ def dequantised_files(
     if settings is None:
         return shards, Coded(())
     files = {name: shard for shard in shards for name in shard.tensors}
-    method = method_of(settings)
+    method, where = method_of(settings), shards[0].path.parent / "config.json"
     find = FORMATS.get(method)
     if find is None:
         raise BadInput(
-            f"config.json: quantization_config: the weights are quantised by {excerpt(method)}, which Ratel does not"
-            " read",
+            f"{where}: quantization_config: the weights are quantised by {excerpt(method)}, which Ratel does not read",
             f"use the model from before quantisation, or one in {', '.join(FORMATS)}",
         )
     coded = Coded(find(FormatFiles(files, settings, dtype)))
     if not coded.tensors():
         raise BadInput(
-            f"config.json: quantization_config: the weights are quantised by {method}, but the files have none of the"
-            " tensors of that format",
+            f"{where}: quantization_config: the weights are quantised by {method}, but the files have none of the tensors"
+            " of that format",
             "check that config.json and the weights are of the same model",
         )
     by_codes = {each.sources[0]: each for each in coded.tensors()}

@@ -69,6 +69,10 @@ class FormatFiles:
         """What a tensor is as floating-point numbers."""
         return TensorEntry(name=name, dtype=self.dtype, shape=tuple(shape), offset=codes.offset)
 
+    def unread(self, fact: str) -> BadInput:
+        """The error about settings that Ratel does not read."""
+        return BadInput(f"config.json: quantization_config: {fact}", "use the model from before quantisation")
+
     def reject(self, entry: TensorEntry, fact: str) -> BadInput:
         """The error about a tensor that does not fit."""
         return BadInput(
@@ -230,7 +234,7 @@ def _find_gptq(found: FormatFiles) -> Iterator[CodedTensor]:
     """GPTQ: `qweight`, `qzeros`, `scales`, `g_idx`. Its first version has zero points less one."""
     bits = found.options.get("bits")
     if bits not in (2, 4, 8):
-        raise BadInput(f"config.json: quantization_config: bits is {excerpt(str(bits))}; Ratel reads 2, 4 and 8")
+        raise found.unread(f"bits is {excerpt(str(bits))}; Ratel reads 2, 4 and 8")
     is_less_one = found.options.get("checkpoint_format") != "gptq_v2"
     word = WordCodes(int(bits))
     for codes, parts in _turned(found, ("qzeros", "scales", "g_idx")):
@@ -244,7 +248,7 @@ def _find_awq(found: FormatFiles) -> Iterator[CodedTensor]:
     """AWQ: `qweight`, `qzeros`, `scales`, with the columns of a word in an order of their own."""
     version, bits = str(found.options.get("version") or "gemm").lower(), found.options.get("bits", 4)
     if not version.endswith("gemm") or bits != 4:
-        raise BadInput(f"config.json: quantization_config: AWQ's version {excerpt(version)} in {bits} bit is not read")
+        raise found.unread(f"AWQ's version {excerpt(version)} in {bits} bit is not read")
     word = WordCodes(4, _AWQ_ORDER)
     for codes, parts in _turned(found, ("qzeros", "scales")):
         shape = (codes.shape[1] * word.number, codes.shape[0])

@@ -79,7 +79,7 @@ class LanguageBase(Base):
         for text in [] if weights is None else unused_parts(self.directory, weights[0]):
             log.notice(text)
         quantisation = quantisation_of(self.directory)
-        if quantisation is not None:
+        if quantisation is not None and weights is not None:
             log.notice(_of_quantised_files(quantisation, config))
         errors.attempt(("base_model",), lambda: check_sidecars(self.directory))
 
