@@ -107,8 +107,8 @@ def dequantised_files(
     coded = Coded(find(FormatFiles(files, settings, dtype)))
     if not coded.tensors():
         raise BadInput(
-            f"{where}: quantization_config: the weights are quantised by {method}, but the files have none of the tensors"
-            " of that format",
+            f"{where}: quantization_config: the weights are quantised by {method}, but no file has the tensors of that"
+            " format",
             "check that config.json and the weights are of the same model",
         )
     by_codes = {each.sources[0]: each for each in coded.tensors()}

@@ -75,7 +75,7 @@ _OBJECTS: tuple[tuple[str, object, str], ...] = (
     ("rope_parameters", {"rope_type": "nosuch"}, "config.json"),
     ("rope_parameters", {"rope_type": "linear"}, "config.json"),
     ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}, "config.json"),
-    ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantised by gptq, but the files"),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantised by gptq, but no file"),
     ("quantization_config", {"quant_method": "nosuch"}, "config.json|the weights are quantised"),
 )
 _CONTENTS = {

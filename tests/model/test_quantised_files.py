@@ -403,7 +403,7 @@ _UNFIT: dict[str, tuple[Callable[[], Tensors], dict[str, object], str, torch.Ten
     ),
     "an unknown format": (fp8_tensors, {"quant_method": "vptq"}, "none", None, "which Ratel does not read"),
     "no format": (fp8_tensors, {}, "none", None, "an unnamed format"),
-    "nothing of the format": (fp8_tensors, {"quant_method": "gptq", "bits": 4}, "none", None, "have none of the"),
+    "nothing of the format": (fp8_tensors, {"quant_method": "gptq", "bits": 4}, "none", None, "but no file has the tensors"),
 }  # fmt: skip
 
 
@@ -449,4 +449,4 @@ def test_a_config_without_its_tensors_is_refused(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "the files have none of the tensors of that format" in rejection(tmp_path)
+    assert "but no file has the tensors of that format" in rejection(tmp_path)
