@@ -403,7 +403,7 @@ _UNFIT: dict[str, tuple[Callable[[], Tensors], dict[str, object], str, torch.Ten
     ),
     "an unknown format": (fp8_tensors, {"quant_method": "vptq"}, "none", None, "which Ratel does not read"),
     "no format": (fp8_tensors, {}, "none", None, "an unnamed format"),
-    "nothing of the format": (fp8_tensors, {"quant_method": "gptq", "bits": 4}, "none", None, "but no file has the tensors"),
+    "nothing of the format": (fp8_tensors, {"quant_method": "gptq", "bits": 4}, "none", None, "but no file has"),
 }  # fmt: skip
 
 
