@@ -40,6 +40,13 @@ def test_rotating_has_each_first_value_once_and_meets_every_combination() -> Non
     assert short(rotating(range(7), "ab", every=3)) == [(0, "a"), (3, "b"), (6, "a")]
 
 
+def test_the_full_tier_rotates_through_what_the_short_one_leaves_out() -> None:
+    cases = rotating(range(9), "ab", every=3, full_rotation=True)
+    full = [tuple(case.values) for case in cases if [mark.name for mark in case.marks] == ["full"]]
+    assert {first for first, _ in (*short(cases), *full)} == set(range(9))
+    assert len(full) <= 9 and {second for _, second in full} == {"a", "b"}
+
+
 def test_what_is_thinned_out_waits_for_the_full_tier() -> None:
     given = rotating(range(6), "ab")
     cases = thinned(given, every=3, offset=1)

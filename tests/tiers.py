@@ -62,11 +62,14 @@ def sample_kinds(cases: Sequence[Case], *, kind: Callable[[Case], str], every: i
     return [_case((case,), is_short=place in chosen) for place, case in enumerate(cases)]
 
 
-def rotating(*axes: Sequence[object], every: int = 1, offset: int = 0, full_pairs: bool = False) -> list[ParameterSet]:
+def rotating(
+    *axes: Sequence[object], every: int = 1, offset: int = 0, full_pairs: bool = False, full_rotation: bool = False
+) -> list[ParameterSet]:
     """The product of all axes. The short tier runs every `every`th value of the first axis, each once, and rotates
     through the combinations of the others, beginning with number `offset`.
 
-    With `full_pairs` the full tier runs cases in which any two values of any two axes meet.
+    With `full_pairs` the full tier runs cases in which any two values of any two axes meet; with `full_rotation`, where
+    one axis is long and that would be nearly all of them, every value of the first axis once.
     """
     first, *others = axes
     combinations = list(itertools.product(*others))
@@ -80,7 +83,7 @@ def rotating(*axes: Sequence[object], every: int = 1, offset: int = 0, full_pair
         _case(
             case,
             is_short=place % every == 0 and (place // every + offset) % len(combinations) == number,
-            is_full=which in pairs,
+            is_full=which in pairs or (full_rotation and (place + offset) % len(combinations) == number),
         )
         for which, (place, number, case) in enumerate(cases)
     ]

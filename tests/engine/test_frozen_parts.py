@@ -73,7 +73,7 @@ def test_layers_that_pass_more_on(tmp_path: Path, family: str, part: str) -> Non
 
 @pytest.mark.parametrize(
     ("placement", "part", "architecture"),
-    rotating(list(PLACEMENTS), list(PARTS), ["llama", "llama_tied"], every=4, full_pairs=True),
+    rotating(list(PLACEMENTS), list(PARTS), ["llama", "llama_tied"], every=4, full_rotation=True),
 )
 def test_wherever_bytes_rest(tmp_path: Path, placement: str, part: str, architecture: str) -> None:
     config = tiny_config(architecture)

@@ -50,7 +50,7 @@ def test_equals_peft(
 
 
 @pytest.mark.parametrize(
-    ("placement", "architecture"), rotating(list(PLACEMENTS), ["llama", "llama_tied"], every=6, full_pairs=True)
+    ("placement", "architecture"), rotating(list(PLACEMENTS), ["llama", "llama_tied"], every=6, full_rotation=True)
 )
 def test_wherever_bytes_rest(tmp_path: Path, placement: str, architecture: str) -> None:
     settings = ADAPTERS["dropout"]

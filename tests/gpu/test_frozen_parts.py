@@ -51,7 +51,7 @@ def test_equals_plain_pytorch(
 
 @pytest.mark.parametrize(
     ("placement", "part", "architecture"),
-    rotating(list(PLACEMENTS), list(PARTS), ["llama", "llama_tied"], every=12, full_pairs=True),
+    rotating(list(PLACEMENTS), list(PARTS), ["llama", "llama_tied"], every=12, full_rotation=True),
 )
 def test_wherever_bytes_rest(tmp_path: Path, placement: str, part: str, architecture: str) -> None:
     config = tiny_config(architecture)

@@ -41,7 +41,7 @@ def test_it_trains_as_plain_pytorch_does(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_micro_batches"), rotating(list(PLACEMENTS), [2, 1], every=5, offset=1, full_pairs=True)
+    ("name", "num_micro_batches"), rotating(list(PLACEMENTS), [2, 1], every=5, offset=1, full_rotation=True)
 )
 def test_so_it_does_wherever_bytes_rest(tmp_path: Path, name: str, num_micro_batches: int) -> None:
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)

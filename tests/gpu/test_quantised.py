@@ -56,7 +56,7 @@ def test_equals_peft_beside_what_bitsandbytes_makes(
     )
 
 
-@pytest.mark.parametrize(("placement", "form"), rotating(list(PLACEMENTS), FORMS, every=8, full_pairs=True))
+@pytest.mark.parametrize(("placement", "form"), rotating(list(PLACEMENTS), FORMS, every=8, full_rotation=True))
 def test_wherever_bytes_rest(tmp_path: Path, placement: str, form: QuantisedForm) -> None:
     options = dict(PLACEMENTS[placement])
     for key in ("group_elements", "chunk_elements"):  # a page of bytes has twice as many
