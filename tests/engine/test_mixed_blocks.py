@@ -30,7 +30,8 @@ def test_equals_plain_pytorch(tmp_path: Path, family: str, dtype: DtypeName, max
 
 
 @pytest.mark.parametrize(
-    ("placement", "family", "max_grad_norm"), rotating(list(PLACEMENTS), MIXED, [None, 0.5], every=12, full_rotation=True)
+    ("placement", "family", "max_grad_norm"),
+    rotating(list(PLACEMENTS), MIXED, [None, 0.5], every=12, full_rotation=True),
 )
 def test_wherever_bytes_rest(tmp_path: Path, placement: str, family: str, max_grad_norm: float | None) -> None:
     recipe = mixed_recipe(family, "bfloat16", max_grad_norm=max_grad_norm)
