@@ -18,9 +18,10 @@ from typing import Literal
 
 from torch import nn
 
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_QUANTISATION
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.library.batches import Tensors
@@ -49,6 +50,7 @@ def open_model(
     blocks: str | Sequence[str] | None = None,
     task: Task = "causal_lm",
     dtype: DtypeName | None = None,
+    adapter: Mapping[str, object] | None = None,
     limits: Limits | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     betas: tuple[float, float] = (0.9, 0.999),
@@ -70,6 +72,8 @@ def open_model(
 
     Of a language model: `task` is what it predicts, the next token of each (`causal_lm`), the tokens that are masked
     (`masked_lm`), or the class of a row (`classification`; the model must be a classifier); `dtype`: None: bfloat16.
+    `adapter`: train a LoRA adapter beside the frozen model, with a config's keys, such as `{"lora_r": 16}`; what is
+    saved is then the adapter, in PEFT's format.
     Of a module: `sample` has what its forward gets by name, `[samples, ..]`, and `blocks` is as `hook` takes it; the
     dtype is that of its parameters.
 
@@ -82,7 +86,8 @@ def open_model(
     if len(betas) != 2:
         raise BadInput(f"betas must be two numbers, not {betas}")
     module = model if isinstance(model, nn.Module) else None
-    given = {"sample": sample, "blocks": blocks, "dtype": dtype, "random_init": random_init, "task": task}
+    given: dict[str, object] = {"sample": sample, "blocks": blocks, "dtype": dtype, "random_init": random_init}
+    given |= {"task": task, "adapter": adapter}
     _reject_arguments_of_others(given, is_module=module is not None)
     around = None if module is None else INIT.get()
     storage, limits = storage_of(storage, limits, asked_by="open")
@@ -100,6 +105,7 @@ def open_model(
             "deterministic": deterministic,
             "seed": seed,
             "head_chunk": LOGITS_CHUNK_BYTES,
+            **_adapter_keys(adapter),
         },
         storage,
         limits or Limits(),
@@ -144,10 +150,21 @@ _DIFFERENCES = {
 
 def _reject_arguments_of_others(given: Mapping[str, object], *, is_module: bool) -> None:
     """Raise BadInput for an argument that is for models of the other kind. `given`: by name."""
-    others = ("dtype", "random_init", "task") if is_module else ("sample", "blocks")
+    others = ("dtype", "random_init", "task", "adapter") if is_module else ("sample", "blocks")
     wrong = next((name for name in others if given[name] not in (None, False, "causal_lm")), None)
     if wrong is not None:
         raise BadInput(f"{wrong} is for {'language models' if is_module else 'modules'}", f"leave {wrong} out")
+
+
+def _adapter_keys(adapter: Mapping[str, object] | None) -> dict[str, object]:
+    """The keys of a config for an adapter; none without one. Raises BadInput for keys of something else."""
+    if adapter is None:
+        return {}
+    known = (*OF_ADAPTER, *OF_QUANTISATION, "loraplus_lr_ratio")
+    wrong = next((name for name in adapter if name not in known), None)
+    if wrong is not None:
+        raise BadInput(f"adapter: {excerpt(str(wrong))} is no key of an adapter", f"its keys are {', '.join(known)}")
+    return {"adapter": "lora", **adapter}
 
 
 def _identity(config: RunConfig, trained: TrainedModel) -> StoreIdentity:
