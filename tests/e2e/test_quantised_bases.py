@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import file_hash, output_of, ratel, succeed
-from tests.e2e.test_adapters import CHANGES, adapter_of
+from tests.e2e.runs import file_hash, load_data, output_of, ratel, recipe_of, succeed
+from tests.e2e.test_adapters import CHANGES, IN_PEFT, NUM_STEPS, adapter_of, saved_name
+from tests.quantised import dequantised_weights
+from tests.reference import train_in_memory
 
 WEIGHTS = "model.safetensors"
 
@@ -50,11 +53,11 @@ def in_fp8(base: Path, directory: Path, dtype: str) -> tuple[Path, Path]:
     return quantised, copied(base, directory / "plain", weights)
 
 
-def in_nf4(base: Path, directory: Path) -> Path:
-    """The base model as bitsandbytes saves it in NF4."""
+def in_nf4(base: Path, directory: Path, *, left_out: str = "none") -> Path:
+    """The base model as bitsandbytes saves it in NF4, but for a module."""
     tensors = dict[str, torch.Tensor]()
     for name, values in load_file(base / WEIGHTS).items():
-        if name.endswith("proj.weight"):
+        if name.endswith("proj.weight") and left_out not in name:
             packed, state = bnb.functional.quantize_4bit(
                 values.bfloat16(), blocksize=64, quant_type="nf4", compress_statistics=True
             )
@@ -63,6 +66,7 @@ def in_nf4(base: Path, directory: Path) -> Path:
         else:
             tensors[name] = values
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    settings |= {"llm_int8_skip_modules": ["lm_head", left_out]}
     return copied(base, directory / "nf4", tensors, settings)
 
 
@@ -121,3 +125,26 @@ def test_a_base_in_nf4_keeps_its_codes(make_config: MakeConfig, base: Path, tmp_
     assert all(torch.equal(found[name], values) for name, values in wanted.items())
     ended = ratel("verify", runs[0])
     assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_layers_that_a_base_in_nf4_leaves_out_stay_as_they_are(
+    make_config: MakeConfig, base: Path, tmp_path: Path
+) -> None:
+    left_out = "layers.1.mlp.down_proj"
+    config = make_config(base=in_nf4(base, tmp_path, left_out=left_out), **CHANGES, load_in_4bit=True, dtype="bfloat16")
+    succeed(config)
+    data, whole = load_data(config), load_file(base / WEIGHTS)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    weights = dequantised_weights(model, whole, "nf4 double", torch.bfloat16)
+    weights[f"model.{left_out}.weight"] = whole[f"model.{left_out}.weight"]
+    wanted = train_in_memory(
+        LlamaConfig.from_pretrained(base),
+        weights,
+        [data.step(step) for step in range(NUM_STEPS)],
+        replace(recipe_of(config), lora=tuple(IN_PEFT.items())),
+    )
+    found = adapter_of(config)
+    adapters = {saved_name(name): values for name, values in wanted.weights.items() if "lora_" in name}
+    assert found.keys() == adapters.keys()
+    assert [name for name, values in adapters.items() if not torch.equal(found[name], values)] == []
+    assert ratel("verify", config).code == 0

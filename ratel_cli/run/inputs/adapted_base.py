@@ -158,10 +158,13 @@ class AdaptedBase(LanguageBase):
 
     def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         """See Base. As PEFT loads it onto what transformers loads."""
-        loaded = super().load(self.directory, dtype)
-        if self.form is not None:
-            quantise_layers(loaded, self.form)
-        if self.form is not None and quantisation_of(self.directory) is not None:
+        loaded, quantisation = super().load(self.directory, dtype), quantisation_of(self.directory)
+        if self.form is None:
+            return load_adapted(loaded, directory)
+        if quantisation is not None:
+            loaded.config.quantization_config = quantisation  # it says which layers are not quantised
+        quantise_layers(loaded, self.form)
+        if quantisation is not None:
             with ExitStack() as resources:  # the codes of the files, which are not made of what they stand for
                 source = self._open_base(resources)
                 for name, layer in quantised_weights(loaded).items():
