@@ -71,9 +71,22 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
         ("backward", _stage(prediction.time.backward)),
         ("predicted", _predicted(prediction)),
         ("run", _run(forecast, has_data=has_data)),
+        *_reference(forecast),
         *wear_rows(prediction),
         ("offloaded", _offloaded(prediction)),
     ]
+
+
+def reference_row(num_steps: int, seconds: float) -> tuple[str, str]:
+    """A row about what the reference model gives to the answers of so many steps, which is computed before step 1."""
+    steps = counted(num_steps, "step")
+    return "reference", f"the answers of {steps} go through the model before step 1: {format_seconds(seconds)} at most"
+
+
+def _reference(forecast: Forecast) -> list[tuple[str, str]]:
+    """A row about the reference model; none without one, or if the number of steps is not known."""
+    seconds = forecast.reference_seconds
+    return [] if seconds is None else [reference_row(forecast.setting.num_steps or 0, seconds)]
 
 
 def _ranks(forecast: Forecast) -> list[tuple[str, str]]:

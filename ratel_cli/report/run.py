@@ -78,13 +78,6 @@ def opening(
     ]
 
 
-def reference_row(plan: Plan, num_steps: int) -> tuple[str, str]:
-    """A row about what the reference model gives to the answers of so many steps, which is computed before step 1."""
-    seconds = format_seconds(num_steps * plan.time.forward.total)
-    steps = counted(num_steps, "step")
-    return "reference", f"the answers of {steps} go through the model before step 1: {seconds} at most"
-
-
 PLAIN_COLUMNS = 60
 """The width of lines that go to a file."""
 

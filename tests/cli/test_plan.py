@@ -240,6 +240,20 @@ def test_the_steps_that_a_run_has_counted(
     assert row.startswith(steps) if steps else row.endswith(reads)
 
 
+def test_what_the_reference_model_takes_before_the_first_step(ask: Ask, config: Path, machine: Path) -> None:
+    """A forward for the answers of each step, where the loss compares the model with what it was."""
+    arguments = (config, "--hardware", machine, "max_steps=7")
+    words = ask(*arguments, "rl=dpo").row("reference")
+    assert words.startswith("the answers of 7 steps go through the model before step 1: ")
+    time = json.loads(ask(*arguments, "rl=dpo", "--json").out)["time"]
+    assert time["reference_seconds"] == pytest.approx(7 * time["forward_seconds"])
+    for other in (("rl=simpo",), ()):
+        assert json.loads(ask(*arguments, *other, "--json").out)["time"]["reference_seconds"] is None
+        assert "\nreference " not in ask(*arguments, *other).out
+    unknown = ask(config, "--hardware", machine, "rl=dpo")
+    assert "\nreference " not in unknown.out
+
+
 @pytest.mark.full
 def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
     result = ask(config, "--hardware", hardware_file(here / "rated.json", WITH_GPU), "max_steps=100000")

@@ -37,6 +37,8 @@ class Setting:
     """Steps of the run; None if that depends on the data."""
     clips: bool = True
     """False: gradients are not clipped, whatever the config says."""
+    has_reference: bool = False
+    """Whether the answers that are compared go through the model once before step 1."""
     chunk_bytes: int | None = None
     """Logits that the head computes at once, in fp32; None leaves it to the plan."""
     layout: RankLayout = ONE_RANK
@@ -112,6 +114,13 @@ class Forecast:
         return None if steps is None else steps * self.prediction.time.total
 
     @property
+    def reference_seconds(self) -> float | None:
+        """Seconds before step 1, at most, for what the reference model gives; None if there is none, or if the number
+        of steps is not known."""
+        steps = self.setting.num_steps if self.setting.has_reference else None
+        return None if steps is None else steps * self.prediction.time.forward.total
+
+    @property
     def run_tb_written(self) -> float | None:
         """10^12 bytes that one rank writes to NVMe in the run; None if the number of steps is not known."""
         steps = self.setting.num_steps
@@ -148,6 +157,7 @@ class Forecast:
                 "step_seconds": time.total,
                 "unclipped_seconds": self.prediction.unclipped_seconds,
                 "run_seconds": self.run_seconds,
+                "reference_seconds": self.reference_seconds,
                 "bottleneck": prediction.bottleneck,
                 "case": prediction.case,
             },

@@ -33,8 +33,8 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
-from ratel_cli.report.plan import split_words
-from ratel_cli.report.run import opening, reference_row
+from ratel_cli.report.plan import reference_row, split_words
+from ratel_cli.report.run import opening
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.origin import Origin, check_same_origin, read_origin
 from ratel_cli.run.files.output import claim_output, reject_lost_store
@@ -384,7 +384,8 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         endurance_tb=config.storage.endurance_tb,
     )
     if config.has_reference and run.store is None:
-        rows.insert(-1, reference_row(plan, min(run.inputs.num_steps, data.steps_per_epoch)))
+        num_steps = min(run.inputs.num_steps, data.steps_per_epoch)
+        rows.insert(-1, reference_row(num_steps, num_steps * plan.time.forward.total))
     return rows
 
 
