@@ -37,6 +37,8 @@ class TextDraft:
     """Has loss."""
     splittable: bool = False
     """Whether a text that is too long becomes several samples. Otherwise it is truncated."""
+    is_cut: bool = False
+    """Both are one text, and tokenised as one: the answer begins with its first token that the prompt does not have."""
     remarks: tuple[Remark, ...] = ()
     """What of its row is not used."""
 

@@ -228,7 +228,8 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
     names = record.keys()
     if source.compares is not None:
         compared = compared_columns(source, record)
-        return RowFormat(kind="compared", columns=compared.names, compared=compared)
+        columns = tuple(each for each in compared.names if each in record)
+        return RowFormat(kind="compared", columns=columns, compared=compared)
     columns = (source.field_instruction, source.field_input, source.field_output)
     alpaca = RowFormat(kind="alpaca", columns=columns)
     match source.type:
