@@ -113,6 +113,12 @@ def test_llama_factorys_stages(tmp_path: Path, keys: dict[str, object], wanted: 
         ({"loss_type": "ipo", "precompute_ref_log_probs": True}, {"rl": "ipo", "rl_beta": 0.01}),
         ({"loss_type": ["sigmoid"], "learning_rate": 5e-7}, {"rl": "dpo", "learning_rate": 5e-7}),
         ({"rl": "kto", "desirable_weight": 1.5}, {"rl": "kto", "kto_desirable_weight": 1.5}),
+        ({"rl": "dpo", "disable_dropout": True}, {"rl": "dpo", "disable_dropout": True}),
+        ({"rl": "dpo", "disable_dropout": False}, {"rl": "dpo", "disable_dropout": False}),
+        (
+            {"rl": "dpo", "use_peft": True, "lora_target_modules": "all-linear"},
+            {"rl": "dpo", "lora_dropout": 0.05, "disable_dropout": True},
+        ),
     ],
 )
 def test_trls_configs(tmp_path: Path, keys: dict[str, object], wanted: dict[str, object]) -> None:
