@@ -317,6 +317,8 @@ def test_eval_has_the_cross_entropy_of_answers(config_of: ConfigOf, rows: Path) 
     succeed(config)
     ended = ratel("eval", config, rows, "--json")
     assert ended.code == 0 and 4 < json.loads(ended.stdout)["loss"] < 7, ended.stderr
+    words = ("its rows are pairs of a chosen and a rejected answer", "`ratel eval` reads answers to imitate")
+    assert_rejected(ratel("eval", config, config.parents[1] / "dpo-rows.jsonl"), 2, *words)
 
 
 def test_rows_that_fill_their_length_are_tried_before_step_1(config_of: ConfigOf) -> None:
