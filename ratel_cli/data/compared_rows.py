@@ -56,8 +56,9 @@ class ComparedColumns:
         """The answers of a row. Raises Unusable."""
         is_good = None if self.verdict is None else _verdict(record, self.verdict)
         if self.is_chat:
-            chats = [options.draft(record, turns, completion_from=at) for turns, at in self._turns(record, options)]
-            return ComparedDraft(answers=tuple(chats), is_good=is_good)
+            chats = (options.draft(record, turns, completion_from=at) for turns, at in self._turns(record, options))
+            answers = tuple(replace(each, is_closed=options.closes_answers) for each in chats)
+            return ComparedDraft(answers=answers, is_good=is_good)
         texts = [text_in(record, column) for column in self.answers]
         if self.prompt is None:
             start = _shared_text(texts)

@@ -69,6 +69,8 @@ class TurnOptions:
     """The key of a message that says whether it has loss."""
     drops_media: bool = False
     """Whether images, video and sound among the parts of a message are left out. Otherwise they make it unusable."""
+    closes_answers: bool = False
+    """Whether answers that are compared end with an EOS token, whatever the template writes."""
 
     @property
     def chooses_turns(self) -> bool:

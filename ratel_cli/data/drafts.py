@@ -60,6 +60,8 @@ class ChatDraft:
     """Messages with a weight of 0: assistant turns among them have no loss, whatever else has."""
     train_on_eos: TrainOnEos = "turn"
     """With `trained`: which EOS tokens have loss as well."""
+    is_closed: bool = False
+    """An EOS token with loss ends it, unless the template has written one there."""
     remarks: tuple[Remark, ...] = ()
     """What of its row is not used."""
 

@@ -226,7 +226,10 @@ class SampleEncoder(Closing):
                 for span in chat.muted:
                     first, last = _tokens_of(char_spans, span)
                     labels[first:last] = IGNORED_TARGET
-                yield self._truncate(input_ids, labels)
+                end = self._tokenizer.eos_token_id
+                is_open = draft.is_closed and end is not None and input_ids[-1:].tolist() != [end]
+                tail = np.array([end] if is_open else [], dtype=np.int32)
+                yield self._truncate(np.append(input_ids, tail), np.append(labels, tail))
             except Unusable as unusable:
                 yield unusable
 

@@ -221,6 +221,7 @@ def _turn_options(source: DatasetSource) -> TurnOptions:
         train_on_eos=source.train_on_eos,
         training_key=source.message_field_training,
         drops_media=source.media == "ignore",
+        closes_answers=source.closes_answers,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.preferences import assert_same_training, keys_of, pairs, recipe, verdicts, write
+from tests.e2e.preferences import assert_same_training, chats, keys_of, pairs, recipe, verdicts, write
 from tests.e2e.runs import metrics, succeed
 from tests.tiers import rotating
 from tests.trl_oracle import tune
@@ -55,3 +57,21 @@ def _save_with_dropout(base: Path, directory: Path) -> Path:
     ).save_pretrained(directory)  # fmt: skip
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.mark.parametrize(("method", "mark"), rotating(["dpo", "orpo", "simpo"], ["<|end|>", "<|end|>\n", "\n"]))
+def test_conversations_end_as_in_trl(
+    method: str, mark: str, make_config: MakeConfig, base: Path, tmp_path: Path
+) -> None:
+    """ORPO's and SimPO's trainers write an EOS token behind what the template writes, unless it is the last one."""
+    tokenizer = AutoTokenizer.from_pretrained(shutil.copytree(base, tmp_path / "base"))
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+        f"{{{{ {json.dumps(mark)} }}}}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
+    )
+    tokenizer.save_pretrained(tmp_path / "base")
+    wanted = recipe(method, num_steps=2)
+    rows = write(tmp_path / "rows.jsonl", chats())
+    config = make_config(base=tmp_path / "base", rows=rows, **keys_of(wanted))
+    succeed(config)
+    assert_same_training(config, tune(tmp_path / "base", chats(), wanted))
