@@ -6,15 +6,16 @@ import contextlib
 import io
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 NAMES = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
@@ -53,6 +54,13 @@ def tune(
     base: Path, rows: Sequence[Mapping[str, object]], recipe: Recipe, held_out: Sequence[Mapping[str, object]] = ()
 ) -> Tuned:
     """Train the model of a directory in fp32 on rows in their order."""
+    with _quietly(), tempfile.TemporaryDirectory() as directory:
+        return _tune(base, rows, recipe, held_out, directory)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings and the words of TRL and transformers."""
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
@@ -62,8 +70,7 @@ def tune(
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
         try:
-            with tempfile.TemporaryDirectory() as directory:
-                return _tune(base, rows, recipe, held_out, directory)
+            yield
         finally:
             transformers.logging.set_verbosity(verbosity)
 
@@ -140,3 +147,25 @@ def _trainer_of(method: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     return CPOTrainer, CPOConfig, {"loss_type": "simpo"}
+
+
+def prepared(
+    method: str,
+    rows: Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    size: int = 2,
+) -> list[dict[str, list[int]]]:
+    """The tokens that the trainer of `dpo` or `kto` makes of rows: those of each prompt and of the answers behind it.
+    `size`: rows of a micro-batch."""
+    trainer_class, config_class, _ = _trainer_of(method)
+    with _quietly(), tempfile.TemporaryDirectory() as directory:
+        arguments = config_class(
+            output_dir=directory, max_length=max_length, per_device_train_batch_size=size, bf16=False, use_cpu=True
+        )
+        trainer = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=True)
+        found = trainer_class._prepare_dataset(
+            trainer, Dataset.from_list([dict(row) for row in rows]), tokenizer, arguments, "test"
+        )
+        return [dict(row) for row in found]

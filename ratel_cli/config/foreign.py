@@ -105,7 +105,19 @@ _PART = Foreign(
 )
 _OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it, or see `optimizer`")
 _METHOD = Foreign(
-    fate="impossible", reason="it is another training method", hint="remove it; Ratel does supervised full fine-tuning"
+    fate="impossible",
+    reason="it is another training method",
+    hint="remove it; Ratel learns from answers to imitate, and with `rl` from answers that are compared",
+)
+_COMPARING = Foreign(
+    fate="impossible",
+    reason="it makes another loss of answers that are compared",
+    hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
+)
+_REFERENCE = Foreign(
+    fate="impossible",
+    reason="it is another reference model; with `rl` that is the model before step 1",
+    hint="remove it, if it is the base model",
 )
 _LOSS = Foreign(
     fate="impossible", reason="it is another loss", hint="remove it; Ratel trains with the cross entropy of each token"
@@ -187,7 +199,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         eval_batch_size data_seed full_determinism use_fast_processor print_param_status infer_backend infer_dtype
         use_logits_to_keep compute_accuracy overwrite_cache tool_format crop_to_patches image_max_pixels
         image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen group_by_length
-        length_column_name train_sampling_strategy trackio_space_id trackio_bucket_id trackio_static_space_id
+        length_column_name trackio_space_id trackio_bucket_id trackio_static_space_id
         seed_worker ranking hub_token use_v2_trainer vllm_enforce_eager vllm_maxlen vllm_gpu_util
         model_init_kwargs_use_cache telemetry""",
     ),
@@ -293,10 +305,11 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         _METHOD,
         """reward_model process_reward_model diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature
-        kd_online_server trl rpo_alpha pref_loss pref_ftx pref_bco_weight ref_model reference_free
-        reward_model_path dpo_use_weighting relora relora_steps relora_prune_ratio relora_cpu_offload ebft vllm
+        kd_online_server trl reward_model_path relora relora_steps relora_prune_ratio relora_cpu_offload ebft vllm
         mtp_enabled distill teacher_model_name_or_path do_predict""",
     ),
+    (_COMPARING, "rpo_alpha pref_loss pref_ftx pref_bco_weight reference_free dpo_use_weighting"),
+    (_REFERENCE, "ref_model ref_model_name_or_path ref_model_adapters"),
     (_but(_LOSS, "nll", "chunked_nll", "cross_entropy", "ce"), "loss_type"),
     (_but(_LOSS, 0), "router_aux_loss_coef moe_aux_loss_coef aux_loss_coef"),
     (
@@ -349,9 +362,9 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "badam_": _OPTIMIZER,
     "muon_": _OPTIMIZER,
     "dion_": _OPTIMIZER,
-    "dpo_": _METHOD,
+    "dpo_": _COMPARING,
     "grpo_": _METHOD,
-    "kto_": _METHOD,
+    "kto_": _COMPARING,
     "ppo_": _METHOD,
     "mtp_": _METHOD,
     "kd_": _METHOD,

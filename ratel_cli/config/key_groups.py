@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-OF_PREFERENCES: Final = ("rl_beta", "simpo_gamma", "cpo_alpha", "kto_desirable_weight", "kto_undesirable_weight")
+OF_PREFERENCES: Final = (
+    "rl_beta", "simpo_gamma", "cpo_alpha", "kto_desirable_weight", "kto_undesirable_weight", "disable_dropout",
+)  # fmt: skip
 """How answers are compared, if they are."""
 OF_ADAPTER: Final = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_target_parameters",

@@ -87,6 +87,9 @@ def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
     more: dict[str, Scalar] = {"sample_packing": True} if is_pretraining else {}
     if tool == "TRL" and theirs.content.keys() & {"rl", "beta"}:
         more["learning_rate"] = 1e-6
+    method = theirs.content.get("rl")
+    if tool == "TRL" and method is not None and method.value.content == "kto":
+        more["shuffle"] = False  # its trainer takes no other order
     return {**_DEFAULTS.get(tool, {}), **more}
 
 

@@ -247,6 +247,9 @@ class RunConfig(Section):
     """The weight of the losses of good answers, for `rl: kto`."""
     kto_undesirable_weight: float = Field(default=1.0, ge=0)
     """The weight of the losses of bad answers, for `rl: kto`."""
+    disable_dropout: bool = True
+    """With `rl`, switch the model's dropout modules off, and `lora_dropout` too, as TRL, axolotl and LLaMA-Factory do.
+    `false`: they are as without `rl`. Dropout within attention that is no module stays either way."""
 
     dtype: DtypeName = "bfloat16"
     """The data type that the model computes in. Master weights and moments are always fp32. `float16` uses dynamic loss
@@ -362,6 +365,11 @@ class RunConfig(Section):
     def rows_per_sequence(self) -> int:
         """Rows that each of `micro_batch_size` takes: 2 where answers are compared."""
         return 1 if self.rl is None else 2
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether dropout modules drop anything."""
+        return self.rl is None or not self.disable_dropout
 
     @property
     def has_reference(self) -> bool:

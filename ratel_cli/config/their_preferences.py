@@ -86,6 +86,14 @@ def _trl_method(entries: Entries, report: Report) -> None:
         return
     loss = entries.get("loss_type")
     name = None if loss is None else _only(plain(loss.value))
+    of_cpo = next((entries[key] for key in ("cpo_alpha", "simpo_gamma") if key in entries), None)
+    if of_cpo is not None and name != "simpo":
+        shown = "its default" if name is None else f"`{name}`"
+        message = f"`{of_cpo.written}` belongs to TRL's CPO, which with {shown} as its loss has no reference model"
+        report.reject(Finding(where=of_cpo.where, message=message, hint=_HINT), "rl")
+        for key in ("beta", "loss_type"):
+            entries.pop(key, None)
+        return
     if name in _LOSSES:
         method = _LOSSES[str(name)]
         entries["rl"] = replace(made(entries["beta"], method), written="rl")
@@ -131,7 +139,6 @@ _HARMLESS: Mapping[str, str] = {
     "dpo_use_logits_to_keep": "the logits never exist whole",
     "use_logits_to_keep": "the logits never exist whole",
     "rl_adapter_ref_model": "the reference is the model before step 1",
-    "train_sampling_strategy": "`shuffle` decides this",
 }
 """Keys that change nothing about preferences, and why."""
 

@@ -167,6 +167,20 @@ def _no_options(entries: Entries, report: Report) -> None:
         report.drop(entries.pop("lr_scheduler_kwargs"), "it is empty")
 
 
+def _order(entries: Entries, report: Report) -> None:
+    """The order of the rows, as transformers' Trainer has it since version 5."""
+    entry = entries.get("train_sampling_strategy")
+    if entry is None:
+        return
+    del entries["train_sampling_strategy"]
+    name = entry.value.content
+    if name in ("sequential", "random") and "shuffle" not in entries:
+        entries["shuffle"] = replace(made(entry, name == "random"), written="shuffle")
+        report.read_as(entry, f"shuffle: {str(name == 'random').lower()}")
+    else:
+        report.drop(entry, "`shuffle` decides the order")
+
+
 def _optimizer_options(entries: Entries, report: Report) -> None:
     """transformers' `optim_args` in one line, `momentum=0.9,nesterov=true`."""
     entry = entries.get("optim_args")
@@ -399,6 +413,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _steps_without_end,
     _minimum_rate,
     _no_options,
+    _order,
     _optimizer_options,
     _plugins,
     _trackers,

@@ -7,12 +7,20 @@ of LLaMA-Factory. Invariant: the answers of a draft have the same prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ratel_cli.data.chat_child import ChatMessage
-from ratel_cli.data.conversations import TurnOptions, further_input, messages_in, text_in, with_system_prompt
+from ratel_cli.data.conversations import (
+    TurnOptions,
+    further_input,
+    history_in,
+    messages_in,
+    text_in,
+    with_system_prompt,
+)
 from ratel_cli.data.drafts import ComparedDraft, TextDraft, Unusable
 from ratel_cli.data.lines import json_name
+from ratel_cli.data.remarks import Remark
 from ratel_cli.data.rows import DatasetSource
 from ratel_cli.errors import BadInput, printable
 
@@ -27,72 +35,106 @@ class ComparedColumns:
     """The chosen one first, or the one that has a verdict."""
     verdict: str | None = None
     more: str | None = None
-    """Further input, behind the prompt, on a line of its own."""
+    """Further input, behind the prompt, on a line of its own. Rows may lack it."""
+    history: str | None = None
+    """Earlier turns, as pairs of question and answer. Rows may lack it."""
     is_chat: bool
     """Texts are turns of a conversation."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        named = (self.prompt, self.more, *self.answers, self.verdict)
+        named = (self.prompt, self.more, self.history, *self.answers, self.verdict)
         return tuple(name for name in named if name is not None)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Those that each row has."""
+        return tuple(name for name in self.names if name not in (self.more, self.history))
 
     def draft(self, record: dict[str, object], options: TurnOptions) -> ComparedDraft:
         """The answers of a row. Raises Unusable."""
         is_good = None if self.verdict is None else _verdict(record, self.verdict)
         if self.is_chat:
-            chats = [options.draft(record, turns, completion_from=at) for turns, at in self._turns(record, options)]
-            return ComparedDraft(answers=tuple(chats), is_good=is_good)
+            chats = (options.draft(record, turns, completion_from=at) for turns, at in self._turns(record, options))
+            answers = tuple(replace(each, is_closed=options.closes_answers) for each in chats)
+            return ComparedDraft(answers=answers, is_good=is_good)
         texts = [text_in(record, column) for column in self.answers]
-        prompt = "" if self.prompt is None else text_in(record, self.prompt)
         if self.prompt is None:
             start = _shared_text(texts)
-            prompt, texts = texts[0][:start], [text[start:] for text in texts]
+            if not start:
+                raise Unusable("there is no prompt: both answers differ from their beginning on")
+            cut = (TextDraft(prompt=text[:start], answer=text[start:], is_cut=True) for text in texts)
+            return ComparedDraft(answers=tuple(cut), remarks=self._unread(record, options))
+        prompt = self._asked(record, self.prompt)
         if not prompt:
-            raise Unusable("there is no prompt: both answers differ from their beginning on")
-        return ComparedDraft(answers=tuple(TextDraft(prompt=prompt, answer=text) for text in texts), is_good=is_good)
+            raise Unusable(f"there is no prompt: {printable(self.prompt)!r} is empty")
+        drafts = tuple(TextDraft(prompt=prompt, answer=text) for text in texts)
+        return ComparedDraft(answers=drafts, is_good=is_good, remarks=self._unread(record, options))
+
+    def _unread(self, record: Mapping[str, object], options: TurnOptions) -> tuple[Remark, ...]:
+        """What the config names of a conversation, and texts do not have."""
+        way = "only conversations have it; see `type: chat_template`"
+        named = (options.system, self.history)
+        return tuple(("unread", f"{column}; {way}") for column in named if column is not None and record.get(column))
 
     def _turns(self, record: dict[str, object], options: TurnOptions) -> list[tuple[list[ChatMessage], int]]:
         """For each answer its conversation, and the message that it begins with."""
         answers = [messages_in(record, column, options, role="assistant") for column in self.answers]
-        if answers[0][0]["role"] != "assistant" or self.prompt is None:  # they have the prompt, too
-            start = _shared(answers) if self.verdict is None else _last_answer(answers[0])
-            before, answers = answers[0][:start], [turns[start:] for turns in answers]
-        else:
-            before = self._prompt_turns(record, self.prompt, options)
-        if not before or not all(answers):
-            raise Unusable("there is no prompt" if not before else "one answer is the beginning of the other")
+        prompt = [] if self.prompt is None else self._prompt_turns(record, self.prompt, options)
+        whole = [_behind(prompt, turns, column) for turns, column in zip(answers, self.answers, strict=True)]
+        start = len(prompt)
+        if not prompt or all(turns[0]["role"] != "assistant" for turns in answers):  # they have the prompt, too
+            start = _shared(whole) if self.verdict is None else _last_answer(whole[0])
+        if any(len(turns) <= max(start, len(prompt)) for turns in whole):
+            raise Unusable("there is no answer behind the prompt")
+        if start < len(prompt) or _num_shared((whole[0][:start], whole[-1])) < start:
+            raise Unusable("the two answers have different prompts")
+        before = whole[0][:start]
+        if not before:
+            why = ": both answers differ from their beginning on" if self.verdict is None else ""
+            raise Unusable(f"there is no prompt{why}")
         if before[-1]["role"] == "assistant":
             raise Unusable("the prompt ends with an assistant turn, so there is nothing to answer")
-        prompt = with_system_prompt(record, options, before)
-        return [([dict(turn) for turn in (*prompt, *turns)], len(prompt)) for turns in answers]
+        if self.history is not None:
+            first = next((at for at, turn in enumerate(before) if turn["role"] != "system"), len(before))
+            before = [*before[:first], *history_in(record, self.history), *before[first:]]
+        before = with_system_prompt(record, options, before)
+        return [([dict(turn) for turn in (*before, *turns[start:])], len(before)) for turns in whole]
 
     def _prompt_turns(self, record: dict[str, object], column: str, options: TurnOptions) -> list[ChatMessage]:
-        if self.more is None:
+        if self.more is None or not isinstance(record.get(column), str):
             return messages_in(record, column, options, role="user")
-        extra = further_input(record, (column, self.more))
+        return [{"role": "user", "content": self._asked(record, column)}]
+
+    def _asked(self, record: dict[str, object], column: str) -> str:
+        """The text of a prompt, with further input."""
+        extra = "" if self.more is None else further_input(record, (column, self.more))
         asked = text_in(record, column)
-        return [{"role": "user", "content": f"{asked}\n{extra}" if extra else asked}]
+        return f"{asked}\n{extra}" if extra else asked
 
 
 def compared_columns(source: DatasetSource, record: Mapping[str, object]) -> ComparedColumns:
     """The columns of a source, by its settings and its first row. Raises BadInput if it has none that fit."""
     prompt = next((column for column in _prompts(source) if record.get(column) is not None), None)
-    more = None
-    if prompt == source.field_instruction and source.field_input != prompt and source.field_input in record:
-        more = source.field_input
-    if source.compares == "pairs":
-        columns = ComparedColumns(
-            prompt=prompt, more=more, answers=(source.field_chosen, source.field_rejected), is_chat=False
-        )
-    else:
+    if prompt is None and source.field_prompt in record:  # other rows may have it
+        prompt = source.field_prompt
+    more = source.field_input if prompt == source.field_instruction != source.field_input else None
+    columns = ComparedColumns(
+        prompt=prompt,
+        more=more,
+        history=source.field_history,
+        answers=(source.field_chosen, source.field_rejected),
+        is_chat=False,
+    )
+    if source.compares == "verdicts":
         verdict = next((each for each in (source.field_label, "kto_tag") if each in record), source.field_label)
         answer = source.field_completion
         if answer not in record and prompt in (source.field_messages, *_CONVERSATIONS):
             answer, prompt = str(prompt), None
-        columns = ComparedColumns(prompt=prompt, more=more, answers=(answer,), verdict=verdict, is_chat=False)
-    missing = [each for each in columns.names if each not in record]
-    if missing:
+        columns = replace(columns, prompt=prompt, answers=(answer,), verdict=verdict)
+    lacks_prompt = columns.verdict is not None and prompt is None and isinstance(record.get(columns.answers[0]), str)
+    if lacks_prompt or any(each not in record for each in columns.needed):
         names = ", ".join(map(printable, record)) or "(none)"
         raise BadInput(
             f"{printable(source.path)}: {_WANTED[source.compares or 'pairs']}, but its rows have the columns {names}",
@@ -100,9 +142,7 @@ def compared_columns(source: DatasetSource, record: Mapping[str, object]) -> Com
         )
     values = [record[each] for each in (columns.prompt, *columns.answers) if each is not None]
     is_chat = source.type == "chat_template" or any(isinstance(each, list | dict) for each in values)
-    return ComparedColumns(
-        prompt=columns.prompt, more=columns.more, answers=columns.answers, verdict=columns.verdict, is_chat=is_chat
-    )
+    return replace(columns, is_chat=is_chat)
 
 
 _CONVERSATIONS = ("messages", "conversations")
@@ -126,16 +166,45 @@ def _verdict(record: Mapping[str, object], column: str) -> bool:
     return bool(value)
 
 
-def _shared(conversations: Sequence[list[ChatMessage]]) -> int:
-    """How many messages both conversations begin with."""
+def _differ(one: ChatMessage, other: ChatMessage) -> bool:
+    """Whether two messages say something else. Other keys, such as an id, do not count."""
+    return any(one.get(key) != other.get(key) for key in ("role", "content", "tool_calls"))
+
+
+def _behind(prompt: list[ChatMessage], turns: list[ChatMessage], column: str) -> list[ChatMessage]:
+    """The conversation of an answer, which may have the prompt, or its end, or more before it. Raises Unusable."""
+    if not prompt:
+        return turns
+    for length in range(min(len(prompt), len(turns)), 0, -1):
+        if not any(map(_differ, prompt[-length:], turns)):
+            return [*prompt[:-length], *turns]
+    if any(not any(map(_differ, prompt, turns[at:])) for at in range(1, len(turns) - len(prompt) + 1)):
+        return turns
+    if turns[0]["role"] == "assistant":
+        return [*prompt, *turns]
+    raise Unusable(
+        f"{printable(column)!r} begins with a {printable(str(turns[0]['role']))} turn that is not in the prompt"
+    )
+
+
+def _num_shared(conversations: Sequence[list[ChatMessage]]) -> int:
+    """How many messages all of these begin with."""
     pairs = enumerate(zip(*conversations, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(map(len, conversations)))
+    return next((at for at, (one, other) in pairs if _differ(one, other)), min(map(len, conversations)))
+
+
+def _shared(conversations: Sequence[list[ChatMessage]]) -> int:
+    """How many messages both conversations begin with; as in TRL, each has one more."""
+    return min(_num_shared(conversations), min(map(len, conversations)) - 1)
 
 
 def _shared_text(texts: Sequence[str]) -> int:
-    """How many characters both texts begin with, without a space at their end, which belongs to the answers."""
+    """How many characters both texts begin with, without a space at their end, which belongs to the answers; as in TRL,
+    each has one more."""
     pairs = enumerate(zip(*texts, strict=False))
-    start = next((at for at, (one, other) in pairs if one != other), min(map(len, texts)))
+    start = next((at for at, (one, other) in pairs if one != other), None)
+    if start is None:
+        return max(0, min(map(len, texts)) - 1)
     return start - 1 if texts[0][start - 1 : start] == " " else start
 
 

@@ -11,6 +11,7 @@ the epoch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from ratel_cli.data.reference import NO_REFERENCE, Reference
 from ratel_cli.data.rows import Compares
 from ratel_cli.data.samples import Sample
 from ratel_cli.data.token_cache import TokenCache
+from ratel_cli.json_fields import hash_of
 from ratel_cli.sizes import IGNORED_TARGET
 
 
@@ -34,6 +36,8 @@ class ComparedSamples:
     compares: Compares
     trains_prompts: bool
     """Whether the prompts of chosen answers are targets, too."""
+    used: Integers
+    """Those that are trained, or evaluated, in the order of the data."""
     others: Integers
     """`[samples]`: the sample whose answer stands behind the prompt of each, where answers have verdicts."""
     sequence_len: int
@@ -42,8 +46,17 @@ class ComparedSamples:
     """Rows are padded to a multiple of it."""
     reference: Reference = NO_REFERENCE
 
-    def __len__(self) -> int:
-        return len(self.others)
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides the tokens of the rows of the samples that are used."""
+        orders = [
+            hashlib.sha256(each.astype("<i8").tobytes()).hexdigest() for each in (self.used, self.others[self.used])
+        ]
+        return hash_of([self.cache.summary.tokens_sha256, self.compares, self.sequence_len, *orders])
+
+    def places(self, numbers: Integers) -> Integers:
+        """Where samples are among those that are used."""
+        return np.searchsorted(self.used, numbers)
 
     @property
     def num_tokens(self) -> Integers:
@@ -81,7 +94,7 @@ class ComparedSamples:
             targets = made([*whole, *seconds]).targets
         comparison = Comparison(
             is_answer=is_answer,
-            reference=self.reference.of(numbers),
+            reference=self.reference.of(self.places(numbers)),
             is_good=is_good,
             num_good=0 if is_good is None else int(is_good.sum()),
         )

@@ -69,6 +69,8 @@ class TurnOptions:
     """The key of a message that says whether it has loss."""
     drops_media: bool = False
     """Whether images, video and sound among the parts of a message are left out. Otherwise they make it unusable."""
+    closes_answers: bool = False
+    """Whether answers that are compared end with an EOS token, whatever the template writes."""
 
     @property
     def chooses_turns(self) -> bool:
@@ -137,7 +139,7 @@ def instruction(record: dict[str, object], columns: tuple[str, ...], options: Tu
     """
     asked, answer = text_in(record, columns[0]), text_in(record, columns[2])
     extra = further_input(record, columns)
-    earlier = _history(record, columns[3]) if len(columns) > 3 else []
+    earlier = history_in(record, columns[3]) if len(columns) > 3 else []
     turns = [*earlier, _turn("user", f"{asked}\n{extra}" if extra else asked), _turn("assistant", answer)]
     return options.draft(record, with_system_prompt(record, options, turns))
 
@@ -309,7 +311,8 @@ def with_system_prompt(record: dict[str, object], options: TurnOptions, turns: l
     return [_turn("system", prompt), *turns] if prompt.strip() else turns
 
 
-def _history(record: dict[str, object], column: str) -> list[ChatMessage]:
+def history_in(record: Mapping[str, object], column: str) -> list[ChatMessage]:
+    """Earlier turns: pairs of question and answer; none if there is no such column. Raises Unusable."""
     rounds = record.get(column) or []
     name = printable(column)
     if not isinstance(rounds, list):

@@ -275,6 +275,7 @@ class TrainingData:
             cache=cache,
             compares=settings.compares,
             trains_prompts=settings.trains_prompts,
+            used=used,
             others=in_groups(len(cache.lengths) // 2, used, settings.num_mixed),
             sequence_len=settings.sequence_len,
             padding_id=self._padding_id,
@@ -282,7 +283,7 @@ class TrainingData:
         )
 
     def referring_to(self, train: LogProbabilities, evaluation: LogProbabilities) -> TrainingData:
-        """The same data with the log-probabilities of the reference model: of all samples of both caches."""
+        """The same data with the log-probabilities of the reference model, for the samples that are used of both."""
         assert self._compared is not None and self._eval_compared is not None
         found = copy(self)
         found._compared = replace(self._compared, reference=Reference(train))

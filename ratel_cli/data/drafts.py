@@ -37,6 +37,8 @@ class TextDraft:
     """Has loss."""
     splittable: bool = False
     """Whether a text that is too long becomes several samples. Otherwise it is truncated."""
+    is_cut: bool = False
+    """Both are one text, and tokenised as one: the answer begins with its first token that the prompt does not have."""
     remarks: tuple[Remark, ...] = ()
     """What of its row is not used."""
 
@@ -58,6 +60,8 @@ class ChatDraft:
     """Messages with a weight of 0: assistant turns among them have no loss, whatever else has."""
     train_on_eos: TrainOnEos = "turn"
     """With `trained`: which EOS tokens have loss as well."""
+    is_closed: bool = False
+    """An EOS token with loss ends it, unless the template has written one there."""
     remarks: tuple[Remark, ...] = ()
     """What of its row is not used."""
 

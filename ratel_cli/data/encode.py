@@ -113,7 +113,12 @@ class SampleEncoder(Closing):
         """What `encode` gives for the drafts."""
         found = iter(self._finish_parts(begun))
         return [
-            compared([next(found) for _ in draft.answers], is_good=draft.is_good, remarks=draft.remarks)
+            compared(
+                [next(found) for _ in draft.answers],
+                is_good=draft.is_good,
+                is_cut=any(isinstance(each, TextDraft) and each.is_cut for each in draft.answers),
+                remarks=draft.remarks,
+            )
             if isinstance(draft, ComparedDraft)
             else next(found)
             for draft in begun.drafts
@@ -144,15 +149,15 @@ class SampleEncoder(Closing):
 
     def _encode_texts(self, drafts: Sequence[TextDraft]) -> Iterator[Encoded | Unusable]:
         prompts = self._tokenise([draft.prompt for draft in drafts])
-        answers = self._tokenise([draft.answer for draft in drafts])
+        answers = self._tokenise([draft.prompt + draft.answer if draft.is_cut else draft.answer for draft in drafts])
         for draft, prompt, answer in zip(drafts, prompts, answers, strict=True):
-            if not draft.answer.strip():
+            if not (draft.answer.strip() or (draft.is_cut and draft.prompt.strip())):
                 yield Unusable("the text to train on is empty")
                 continue
-            head = [*prompt]
+            num_before = _num_shared(prompt, answer) if draft.is_cut else 0
+            head, tail = answer[:num_before] if draft.is_cut else [*prompt], answer[num_before:]
             if (head or answer)[: len(self._prefix)] != self._prefix:
                 head = [*self._prefix, *head]
-            tail = [*answer]
             end = self._tokenizer.eos_token_id
             if end is not None and tail[-1:] != [end]:
                 tail.append(end)
@@ -221,7 +226,10 @@ class SampleEncoder(Closing):
                 for span in chat.muted:
                     first, last = _tokens_of(char_spans, span)
                     labels[first:last] = IGNORED_TARGET
-                yield self._truncate(input_ids, labels)
+                end = self._tokenizer.eos_token_id
+                is_open = draft.is_closed and end is not None and input_ids[-1:].tolist() != [end]
+                tail = np.array([end] if is_open else [], dtype=np.int32)
+                yield self._truncate(np.append(input_ids, tail), np.append(labels, tail))
             except Unusable as unusable:
                 yield unusable
 
@@ -297,6 +305,12 @@ class SampleEncoder(Closing):
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
         return token_ids(self._tokenizer, texts)
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
 
 
 def _parts_of(draft: Draft) -> Sequence[Draft]:

@@ -16,9 +16,10 @@ from ratel_cli.sizes import IGNORED_TARGET
 
 
 def compared(
-    answers: Sequence[Encoded | Unusable], *, is_good: bool | None, remarks: tuple[Remark, ...]
+    answers: Sequence[Encoded | Unusable], *, is_good: bool | None, is_cut: bool = False, remarks: tuple[Remark, ...]
 ) -> Encoded | Unusable:
-    """The samples of a row whose answers were encoded, each behind its prompt; `is_good`: the verdict on one alone."""
+    """The samples of a row whose answers were encoded, each behind its prompt. `is_good`: the verdict on one alone.
+    `is_cut`: they are whole texts, whose answers begin where the first of them does."""
     found = []
     for name, answer in zip(("chosen", "rejected") if is_good is None else ("",), answers, strict=True):
         if isinstance(answer, Unusable):
@@ -27,6 +28,9 @@ def compared(
     samples = tuple(sample for each in found for sample in each.samples)
     excess_tokens = max(each.excess_tokens for each in found)
     is_dropped = any(not each.samples for each in found)
+    if not is_dropped and is_cut:
+        first = min(_first_target(each) for each in samples)
+        samples = tuple(_from(each, first) for each in samples)
     if not is_dropped and is_good is not None:
         [sample] = samples
         prompt = _prompt(sample, is_good=is_good)
@@ -43,7 +47,18 @@ def compared(
 
 def _prompt(sample: Sample, *, is_good: bool) -> Sample:
     """What stands before the answer, with the verdict on it."""
-    first = int(np.flatnonzero(sample.labels != IGNORED_TARGET)[0])
+    first = _first_target(sample)
     labels = np.full(first, IGNORED_TARGET, dtype=np.int32)
     labels[:1] = is_good
     return Sample(input_ids=sample.input_ids[:first], labels=labels)
+
+
+def _first_target(sample: Sample) -> int:
+    return int(np.flatnonzero(sample.labels != IGNORED_TARGET)[0])
+
+
+def _from(sample: Sample, first: int) -> Sample:
+    """The sample with all tokens from this one on as targets."""
+    labels = sample.input_ids.copy()
+    labels[:first] = IGNORED_TARGET
+    return Sample(input_ids=sample.input_ids, labels=labels)

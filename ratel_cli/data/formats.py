@@ -221,6 +221,7 @@ def _turn_options(source: DatasetSource) -> TurnOptions:
         train_on_eos=source.train_on_eos,
         training_key=source.message_field_training,
         drops_media=source.media == "ignore",
+        closes_answers=source.closes_answers,
     )
 
 
@@ -228,7 +229,8 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
     names = record.keys()
     if source.compares is not None:
         compared = compared_columns(source, record)
-        return RowFormat(kind="compared", columns=compared.names, compared=compared)
+        columns = tuple(each for each in compared.names if each in record)
+        return RowFormat(kind="compared", columns=columns, compared=compared)
     columns = (source.field_instruction, source.field_input, source.field_output)
     alpaca = RowFormat(kind="alpaca", columns=columns)
     match source.type:

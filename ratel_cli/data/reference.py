@@ -1,14 +1,17 @@
 """The log-probabilities that the reference model gives to the answers of samples: what they are, and their file.
 
-Invariant: a file with its final name is whole, and is used only for the model, the samples and the settings that it was
-made for. What it lacks is NaN.
+The file has those of several sets of samples, for training and for evaluation, each with a key of its own: one set may
+change without the other.
+
+Invariant: a file with its final name is whole, and what it has of a set is used only for the model, the samples and the
+settings that it was made for. What it lacks is NaN.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ratel_cli.io.files import sync_path
+from ratel_cli.io.files import replace_file
+from ratel_cli.json_fields import JsonFields
 
 _FORMAT_VERSION = 1
 _DTYPE = np.dtype("<f4")
@@ -26,47 +30,73 @@ LogProbabilities = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """Those of one cache's samples."""
+    """Those of a set of samples."""
 
     values: LogProbabilities | None
     """None: there is no reference model, or it has not computed yet."""
 
-    def of(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Those of the rows of a micro-batch with these samples, fp32 `[rows]`."""
+    def of(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Those of the rows of a micro-batch with the samples in these places of the set, fp32 `[rows]`."""
         if self.values is None:
-            return torch.full((2 * len(numbers),), torch.nan)
-        return torch.from_numpy(self.values[numbers].T.reshape(-1).copy())
+            return torch.full((2 * len(places),), torch.nan)
+        return torch.from_numpy(self.values[places].T.reshape(-1).copy())
 
 
 NO_REFERENCE = Reference(None)
 
 
-def read_reference(path: Path, key: str, shapes: tuple[int, int]) -> tuple[LogProbabilities, LogProbabilities] | None:
-    """Those of the samples for training and for evaluation, `shapes` samples each; None if there is no such file, or if
-    it is damaged or was made for something else, which `key` names."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceOfSet:
+    """Those of one set, as they are kept."""
+
+    key: str
+    """Of all that decides them."""
+    values: LogProbabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceFile:
+    """What the file has."""
+
+    weights: str | None
+    """A hash of the files with the weights that they were computed with; None: of no files."""
+    sets: tuple[ReferenceOfSet, ...]
+
+    def values_of(self, key: str, num_samples: int) -> LogProbabilities | None:
+        """Those of the set with this key, and so many samples; None if there are none."""
+        found = (each.values for each in self.sets if each.key == key and len(each.values) == num_samples)
+        return next(found, None)
+
+
+def read_reference(path: Path) -> ReferenceFile | None:
+    """What the file has, without what is damaged; None if there is no such file, or nothing in it can be read."""
     try:
         head, _, content = path.read_bytes().partition(b"\n")
-        facts = json.loads(head)
-        expected = {"format_version": _FORMAT_VERSION, "key": key, "samples": list(shapes)}
-        if facts != {**expected, "sha256": hashlib.sha256(content).hexdigest()}:
+        facts = JsonFields(json.loads(head))
+        if facts.integer("format_version") != _FORMAT_VERSION:
             return None
-        values = np.frombuffer(content, _DTYPE).astype(np.float32).reshape(-1, 2)
-        return (values[: shapes[0]], values[shapes[0] :]) if len(values) == sum(shapes) else None
-    except (OSError, ValueError, RecursionError):
+        sets, start = [], 0
+        for each in map(JsonFields, facts.items("sets")):
+            stop = start + each.integer("samples") * 2 * _DTYPE.itemsize
+            part, start = content[start:stop], stop
+            if hashlib.sha256(part).hexdigest() == each.text("sha256"):
+                values = np.frombuffer(part, _DTYPE).astype(np.float32).reshape(-1, 2)
+                sets.append(ReferenceOfSet(key=each.text("key"), values=values))
+        weights = None if facts.value("weights") is None else facts.text("weights")
+        return ReferenceFile(weights=weights, sets=tuple(sets))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
-def write_reference(path: Path, key: str, train: LogProbabilities, evaluation: LogProbabilities) -> None:
-    """Write them durably: 1. into another file, 2. which gets the name. Raises OSError."""
-    content = np.concatenate([train, evaluation]).astype(_DTYPE).tobytes()
+def write_reference(path: Path, weights: str | None, sets: Sequence[ReferenceOfSet]) -> None:
+    """Write them whole and durably. Raises OSError."""
+    parts = [each.values.astype(_DTYPE).tobytes() for each in sets]
     facts = {
         "format_version": _FORMAT_VERSION,
-        "key": key,
-        "samples": [len(train), len(evaluation)],
-        "sha256": hashlib.sha256(content).hexdigest(),
+        "weights": weights,
+        "sets": [
+            {"key": each.key, "samples": len(each.values), "sha256": hashlib.sha256(part).hexdigest()}
+            for each, part in zip(sets, parts, strict=True)
+        ],
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(json.dumps(facts).encode() + b"\n" + content)
-    sync_path(partial)
-    os.replace(partial, path)
-    sync_path(path.parent)
+    replace_file(path, json.dumps(facts).encode() + b"\n" + b"".join(parts))

@@ -82,6 +82,8 @@ class DatasetSource:
     field_rejected: str = "rejected"
     compares: Compares | None = None
     """What of the rows is compared: pairs of answers, or answers with a verdict; None: answers are imitated."""
+    closes_answers: bool = False
+    """Answers of messages that are compared end with an EOS token, whatever the chat template writes."""
 
     def described(self) -> dict[str, object]:
         """What decides the tokens of its samples, for a hash: keys that came later count only if they are set."""

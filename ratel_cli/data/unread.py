@@ -20,6 +20,7 @@ _PROMPTS = ("prompt", "instruction", "question", "query", "input", "conversation
 _CHATS = ("messages", "chat_completion", "instruction", "question_answer")
 _TEXTS = ("completion", "prompt_completion", "alpaca")
 _ALL = (*_CHATS, *_TEXTS, "tokens")
+_EVAL = "`ratel eval` reads answers to imitate"
 _ONE_ANSWER = "Ratel trains on the answers that it reads, and compares none"
 _WAYS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "system": ((*_CHATS, "alpaca"), "`field_system: system` makes it the system prompt"),
@@ -61,15 +62,18 @@ def reject_preferences(source: DatasetSource, record: Mapping[str, object]) -> N
     """Raise BadInput if the rows are for preference tuning: answers to compare, or answers with a verdict."""
     names = record.keys()
     if {*_COMPARED} <= names:
-        what, way = "pairs of a chosen and a rejected answer, for preference tuning", "`rl: dpo` learns from both"
+        what, way = (
+            "pairs of a chosen and a rejected answer, for preference tuning",
+            f"`rl: dpo` learns from both, and {_EVAL}",
+        )
         hint: str | None = _way_to_chosen(record)
     elif {*_OPENAI_COMPARED} <= names:
         what = "pairs of a preferred and another answer, for preference tuning"
-        way = "`rl: dpo` learns from both in columns prompt, chosen and rejected"
+        way = f"`rl: dpo` learns from both in columns prompt, chosen and rejected, and {_EVAL}"
         hint = "to train on the preferred answers only, write their prompts and them as lists of messages into the "
         hint += "columns prompt and completion"
     elif has_verdict(record):
-        what, way = "answers with a verdict, for preference tuning", "`rl: kto` learns from them"
+        what, way = "answers with a verdict, for preference tuning", f"`rl: kto` learns from them, and {_EVAL}"
         hint = "remove the rows with bad answers, and set the type of the others, such as type: chat_template"
     elif {"prompt", "completions", "labels"} <= names:
         what, hint = "solutions with a verdict for each step, for a reward model", None

@@ -100,8 +100,8 @@ class BlockwiseForward(Generic[AnyBatch]):
         def sums(finished: Finished, batch: AnyBatch) -> EvaluatedSums:
             return evaluated_sums(finished, num_targets=batch.num_targets, chunk_tokens=chunk_tokens)
 
-        for batch, found in self.measured(batches, sums, held_bytes=held_bytes, progress=progress):
-            yield EvaluatedBatch(batch=batch, sums=found)
+        for of_pass in self.measured(batches, sums, held_bytes=held_bytes, progress=progress):
+            yield from (EvaluatedBatch(batch=batch, sums=found) for batch, found in of_pass)
 
     def measured(
         self,
@@ -110,15 +110,15 @@ class BlockwiseForward(Generic[AnyBatch]):
         *,
         held_bytes: int,
         progress: Callable[[int], None] = lambda count: None,
-    ) -> Iterator[tuple[AnyBatch, Measured]]:
-        """Each micro-batch, in order, and what `measure` gives for it. The rest as in `evaluated`."""
+    ) -> Iterator[list[tuple[AnyBatch, Measured]]]:
+        """For each pass its micro-batches, in order, and what `measure` gives for each. The rest as in `evaluated`."""
         waiting = iter(batches)
         while True:
             with self._computing():
                 found = self._pass(waiting, held_bytes, measure, progress)
             if not found:
                 return
-            yield from found
+            yield found
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

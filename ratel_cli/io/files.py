@@ -127,6 +127,26 @@ def sync_path(path: Path) -> None:
         os.close(fd)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole and durably: 1. as `NAME.new`, which a process that is killed leaves;
+    2. that file gets the name.
+
+    Links in these two places are replaced, not followed. Raises OSError, and leaves what was there then.
+    """
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)
+    try:
+        with open(new, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
 def device_of(path: Path) -> int:
     """The number of the file system that has the path, or will have it."""
     return nearest_existing(path).stat().st_dev

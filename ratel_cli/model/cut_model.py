@@ -109,6 +109,12 @@ class CutModel(ABC, Generic[ModelBatch]):
         self.root.train(mode)
         return before
 
+    def disable_dropout(self) -> None:
+        """Let the model's dropout modules drop nothing, as TRL does. Other modules call dropout as a function."""
+        for module in self.root.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
     def bind(
         self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None
     ) -> tuple[nn.Parameter, ...]:

@@ -8,6 +8,7 @@ code.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -65,6 +66,7 @@ _OTHER_DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
 )
 """What else a directory may be: files that show it, what is said of them, and a hint."""
+_NUM_SAMPLED, _SAMPLED_BYTES = 256, 4096
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -271,6 +273,26 @@ def _download(repository: str) -> str:
     from huggingface_hub import snapshot_download
 
     return snapshot_download(repository, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+
+
+def sampled_weights_hash(directory: Path) -> str:
+    """A hash of the files of weights: their names and sizes, and parts of each, evenly spread.
+
+    It costs the same for files of any size, is that of a copy too, and is another one once the weights were trained.
+    Raises as `find_weight_files`, and EnvironmentFailure if they cannot be read.
+    """
+    files, digest = find_weight_files(directory), hashlib.sha256()
+    for name, path in zip(files.names, files.paths, strict=True):
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{len(name)} {name} {size} ".encode())
+                for number in range(_NUM_SAMPLED):
+                    file.seek(size * number // _NUM_SAMPLED)
+                    digest.update(file.read(_SAMPLED_BYTES))
+        except OSError as error:
+            raise EnvironmentFailure(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def weights_bytes(directory: Path) -> int:

@@ -22,7 +22,7 @@ import xxhash
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, printable
 from ratel_cli.hardware.host import free_bytes
-from ratel_cli.io.files import nearest_existing, sync_path
+from ratel_cli.io.files import nearest_existing, replace_file
 from ratel_cli.json_fields import JsonFields, checked_text
 
 MARKER_NAME: Final = "ratel.files"
@@ -103,18 +103,8 @@ def read_marker(directory: Path) -> Marker | None:
 
 def write_marker(directory: Path, marker: Marker) -> None:
     """Replace the directory's marker, durably. Raises OSError."""
-    new = directory / NEW_MARKER_NAME
-    new.unlink(missing_ok=True)
-    try:
-        with open(new, "x", encoding="utf-8") as file:
-            file.write(json.dumps({"format_version": _FORMAT_VERSION, **asdict(marker)}, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, directory / MARKER_NAME)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    sync_path(directory)
+    text = json.dumps({"format_version": _FORMAT_VERSION, **asdict(marker)}, indent=1) + "\n"
+    replace_file(directory / MARKER_NAME, text.encode())
 
 
 def holds_nothing(directory: Path) -> bool:

@@ -28,7 +28,7 @@ OF_THE_INTERFACE = """
     embedding_lr embedding_lr_scale lr_scheduler
     lr_scheduler_kwargs warmup_steps warmup_ratio optimizer optim_args adam_beta1 adam_beta2 adam_epsilon weight_decay
     max_grad_norm label_smoothing_factor neftune_noise_alpha use_dft_loss
-    rl rl_beta simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight
+    rl rl_beta simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight disable_dropout
     dtype gradient_dtype device attn_implementation activations head_chunk optimizer_overlap
     deterministic trace storage limits
     output_dir save_steps saves_per_epoch save_total_limit eval_steps evals_per_epoch

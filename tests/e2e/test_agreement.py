@@ -20,12 +20,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ratel_cli.hardware import drives
 from ratel_cli.store.lock import StoreLock
 from scripts.list_messages import Message, messages_in, package_sources
 from tests.config.test_rejections import blocks
 from tests.e2e.conftest import MakeConfig
+from tests.e2e.preferences import keys_of, pairs, recipe, write
 from tests.e2e.runs import Ended, assert_rejected, file_hash, output_of, ratel, store_of, succeed
 from tests.model.tiny import file_size_limit
 from tests.tiers import sample
@@ -203,6 +205,15 @@ def other_data(scene: Scene) -> Asked:
     return config, ["max_steps=2"]
 
 
+def other_reference(scene: Scene) -> Asked:
+    """The base model is another one since, and a longer run needs to know more of the first."""
+    base, rows = scene.copied_base(), write(scene.directory / "pairs.jsonl", pairs())
+    config = scene.run(**{**keys_of(recipe("dpo")), "base": base, "rows": rows, "max_steps": 1})
+    path = base / "model.safetensors"
+    save_file({name: each * 2 for name, each in load_file(path).items()}, path, metadata={"format": "pt"})
+    return config, ["max_steps=3"]
+
+
 def snapshot_of_other(scene: Scene) -> Asked:
     snapshot = {"path": str(scene.directory / "snapshot"), "every": 1}
     succeed(scene.make("one", max_steps=1, storage={"engine": "threads", "snapshot": snapshot}))
@@ -342,6 +353,7 @@ CASES = (
     Case(message="not enough space for the {self.name}", code=3, prepare=on_small_disk(
         "512k", storage={"engine": "threads", "snapshot": {"path": "{}/s", "every": 1}})),
     Case(message="the limit of this process on the size of files", code=3, prepare=limited_files),
+    Case(message="changed since the run began, and what they gave to", code=2, prepare=other_reference),
     Case(message="allows not even one step", code=3, prepare=with_keys(
         storage={"engine": "threads", "max_tb_written": 1e-9})),
 )  # fmt: skip
@@ -358,6 +370,10 @@ NOT_ASKED: Mapping[str, str] = {
     "which has other settings or data": "of --resume no",
     "of a run with other settings": "of --resume no",
     "{asked}: the run in": "of --from",
+    "which several ranks cannot compute": "check has no --from",
+    "lacks answers that this run needs": "of a run that began with --from; tests/e2e/test_reference_model.py",
+    "may be gone when the run is resumed": "an I/O error",
+    "gives to the answers are not finite": "known when they are computed",
     "weight decay applied to other parameters": "a store of an earlier version, opened by one function",
     # What other commands ask.
     "-o: {_holds": "of export",
@@ -410,6 +426,7 @@ LISTED = (
     "run/inputs/length", "run/train/branch", "run/train/finetune", "run/train/first_checks", "run/train/snapshots",
     "run/train/space", "run/train/split", "run/train/start", "run/train/store", "run/train/trackers", "model/sidecars",
     "model/marker", "model/staging", "store/open", "store/lock", "store/create", "store/store", "io/files",
+    "run/train/reference",
 )  # fmt: skip
 """Files whose messages each have a case, or a reason.
 

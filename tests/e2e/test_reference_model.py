@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ratel_cli.data.reference import read_reference, write_reference
+from ratel_cli.run.files.run_directory import rank_directory
+from ratel_cli.run.files.run_files import list_run_files
+from ratel_cli.run.inputs.streamed_blocks import BlockMemory
 from ratel_cli.run.train import reference
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.preferences import Row, assert_same_figures, chats, keys_of, pairs, recipe, verdicts, write
@@ -24,7 +32,14 @@ from tests.e2e.runs import (
     output_of,
     ratel,
     run_until_killed,
+    save_base,
+    start_ranks,
+    stderr_of,
+    store_of,
     succeed,
+    succeed_ranks,
+    tree,
+    wait,
 )
 from tests.tiers import thinned
 from tests.trl_oracle import tune
@@ -108,21 +123,158 @@ def test_what_was_computed_before_a_failure_stays(config_of: ConfigOf, monkeypat
     """It is saved again and again; what is missing is computed by the next command."""
     config, whole = config_of("failed"), config_of("whole")
     succeed(whole)
-    monkeypatch.setattr(reference, "_SAVED_EVERY_SECONDS", -1.0)
     written, original = [], reference.write_reference
 
-    def write_twice(path: Path, *arguments: object) -> None:
+    def write_thrice(path: Path, *arguments: object) -> None:
         original(path, *arguments)  # type: ignore[arg-type]
         written.append(int((~np.isnan(values_in(path)).any(axis=1)).sum()))
-        if len(written) == 2:
+        if len(written) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(reference, "write_reference", write_twice)
+    pass_of_few_batches(monkeypatch)
+    monkeypatch.setattr(reference, "write_reference", write_thrice)
     assert finetune(config).code != 0
-    assert written == [2, 4]
-    monkeypatch.setattr(reference, "write_reference", original)
+    assert written == [0, 4, 8]
+    monkeypatch.undo()
     succeed(config)
     assert_same_result(whole, config)
+
+
+def pass_of_few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a pass of the reference model hold two micro-batches."""
+    original = reference.fit_blocks
+
+    def little(*arguments: Any, least_bytes: int, **options: Any) -> BlockMemory:  # noqa: ANN401
+        return replace(original(*arguments, least_bytes=least_bytes, **options), left_bytes=3 * least_bytes)
+
+    monkeypatch.setattr(reference, "fit_blocks", little)
+
+
+def test_other_samples_for_evaluation(config_of: ConfigOf, tmp_path: Path) -> None:
+    """As many as before: only these are computed again."""
+    of_first, of_second = (
+        write(tmp_path / name, rows) for name, rows in (("a", pairs(28)[24:]), ("b", pairs(32)[28:]))
+    )
+    changed, whole = (
+        config_of(name, test_datasets=[{"path": str(tmp_path / "t.jsonl")}]) for name in ("changed", "whole")
+    )
+    shutil.copy(of_first, tmp_path / "t.jsonl")
+    succeed(changed, "max_steps=1")
+    before = values_in(reference_file(changed))
+    shutil.copy(of_second, tmp_path / "t.jsonl")
+    succeed(changed, "max_steps=2")
+    succeed(whole, "max_steps=2")
+    after = values_in(reference_file(changed))
+    assert reference_file(changed).read_bytes() == reference_file(whole).read_bytes()
+    assert metrics(changed)[-1]["eval_loss"] == metrics(whole)[-1]["eval_loss"]
+    known = ~np.isnan(before).any(axis=1)
+    assert known[:24].sum() == 4 and known[24:].all()
+    assert (after[:24] == before[:24])[known[:24]].all() and (after[24:] != before[24:]).all()
+
+
+def test_the_samples_for_training_stay_known_without_evaluation(config_of: ConfigOf, tmp_path: Path) -> None:
+    """They refer to a step that is gone, so they could not be computed again."""
+    tests = write(tmp_path / "test.jsonl", pairs(28)[24:])
+    first, second = config_of("first", max_steps=1), config_of("second", max_steps=3)
+    succeed(first)
+    succeed(second, "--from", str(output_of(first)), f"test_datasets=[{{path: {tests}}}]")
+    before = reference_file(second).read_bytes()
+    succeed(second, "max_steps=4")
+    assert reference_file(second).read_bytes() == before and len(metrics(second)) == 3
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_base_model_that_was_replaced_is_no_reference(is_dry: bool, config_of: ConfigOf, tmp_path: Path) -> None:
+    """It is refused where something is still to be computed, before anything is written."""
+    config = config_of(base=save_base(tmp_path / "base"), max_steps=1)
+    succeed(config)
+    shutil.copytree(tmp_path / "base", tmp_path / "kept")
+    path = tmp_path / "base" / "model.safetensors"
+    scale_weights(path, 1.5)
+    before = tree(tmp_path)
+    words = ("base_model", "changed since the run began", "is still to be computed")
+    assert_rejected(finetune(config, "max_steps=3", *(["--dry-run"] if is_dry else [])), 2, *words)
+    assert tree(tmp_path) == before
+    shutil.copy(tmp_path / "kept" / "model.safetensors", path)
+    succeed(config, "max_steps=3")
+
+
+def test_a_run_that_starts_over_forgets_the_reference(config_of: ConfigOf, tmp_path: Path) -> None:
+    again, fresh = (config_of(name, base=save_base(tmp_path / "base")) for name in ("again", "fresh"))
+    succeed(again)
+    scale_weights(tmp_path / "base" / "model.safetensors", 1.5)
+    succeed(again, "--resume", "no")
+    succeed(fresh)
+    assert_same_result(again, fresh)
+    assert reference_file(again).read_bytes() == reference_file(fresh).read_bytes()
+
+
+def test_a_reference_that_is_not_finite(config_of: ConfigOf, tmp_path: Path) -> None:
+    config = config_of(base=save_base(tmp_path / "base"))
+    scale_weights(tmp_path / "base" / "model.safetensors", float("nan"))
+    assert_rejected(finetune(config), 5, "the model before step 1 gives to the answers are not finite")
+
+
+def scale_weights(path: Path, factor: float) -> None:
+    save_file({name: each * factor for name, each in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def test_ranks_that_were_killed_at_different_places(config_of: ConfigOf) -> None:
+    """One has nothing, the other has some of its part and one of the other's."""
+    whole, killed = (config_of(name, max_steps=3) for name in ("whole", "killed"))
+    succeed_ranks(whole, 2)
+    succeed_ranks(killed, 2, "max_steps=1")
+    ends = [output_of(killed) / "run" / "reference.bin", rank_directory(output_of(killed), 1) / "run" / "reference.bin"]
+    kept = read_reference(ends[0])
+    assert kept is not None
+    known = np.flatnonzero(~np.isnan(kept.sets[0].values).any(axis=1))
+    assert len(known) == 8
+    kept.sets[0].values[known[2:6]] = np.nan
+    write_reference(ends[0], kept.weights, kept.sets)
+    ends[1].unlink()
+    succeed_ranks(killed, 2)
+    assert_same_result(whole, killed)
+    assert ends[0].read_bytes() == ends[1].read_bytes() == reference_file(whole).read_bytes()
+
+
+def test_ranks_cannot_refer_to_the_step_of_another_run(config_of: ConfigOf) -> None:
+    """That is refused before a store is made."""
+    first, second = config_of("first", max_steps=1), config_of("second", max_steps=2)
+    succeed(first)
+    ended = [wait(each) for each in start_ranks(second, 2, "--from", str(output_of(first)))]
+    assert 2 in ended and "several ranks cannot compute" in stderr_of(second) + stderr_of(second, 1)
+    assert not store_of(second).exists()
+
+
+def test_a_reference_that_cannot_be_kept(config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base model can give it again; the step of another run cannot, so that run does not begin."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first, second = config_of("first", max_steps=1), config_of("second", max_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "write_reference", full)
+        assert "reference.bin: cannot be written (No space left on device)" in succeed(first)
+        ended = finetune(second, "--from", str(output_of(first)))
+    assert_rejected(ended, 3, "reference.bin: cannot be written", "may be gone when the run is resumed")
+    assert not (output_of(second) / "run" / "metrics.jsonl").exists()
+    succeed(second)
+
+
+def test_an_unfinished_file_is_no_link_and_is_cleaned(config_of: ConfigOf, tmp_path: Path) -> None:
+    config, mine = config_of(max_steps=1), tmp_path / "mine"
+    mine.write_text("mine")
+    succeed(config)
+    new = reference_file(config).with_name("reference.bin.new")
+    new.symlink_to(mine)
+    assert_rejected(finetune(config, "max_steps=2"), 2, "reference.bin.new is a link")
+    assert mine.read_text() == "mine"
+    new.unlink()
+    list_run_files(output_of(config), [new.name])
+    new.write_text("left by a process that was killed")
+    assert ratel("clean", config, "--yes").code == 0
+    assert not new.parent.exists()
 
 
 @pytest.mark.parametrize("method", thinned(["dpo", "orpo", "kto"], every=2))
@@ -146,7 +298,7 @@ def test_a_run_from_another_ones_step_refers_to_that_step(config_of: ConfigOf) -
     succeed(second, "--from", str(output_of(first)))
     assert metrics(second)[0]["preferences"]["rewards/margins"] == 0.0  # type: ignore[index]
     reference_file(second).unlink()
-    assert_rejected(finetune(second, "max_steps=5"), 2, "run/reference.bin is missing or damaged")
+    assert_rejected(finetune(second, "max_steps=5"), 2, "run/reference.bin lacks answers that this run needs")
 
 
 @pytest.mark.parametrize(("rows", "words"), [(pairs(8), "the chosen answer"), (chats(8), "the rejected answer")])
@@ -165,6 +317,8 @@ def test_eval_has_the_cross_entropy_of_answers(config_of: ConfigOf, rows: Path) 
     succeed(config)
     ended = ratel("eval", config, rows, "--json")
     assert ended.code == 0 and 4 < json.loads(ended.stdout)["loss"] < 7, ended.stderr
+    words = ("its rows are pairs of a chosen and a rejected answer", "`ratel eval` reads answers to imitate")
+    assert_rejected(ratel("eval", config, config.parents[1] / "dpo-rows.jsonl"), 2, *words)
 
 
 def test_rows_that_fill_their_length_are_tried_before_step_1(config_of: ConfigOf) -> None:

@@ -28,7 +28,7 @@ from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJEC
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, STAGING_NAME, is_unchanged, read_marker
 from ratel_cli.run.files.output import deleted_store, is_of_other_run, is_own_place, record_deleted_store
-from ratel_cli.run.files.resharding_record import RESHARDING_NAME, new_directories
+from ratel_cli.run.files.resharding_record import NEW_RESHARDING_NAME, RESHARDING_NAME, new_directories
 from ratel_cli.run.files.run_directory import (
     CONFIG_NAME,
     EVENTS_NAME,
@@ -36,6 +36,7 @@ from ratel_cli.run.files.run_directory import (
     HARDWARE_NAME,
     METRICS_NAME,
     MODEL_NAME,
+    NEW_REFERENCE_NAME,
     ORIGIN_NAME,
     PLAN_NAME,
     REFERENCE_NAME,
@@ -61,7 +62,7 @@ from ratel_cli.training.facts import FACTS_NAME
 
 _RUN_FILES: Final = (
     FACTS_NAME, HARDWARE_NAME, MODEL_NAME, METRICS_NAME, TRACE_NAME, REJECTS_NAME, TEST_REJECTS_NAME,
-    REPORT_NAME, ORIGIN_NAME, REFERENCE_NAME, CONFIG_NAME,
+    REPORT_NAME, ORIGIN_NAME, REFERENCE_NAME, NEW_REFERENCE_NAME, CONFIG_NAME,
 )  # fmt: skip
 _SHOWS_A_STORE: Final = (PLAN_NAME,)
 """A run writes it when its store is made. It goes first, so that a run without it may have no store any more."""
@@ -106,7 +107,7 @@ def find_left_files(config: RunConfig, extent: Extent) -> LeftFiles:
     places = [
         place for place in _own_stores(config, found.kept, extent) if _is_store(place) or _was_store(config, place)
     ]
-    found.files += _own(config, (RESHARDING_NAME,))
+    found.files += _own(config, (RESHARDING_NAME, NEW_RESHARDING_NAME))
     if extent != "store":
         found.files += _own(config, _SHOWS_A_STORE)
     _add_stores(found, places)

@@ -18,8 +18,8 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.json_fields import JsonFields
-from ratel_cli.run.files.run_directory import ORIGIN_NAME, find_run, run_directory
-from ratel_cli.run.files.run_files import forget_missing, is_users, list_run_files, write_run_file
+from ratel_cli.run.files.run_directory import ORIGIN_NAME, REFERENCE_NAME, find_run, run_directory
+from ratel_cli.run.files.run_files import is_users, list_run_files, remove_run_file, write_run_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +115,13 @@ def read_origin(config: RunConfig) -> OriginRecord | None:
 
 
 def write_origin(config: RunConfig, record: OriginRecord | None) -> None:
-    """Record the origin of a new run; None: it begins with its base model. Raises EnvironmentFailure."""
+    """Record the origin of a new run, which forgets the reference model of an earlier one; None: it begins with its
+    base model. Raises EnvironmentFailure."""
     path = _path(config)
-    if record is None and is_users(config.output_dir, ORIGIN_NAME):
-        return
     try:
+        remove_run_file(config.output_dir, REFERENCE_NAME)  # what there is was computed with other weights
         if record is None:
-            path.unlink(missing_ok=True)
-            forget_missing(config.output_dir, [ORIGIN_NAME])
+            remove_run_file(config.output_dir, ORIGIN_NAME)
             return
         list_run_files(config.output_dir, [ORIGIN_NAME])
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,19 +6,20 @@ Invariant: it is durable when it is written, in place of the one before; while i
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.files import sync_path
+from ratel_cli.io.files import replace_file, sync_path
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.run.files.run_directory import run_directory
 from ratel_cli.run.files.run_files import list_run_files
 
 RESHARDING_NAME: Final = "resharding.json"
+NEW_RESHARDING_NAME: Final = f"{RESHARDING_NAME}.new"
+"""While it is written."""
 NEW_STORE: Final = "resharded.store"
 """The directory of a new store, in that of the store which it becomes."""
 _FORMAT_VERSION: Final = 1
@@ -70,13 +71,9 @@ def _path(config: RunConfig) -> Path:
 def write_resharding(config: RunConfig, record: ReshardingRecord) -> None:
     """Durable when it returns, in place of what was there. Raises EnvironmentFailure."""
     path = _path(config)
-    new = path.with_suffix(".new")
     try:
-        list_run_files(config.output_dir, [RESHARDING_NAME, new.name])
-        new.write_text(json.dumps(record.to_json(), indent=2) + "\n")
-        sync_path(new)
-        os.replace(new, path)
-        sync_path(path.parent)
+        list_run_files(config.output_dir, [RESHARDING_NAME, NEW_RESHARDING_NAME])
+        replace_file(path, (json.dumps(record.to_json(), indent=2) + "\n").encode())
     except OSError as error:
         raise EnvironmentFailure(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -52,6 +52,8 @@ TRACE_NAME = "trace.json"
 ORIGIN_NAME = "origin.json"
 TOKENS_NAME = "tokens"
 REFERENCE_NAME = "reference.bin"
+NEW_REFERENCE_NAME = f"{REFERENCE_NAME}.new"
+"""While it is written."""
 EVENTS_NAME = "tensorboard"
 """The directory in `run/` with the files of tensorboard."""
 EVENTS_SUFFIX = ".ratel"
@@ -262,7 +264,9 @@ class CachedProfile:
             (block.dtype, block.rule.name, [(each.name, each.shape) for each in block.parameters])
             for block in spec.blocks
         ]
-        dropout = config.lora_dropout if config.adapter is not None else 0.0  # which is saved for backward
+        dropout = (
+            config.lora_dropout if config.adapter is not None and config.has_dropout else 0.0
+        )  # saved for backward
         values = [
             blocks,
             dropout,
@@ -270,7 +274,7 @@ class CachedProfile:
             config.attn_implementation,
             config.micro_batch_size,
             config.sequence_len,
-            *([] if config.rl is None else [config.rl]),
+            *([] if config.rl is None else [config.rl, config.has_dropout]),
         ]
         machine = [hardware.gpu.name, hardware.host.num_cores, config.deterministic]
         self._made_for = hash_of([values, machine])

@@ -30,6 +30,7 @@ from ratel_cli.run.files.run_directory import (
     HARDWARE_NAME,
     METRICS_NAME,
     MODEL_NAME,
+    NEW_REFERENCE_NAME,
     ORIGIN_NAME,
     PLAN_NAME,
     REFERENCE_NAME,
@@ -67,7 +68,7 @@ def is_users(output_dir: Path, name: str) -> bool:
 def files_of_run(config: RunConfig, *, has_origin: bool) -> list[str]:
     """The names of all files that a run may write. `has_origin`: it starts from another run."""
     optional = ([ORIGIN_NAME] if has_origin else []) + ([TEST_REJECTS_NAME] if config.test_datasets else [])
-    optional += [REFERENCE_NAME] if config.has_reference else []
+    optional += [REFERENCE_NAME, NEW_REFERENCE_NAME] if config.has_reference else []
     return [*_OF_EVERY_RUN, REJECTS_NAME, *optional, *files_of_training(config)]
 
 
@@ -125,6 +126,13 @@ def forget_missing(output_dir: Path, names: Iterable[str]) -> None:
         left = tuple(name for name in marker.run_files if name not in missing)
         with suppress(OSError):
             write_marker(output_dir, replace(marker, run_files=left))
+
+
+def remove_run_file(output_dir: Path, name: str) -> None:
+    """Remove a file in `run/` if it is Ratel's. Raises OSError."""
+    if not is_users(output_dir, name):
+        (run_directory(output_dir) / name).unlink(missing_ok=True)
+        forget_missing(output_dir, [name])
 
 
 def names_of_rejects(config: RunConfig) -> list[str]:

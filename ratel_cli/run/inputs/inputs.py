@@ -144,6 +144,8 @@ def read_model(
         smoothing = config.label_smoothing_factor
         base.model.loss = token_loss(label_smoothing=smoothing, is_dft=config.use_dft_loss)
         base.model.preference = _preference_loss(config)
+        if not config.has_dropout:
+            base.model.disable_dropout()
         if config.neftune_noise_alpha is not None:
             add_noise = partial(base.model.add_noise, config.neftune_noise_alpha)
             errors.attempt(("neftune_noise_alpha",), add_noise)

@@ -67,7 +67,7 @@ def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
     return AdapterSettings(
         rank=config.lora_r,
         alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
-        dropout=config.lora_dropout,
+        dropout=config.lora_dropout if config.has_dropout else 0.0,
         target_modules="all-linear" if takes_all else named if isinstance(named, str) else names,
         target_parameters=tuple(sorted(config.lora_target_parameters)),
         layers=tuple(sorted(config.lora_layers_to_transform)),

@@ -142,7 +142,8 @@ def shared_tokens(log: RunLog, *, copies: bool) -> SharedTokens:
 
 
 def _sources(config: RunConfig, datasets: Sequence[DatasetConfig], labels: Sequence[str] = ()) -> list[DatasetSource]:
-    more = {"compares": config.compares}
+    # TRL's trainers of these two end answers of messages with an EOS token, too.
+    more = {"compares": config.compares, "closes_answers": config.rl in ("orpo", "simpo")}
     return [
         DatasetSource(**{**item.model_dump(), **more, "labels": item.labels or tuple(labels) or None})
         for item in datasets

@@ -36,7 +36,7 @@ from ratel_cli.planning.plan import Plan
 from ratel_cli.report.plan import reference_row, split_words
 from ratel_cli.report.run import opening
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.files.origin import Origin, check_same_origin, read_origin
+from ratel_cli.run.files.origin import Origin, OriginRecord, check_same_origin, read_origin
 from ratel_cli.run.files.output import claim_output, reject_lost_store
 from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, place_of
 from ratel_cli.run.files.run_files import files_of_training, forget_missing, write_run_files
@@ -64,7 +64,7 @@ from ratel_cli.run.train.ranks import (
     share_origin,
     with_shape_of_first,
 )
-from ratel_cli.run.train.reference import with_reference
+from ratel_cli.run.train.reference import check_reference, with_reference
 from ratel_cli.run.train.resharding import Resharding, finish_resharding
 from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
@@ -172,6 +172,13 @@ class _Run:
     meter: LoadMeter
     """Of other work on the machine since measuring began."""
     planner: Planner
+
+    @property
+    def origin(self) -> OriginRecord | None:
+        """The step of another run that it starts from, or has started from."""
+        if self.branch is not None:
+            return self.branch.record
+        return None if self.store is None else read_origin(self.context.config)
 
 
 def _find(
@@ -414,7 +421,7 @@ def _check_wear_limit(run: _Run) -> None:
 
 def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
     """Raise EnvironmentFailure unless wear, snapshot and export are within their limits, and, together, store and
-    scratch files of a new run.
+    scratch files of a new run; and what the reference model raises.
 
     Each directory is checked again when its file is made.
     """
@@ -427,4 +434,8 @@ def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
         )
     for space in spaces:
         errors.attempt(space.key, space.check)
+    errors.attempt(
+        ("rl",),
+        lambda: check_reference(run.context, run.inputs, run.identity, store=run.store, origin=run.origin),
+    )
     errors.raise_all()

@@ -3,17 +3,18 @@
 Only the answers of steps that the run will have are computed, a block of the model at a time, and in the micro-batches
 of the first epoch, so that the rewards of step 1 are zero. They are kept in `run/reference.bin`, next to the tokens. A
 run that resumes finds them; one that was killed while they were computed goes on with those that are missing, and so
-does one that has become longer.
+does one that has become longer, or has other samples for evaluation.
 
-Invariant: the reference is the base model as the run has read it, with its new adapter if it has one, which changes
-nothing before step 1; or the step of another run that this one started from.
+Invariants: the reference is the base model as the run has read it, with its new adapter if it has one, which changes
+nothing before step 1; or the step of another run that this one started from. All ranks choose from the same list what
+each computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,51 +22,69 @@ import numpy as np
 from ratel_cli.data.compared_samples import ComparedSamples
 from ratel_cli.data.dataset import TrainingData
 from ratel_cli.data.packing import Integers, MicroBatch
-from ratel_cli.data.reference import LogProbabilities, read_reference, write_reference
+from ratel_cli.data.reference import LogProbabilities, ReferenceOfSet, read_reference, write_reference
 from ratel_cli.engine.block_reader import BlockSource, GenerationBlocks, SourceBlocks
 from ratel_cli.engine.build import open_device
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.engine.loss import token_values
+from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, Diverged, EnvironmentFailure
 from ratel_cli.json_fields import hash_of
+from ratel_cli.model.directory import sampled_weights_hash
 from ratel_cli.model.finished import Finished
 from ratel_cli.model.preferences import answer_sums
 from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.files.origin import read_origin
-from ratel_cli.run.files.run_directory import REFERENCE_NAME, run_directory
-from ratel_cli.run.files.run_files import list_run_files
+from ratel_cli.run.files.origin import OriginRecord, read_origin
+from ratel_cli.run.files.run_directory import NEW_REFERENCE_NAME, REFERENCE_NAME, run_directory
+from ratel_cli.run.files.run_files import forget_missing, list_run_files
 from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.run.inputs.settings import chunked_workload_of
 from ratel_cli.run.inputs.streamed_blocks import BlockMemory, StreamedModel, fit_blocks, layer_bytes, open_reader
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import align_up
 
-_SAVED_EVERY_SECONDS = 60.0
+
+def check_reference(
+    context: RunContext, inputs: Inputs, identity: StoreIdentity, *, store: Store | None, origin: OriginRecord | None
+) -> None:
+    """Raise what computing the reference model would, as far as that is known before the run writes anything.
+
+    `store`: None for a new run, for which nothing is computed yet. `origin`: the step of another run that it starts
+    from, or has started from. Raises BadInput, DoesNotFit.
+    """
+    if not context.config.has_reference:
+        return
+    reference = _Reference.of(context, inputs, identity, origin, is_new=store is None)
+    wanted = reference.missing()
+    if wanted:
+        _check_weights(context, inputs, reference, store)
+        _fit(context, _model(inputs, SourceBlocks(inputs.source)), wanted)
 
 
 def with_reference(context: RunContext, inputs: Inputs, store: Store, identity: StoreIdentity) -> Inputs:
     """The inputs with the log-probabilities of the reference model in their data, if its loss needs them.
 
-    Raises BadInput if they are missing and cannot be computed any more, DoesNotFit, and what reading raises.
+    Raises BadInput if they are missing and cannot be computed any more, Diverged if they are not finite, DoesNotFit,
+    EnvironmentFailure if they must be kept and cannot be, and what reading raises.
     """
     data = inputs.data
     if not context.config.has_reference:
         return inputs
-    assert isinstance(data, TrainingData) and data.compared is not None
-    found = _Reference.read(context, data, identity)
-    wanted = found.missing(_steps_to_refer(context, inputs))
-    if any(number for (number,) in context.ranks.gathered([len(wanted)])):
-        _compute(context, inputs, store, found, wanted)
-    return replace(inputs, data=data.referring_to(found.train, found.evaluation))
-
-
-def _steps_to_refer(context: RunContext, inputs: Inputs) -> int:
-    """How many steps' answers are computed: those of the run, or of an epoch if that is less. What is started from
-    another run's step refers to the whole epoch, because that step may be gone when the run has become longer."""
-    steps_per_epoch = inputs.data.steps_per_epoch
-    return steps_per_epoch if read_origin(context.config) else min(inputs.num_steps, steps_per_epoch)
+    assert isinstance(data, TrainingData)
+    reference = _Reference.of(context, inputs, identity, read_origin(context.config))
+    reference.share(context.ranks)
+    wanted = reference.missing()
+    if wanted:
+        _check_weights(context, inputs, reference, store)
+        try:
+            _compute(context, inputs, store, reference, wanted)
+        finally:
+            forget_missing(context.config.output_dir, [NEW_REFERENCE_NAME])
+        assert not reference.missing()
+    train, evaluation = (each.values for each in reference.sets)
+    return replace(inputs, data=data.referring_to(train, evaluation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,71 +94,119 @@ class _Part:
     samples: ComparedSamples
     numbers: Integers
     """Of its samples."""
+    places: Integers
+    """Of its samples in `values`."""
     values: LogProbabilities
     """Where they go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reference:
-    """All log-probabilities of a run; NaN where they are not computed."""
+class _Set:
+    """The samples for training, or for evaluation; NaN where they are not computed."""
 
-    context: RunContext
-    data: TrainingData
     key: str
-    train: LogProbabilities
-    evaluation: LogProbabilities
+    samples: ComparedSamples
+    batches: Sequence[Integers]
+    """The samples of each micro-batch that the run needs."""
+    values: LogProbabilities
 
-    @classmethod
-    def read(cls, context: RunContext, data: TrainingData, identity: StoreIdentity) -> _Reference:
-        """Those in the run's file, as far as they are there."""
-        assert data.compared is not None
-        number, number_of_eval = map(len, data.compared)
-        origin = read_origin(context.config)
-        known = [identity.model_hash, identity.config_hash, identity.data_hash, identity.seed]
-        key = hash_of([*known, None if origin is None else [origin.run, origin.step]])
-        path = run_directory(context.config.output_dir) / REFERENCE_NAME
-        found = read_reference(path, key, (number, number_of_eval))
-        train, evaluation = found or (_unknown(number), _unknown(number_of_eval))
-        return cls(context=context, data=data, key=key, train=train.copy(), evaluation=evaluation.copy())
-
-    def missing(self, num_steps: int) -> list[_Part]:
-        """The micro-batches of these steps, and of evaluations, with answers that are not computed yet."""
-        assert self.data.compared is not None
-        both = zip(
-            self.data.compared, self.data.compared_numbers(num_steps), (self.train, self.evaluation), strict=True
-        )
+    def missing(self) -> list[_Part]:
+        """The micro-batches with answers that are not computed yet."""
+        both = ((numbers, self.samples.places(numbers)) for numbers in self.batches)
         return [
-            _Part(samples=samples, numbers=numbers, values=values)
-            for samples, of_batches, values in both
-            for numbers in of_batches
-            if np.isnan(values[numbers]).any()
+            _Part(samples=self.samples, numbers=numbers, places=places, values=self.values)
+            for numbers, places in both
+            if np.isnan(self.values[places]).any()
         ]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reference:
+    """All log-probabilities of a run."""
+
+    context: RunContext
+    origin: OriginRecord | None
+    """The step that they are of; None: they are the base model's."""
+    weights: str | None
+    """A hash of the base model's files, as they are now; None if it has none, or is not the reference."""
+    known_weights: str | None
+    """The same of those that what is known was computed with."""
+    sets: tuple[_Set, _Set]
+    """For training, and for evaluation."""
+
+    @classmethod
+    def of(
+        cls,
+        context: RunContext,
+        inputs: Inputs,
+        identity: StoreIdentity,
+        origin: OriginRecord | None,
+        *,
+        is_new: bool = False,
+    ) -> _Reference:
+        """What the run needs, with what its file has of that. `is_new`: what is there is another run's."""
+        config, data = context.config, inputs.data
+        assert isinstance(data, TrainingData) and data.compared is not None
+        is_drawn = config.random_init or origin is not None
+        weights = None if is_drawn else sampled_weights_hash(inputs.base.directory)
+        file = None if is_new else read_reference(run_directory(config.output_dir) / REFERENCE_NAME)
+        known = [identity.model_hash, identity.config_hash, identity.seed]
+        known.append(None if origin is None else [origin.run, origin.step])
+        sets, is_known = [], False
+        # A step of another run may be gone when this one has become longer, so all of the epoch refers to it at once.
+        num_steps = data.steps_per_epoch if origin else min(inputs.num_steps, data.steps_per_epoch)
+        for samples, batches in zip(data.compared, data.compared_numbers(num_steps), strict=True):
+            key, number = hash_of([*known, samples.fingerprint]), len(samples.used)
+            found = None if file is None else file.values_of(key, number)
+            is_known |= found is not None and number > 0
+            values = np.full((number, 2), np.nan, dtype=np.float32) if found is None else found.copy()
+            sets.append(_Set(key=key, samples=samples, batches=batches, values=values))
+        known_weights = file.weights if file is not None and is_known else weights
+        return cls(
+            context=context, origin=origin, weights=weights, known_weights=known_weights, sets=(sets[0], sets[1])
+        )
+
+    def missing(self) -> list[_Part]:
+        """The micro-batches of the run's steps, and of evaluations, with answers that are not computed yet."""
+        return [part for each in self.sets for part in each.missing()]
+
+    def share(self, ranks: Ranks) -> None:
+        """Let all ranks have what any of them has: where several have it, that of the first."""
+        if ranks.size == 1:
+            return
+        for values in (each.values for each in self.sets):
+            of_ranks = ranks.gathered(values.reshape(-1).tolist())
+            values[:] = np.nan
+            for found in of_ranks:
+                np.copyto(values, np.array(found, dtype=np.float32).reshape(values.shape), where=np.isnan(values))
+
     def write(self) -> None:
-        """Keep what is known. If that is not possible, training goes on without the file."""
-        directory = run_directory(self.context.config.output_dir)
+        """Keep what is known. Where it cannot be computed again later, raises EnvironmentFailure if that fails."""
+        path = run_directory(self.context.config.output_dir) / REFERENCE_NAME
         try:
-            list_run_files(self.context.config.output_dir, [REFERENCE_NAME])
-            write_reference(directory / REFERENCE_NAME, self.key, self.train, self.evaluation)
+            list_run_files(self.context.config.output_dir, [REFERENCE_NAME, NEW_REFERENCE_NAME])
+            kept = [ReferenceOfSet(key=each.key, values=each.values) for each in self.sets]
+            write_reference(path, self.known_weights, kept)
         except OSError as error:
-            self.context.log.warn(f"{directory / REFERENCE_NAME}: cannot be written ({error.strerror})")
-
-
-def _unknown(number: int) -> LogProbabilities:
-    return np.full((number, 2), np.nan, dtype=np.float32)
+            message = f"{path}: cannot be written ({error.strerror})"
+            if self.origin is not None:
+                raise EnvironmentFailure(
+                    f"{message}, and the step of {self.origin.run} may be gone when the run is resumed",
+                    "make the directory writable, or free some space",
+                ) from error
+            self.context.log.warn(message)
 
 
 def _compute(context: RunContext, inputs: Inputs, store: Store, reference: _Reference, wanted: list[_Part]) -> None:
-    """Compute the micro-batches, each rank its part of them, and keep them."""
+    """Compute the micro-batches, each rank its part of them, and keep them: after each pass, which may take long."""
     ranks = context.ranks
     own = wanted[ranks.rank :: ranks.size]
+    reference.write()
     with ExitStack() as resources:
         opened = replace(context, resources=resources)
         resources.callback(setattr, context.pool, "limit_bytes", context.pool.limit_bytes)
-        model = StreamedModel(
-            base=inputs.base, blocks=_weights_of_reference(context, inputs, store), name="the reference model",
-            conversion_bytes=0,
-        )  # fmt: skip
+        is_base = reference.origin is None
+        model = _model(inputs, SourceBlocks(inputs.source) if is_base else GenerationBlocks(store.current()))
         memory = _fit(opened, model, wanted)
         device = resources.enter_context(open_device(context.device, Timeline()))
         resources.enter_context(device.translate_errors())
@@ -155,46 +222,50 @@ def _compute(context: RunContext, inputs: Inputs, store: Store, reference: _Refe
             of_rows: LogProbabilities = answer_sums(values, batch.comparison).cpu().numpy()
             return of_rows.reshape(2, -1).T
 
-        saved = perf_counter()
-        batches = (part.samples.batch(part.numbers) for part in own)
-        measured = forward.measured(batches, sums, held_bytes=memory.left_bytes, progress=advance)
-        for part, (_, found) in zip(own, measured, strict=True):
-            part.values[part.numbers] = found
-            if perf_counter() - saved > _SAVED_EVERY_SECONDS:
-                reference.write()
-                saved = perf_counter()
+        batches, waiting = (part.samples.batch(part.numbers) for part in own), iter(own)
+        for of_pass in forward.measured(batches, sums, held_bytes=memory.left_bytes, progress=advance):
+            for _, found in of_pass:
+                if not np.isfinite(found).all():
+                    raise Diverged(
+                        "the log-probabilities that the model before step 1 gives to the answers are not finite",
+                        "check the files of base_model, or train with dtype: float32",
+                    )
+                part = next(waiting)
+                part.values[part.places] = found
+            reference.write()
     context.pool.trim()
     if ranks.size > 1:
         ranks.wait_for_all()
-        for values in (reference.train, reference.evaluation):
-            _share(context, values)
-    reference.write()
+        reference.share(ranks)
+        reference.write()
 
 
-def _share(context: RunContext, values: LogProbabilities) -> None:
-    """Take what other ranks have computed."""
-    for of_rank in context.ranks.gathered(values.reshape(-1).tolist()):
-        found = np.array(of_rank, dtype=np.float32).reshape(values.shape)
-        np.copyto(values, found, where=np.isnan(values))
+def _model(inputs: Inputs, blocks: BlockSource) -> StreamedModel[Any]:
+    return StreamedModel(base=inputs.base, blocks=blocks, name="the reference model", conversion_bytes=0)
 
 
-def _weights_of_reference(context: RunContext, inputs: Inputs, store: Store) -> BlockSource:
-    """The weights before step 1. Raises BadInput if they are nowhere any more."""
-    origin = read_origin(context.config)
+def _check_weights(context: RunContext, inputs: Inputs, reference: _Reference, store: Store | None) -> None:
+    """Raise BadInput if the weights before step 1 are nowhere any more, or several ranks would have to read them."""
+    origin = reference.origin
     if origin is None:
-        return SourceBlocks(inputs.source)
+        if reference.weights != reference.known_weights:
+            raise BadInput(
+                f"base_model: the weights in {inputs.base.directory} changed since the run began, and what they gave to"
+                " some answers is still to be computed",
+                "put the earlier files back, or start again with --resume no",
+            )
+        return
     if context.ranks.size > 1:
         raise BadInput(
             "the reference model is a step of another run, which several ranks cannot compute",
             "export that step with `ratel export RUN -o DIR`, and set base_model: DIR",
         )
-    if store.progress.step != origin.first_step:
+    if store is not None and store.progress.step != origin.first_step:
         raise BadInput(
-            f"run/{REFERENCE_NAME} is missing or damaged, and the step of {origin.run} that it was made from is trained"
-            " further",
-            "start again with --resume no",
+            f"run/{REFERENCE_NAME} lacks answers that this run needs, and the step of {origin.run} that it was made"
+            " from is trained further",
+            "put the earlier test_datasets back, or start again with --resume no",
         )
-    return GenerationBlocks(store.current())
 
 
 def _fit(context: RunContext, model: StreamedModel[Any], wanted: list[_Part]) -> BlockMemory:

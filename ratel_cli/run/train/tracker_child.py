@@ -262,7 +262,9 @@ def _read_record(path: str) -> tuple[str | None, int]:
 
 def _write_record(path: str, run: str, step: int) -> None:
     new = f"{path}.new"
-    Path(new).write_text(json.dumps({"run": run, "step": step}) + "\n", encoding="utf-8")
+    Path(new).unlink(missing_ok=True)  # a link would be followed
+    with open(new, "x", encoding="utf-8") as file:
+        file.write(json.dumps({"run": run, "step": step}) + "\n")
     os.replace(new, path)
 
 
