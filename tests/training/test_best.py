@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -237,6 +238,20 @@ def test_steps_that_the_user_had_saved_stay_while_the_store_has_slots() -> None:
     again = a_run(losses, rule, step=7, pinned=(2, 4, 6), earlier=a_run(losses, rule).run_all()[:7], num_slots=5)
     again.run_all()
     assert again.store.pinned_steps == (2, 4, 10), "6 may be the user's, but goes first"
+
+
+@pytest.mark.parametrize("first", range(NUM_STEPS + 1))
+def test_a_run_whose_evaluations_are_not_finite_ends_where_it_would_have(first: int) -> None:
+    """Their records are read from the file, which has no NaN."""
+    losses = dict(zip(range(2, 13, 2), (math.nan, 2.0, math.nan, math.inf, math.nan, 1.0), strict=True))
+    rule = BestRule(patience=3, saves_best=True)
+    whole = a_run(losses, rule)
+    whole.run_all()
+    assert (whole.store.progress.step, whole.loop.best.step, whole.store.pinned_steps) == (10, 4, (4,))
+    done = [StepMetrics.from_json(json.loads(json.dumps(each.to_json()))) for each in whole.reported[:first]]
+    run = a_run(losses, rule, step=min(first, 10), pinned=(4,) if first >= 4 else (), earlier=done)
+    run.run_all()
+    assert (run.store.progress.step, run.loop.best, run.evaluated_again) == (10, whole.loop.best, [])
 
 
 def test_what_a_metric_is(recorded: StepMetrics) -> None:
