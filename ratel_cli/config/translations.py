@@ -162,9 +162,10 @@ def _minimum_rate(entries: Entries, report: Report) -> None:
 
 
 def _no_options(entries: Entries, report: Report) -> None:
-    entry = entries.get("lr_scheduler_kwargs")
-    if entry is not None and entry.value.content in ({}, ""):
-        report.drop(entries.pop("lr_scheduler_kwargs"), "it is empty")
+    for key in ("lr_scheduler_kwargs", "optim_args"):
+        entry = entries.get(key)
+        if entry is not None and entry.value.content in ({}, ""):
+            report.drop(entries.pop(key), "it is empty")
 
 
 def _optimizer_options(entries: Entries, report: Report) -> None:
