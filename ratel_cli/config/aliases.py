@@ -23,6 +23,7 @@ from ratel_cli.config.schema import (
     StorageConfig,
 )
 from ratel_cli.config.sections import Section
+from ratel_cli.config.torchtune import MOMENTS_IN_FP32
 from ratel_cli.config.yaml_marks import Finding, Marked, Where
 
 TOP = ""
@@ -95,7 +96,6 @@ INVERSE: Mapping[str, Mapping[bool, bool | str]] = {
 """Aliases whose `true` is our `false`, and what their `false` is."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
 _SAME_ALGORITHM = (
     "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
     "adamw_torch_foreach", "optimi_adamw", "paged_adamw", "paged_adamw_32bit", "fused_adamw", "AdamW",
@@ -137,7 +137,7 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By key: other names of its values."""
-VALUE_NOTES: Mapping[str, str] = dict.fromkeys((*_SMALLER_STATES, *_SMALLER_LION), _IN_FP32)
+VALUE_NOTES: Mapping[str, str] = dict.fromkeys((*_SMALLER_STATES, *_SMALLER_LION), MOMENTS_IN_FP32)
 """By such a name: what is different here."""
 
 
