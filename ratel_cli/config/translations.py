@@ -130,6 +130,13 @@ def _strategies(entries: Entries, report: Report) -> None:
             report.reject(Finding(where=entry.value.where, message=message), steps)
 
 
+def _delay(entries: Entries, report: Report) -> None:
+    """`eval_delay` leaves out evaluations. Where nothing follows from them, that changes nothing."""
+    compared = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_steps")
+    if "eval_delay" in entries and not any(key in entries and entries[key].value.content for key in compared):
+        report.drop(entries.pop("eval_delay"), "nothing follows from an evaluation here")
+
+
 def _steps_without_end(entries: Entries, report: Report) -> None:
     """`max_steps: -1` means that the epochs decide."""
     entry = entries.get("max_steps")
@@ -396,6 +403,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _precision,
     _no_gpu,
     _strategies,
+    _delay,
     _steps_without_end,
     _minimum_rate,
     _no_options,

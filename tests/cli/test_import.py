@@ -104,7 +104,7 @@ def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
         f"error: theirs.yaml:11:1: `pissa_init` is not a key of Ratel: {OTHER_ADAPTER}",
         "hint: remove it; `adapter: lora` trains one",
         "error: theirs.yaml:12:1: `reward_model` is not a key of Ratel: it is another training method",
-        "hint: remove it; Ratel does supervised full fine-tuning",
+        "hint: remove it; see `rl` for answers that are compared",
     ]
     assert not Path("run.yaml").exists()
 

@@ -484,6 +484,15 @@ def test_settings_of_an_adapter_that_is_not_there(load: Load) -> None:
             "adapter: lora\nload_in_4bit: true\nbnb_4bit_quant_type: nf4\ndtype: bf16\nbnb_4bit_compute_dtype: bf16\n",
             (True, False, True),
         ),
+        (
+            (
+                "adapter: qlora\nload_in_4bit: true\nbnb_4bit_use_double_quant: true\n"
+                "bnb_config_kwargs: {bnb_4bit_use_double_quant: false, bnb_4bit_quant_type: nf4}\n"
+            ),
+            (True, False, False),
+        ),
+        ("adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {}\n", (True, False, True)),
+        ("adapter: lora\nload_in_8bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n", (False, True, True)),
     ],
 )
 def test_quantised_models_of_other_trainers(load: Load, text: str, expected: tuple[bool, bool, bool]) -> None:
@@ -502,12 +511,36 @@ def test_quantised_models_of_other_trainers(load: Load, text: str, expected: tup
         ("finetuning_type: lora\nquantization_bit: 3\n", "`quantization_bit` is not a key"),
         ("adapter: lora\nload_in_4bit: true\nbnb_4bit_quant_type: fp4\n", "`bnb_4bit_quant_type` is not a key"),
         ("adapter: lora\nload_in_4bit: true\nbnb_4bit_compute_dtype: float16\n", "computed with in `dtype`"),
+        (
+            "adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n",
+            "`bnb_4bit_quant_type` is not a key",
+        ),
+        ("adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: fp4\n", "`bnb_config_kwargs` is not a key"),
+        ("model_quantization_config_kwargs: {dequantize: true}\n", "`model_quantization_config_kwargs` is not a key"),
         ("load_in_8bit: true\n", "`load_in_8bit` is set without `adapter`"),
     ],
 )
 def test_quantised_models_that_ratel_has_not(complain: Complain, text: str, message: str) -> None:
     errors = complain(MINIMAL + text)
     assert any(message in error for error in errors), errors
+
+
+def test_a_delay_of_evaluations_counts_where_they_are_compared(load: Load, complain: Complain) -> None:
+    steps = "val_set_size: 0.1\neval_steps: 5\neval_delay: 10\n"
+    assert any("`eval_delay` changes nothing here" in notice for notice in load(MINIMAL + steps).notices)
+    load(MINIMAL + steps.replace("10", "0") + "early_stopping_patience: 2\n")
+    for line in ("load_best_model_at_end: true\n", "early_stopping_patience: 2\n"):
+        [error] = complain(MINIMAL + steps + line)
+        assert "`eval_delay` is not a key of Ratel: Ratel has no delay" in error
+
+
+def test_what_quantised_keys_say_where_they_change_nothing(load: Load) -> None:
+    """Double quantisation of nothing, and a data type that is the run's own."""
+    notices = load(MINIMAL + "use_bnb_nested_quant: true\n").notices
+    assert any("`use_bnb_nested_quant` changes nothing here" in notice for notice in notices)
+    text = "adapter: lora\nload_in_4bit: true\ndtype: bfloat16\nbnb_4bit_compute_dtype: bf16\n"
+    notices = load(MINIMAL + text).notices
+    assert any("`bnb_4bit_compute_dtype` changes nothing here" in notice for notice in notices)
 
 
 def test_double_quantisation_of_nothing(load: Load) -> None:
