@@ -199,6 +199,10 @@ def test_the_precision_of_other_trainers(load: Load, lines: str, dtype: str) -> 
         ("save_strategy: epoch\nsave_steps: 500\neval_strategy: epoch\nnum_epochs: 4", 25, 25),
         ("save_strategy: steps\nsave_steps: 5\nevaluation_strategy: steps\neval_steps: 7", 5, 7),
         ("eval_strategy: 'no'\neval_steps: 7", None, None),
+        ("eval_strategy: steps\nlogging_steps: 7", None, 7),
+        ("evaluation_strategy: steps\nlogging_steps: 7\neval_steps:", None, 7),
+        ("eval_strategy: steps\nlogging_steps: 7\neval_steps: 3", None, 3),
+        ("eval_strategy: steps", None, None),
         ("save_strategy: best\nsave_steps: 5", 5, None),
     ],
 )
@@ -234,6 +238,37 @@ def test_options_of_an_optimizer_in_one_line(load: Load, options: str) -> None:
     assert config.optim_args is not None
     assert (config.optim_args.momentum, config.optim_args.nesterov) == (0.9, True)
     assert load(MINIMAL + "optim: sgd\noptim_args: ''\n").config.optim_args is None
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("no", False)])
+def test_nesterov_as_a_number(load: Load, value: str, expected: bool) -> None:
+    config = load(MINIMAL + f"optim: sgd\noptim_args: momentum=0.9,nesterov={value}\n").config
+    assert config.optim_args is not None and config.optim_args.nesterov is expected
+
+
+def test_an_error_names_the_option_of_an_optimizer(complain: Complain) -> None:
+    [error] = complain(MINIMAL + "optim: sgd\noptim_args: momentum=0.9,nesterov=2\n")
+    assert "`optim_args.nesterov` must be true or false" in error
+    [error] = complain(MINIMAL + "optim: sgd\noptim_args: momentum=2\n")
+    assert "`optim_args.momentum`" in error
+
+
+@pytest.mark.parametrize(
+    ("betas", "expected"),
+    [
+        ("", (0.9, 0.99)),
+        ("adam_beta1: 0.5\n", (0.9, 0.99)),
+        ("adam_beta2: 0.5\n", (0.9, 0.99)),
+        ("adam_beta1: 0.5\nadam_beta2: 0.75\n", (0.5, 0.75)),
+    ],
+)
+def test_the_old_lion_of_axolotl_has_betas_of_its_own(load: Load, betas: str, expected: tuple[float, float]) -> None:
+    loaded = load(MINIMAL + f"optimizer: lion_pytorch\n{betas}")
+    config = loaded.config
+    assert (config.optimizer, config.adam_beta1, config.adam_beta2) == ("lion", *expected)
+    is_alone = betas.count("adam") == 1
+    assert any("lion_pytorch uses both betas or none" in notice for notice in loaded.notices) is is_alone
+    assert load(MINIMAL + "optimizer: lion_32bit\n").config.adam_beta2 == 0.999
 
 
 def test_the_device_of_the_trainer(load: Load) -> None:
