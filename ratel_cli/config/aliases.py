@@ -23,6 +23,7 @@ from ratel_cli.config.schema import (
     StorageConfig,
 )
 from ratel_cli.config.sections import Section
+from ratel_cli.config.torchtune import MOMENTS_IN_FP32
 from ratel_cli.config.yaml_marks import Finding, Marked, Where
 
 TOP = ""
@@ -95,7 +96,6 @@ INVERSE: Mapping[str, Mapping[bool, bool | str]] = {
 """Aliases whose `true` is our `false`, and what their `false` is."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
 _SAME_ALGORITHM = (
     "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
     "adamw_torch_foreach", "optimi_adamw", "paged_adamw", "paged_adamw_32bit", "fused_adamw", "AdamW",
@@ -103,6 +103,8 @@ _SAME_ALGORITHM = (
 """AdamW in another coat: other kernels, or other places for the same states."""
 _EIGHT_BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
 """AdamW with moments in 8 bit, in blocks of 256 elements, by the same map: that of bitsandbytes."""
+_OF_TRAINER = ("adamw_bnb_8bit", "paged_adamw_8bit")
+"""Those whose moments of embeddings Trainer keeps in 32 bit."""
 _SMALLER_STATES = ("adamw_torch_4bit", "adamw_torch_fp8", "ao_adamw_4bit", "ao_adamw_fp8", "adamw_anyprecision")
 """AdamW with moments of fewer bits, which are an approximation of what Ratel computes."""
 _LION = ("lion_32bit", "lion_pytorch", "paged_lion", "paged_lion_32bit", "Lion")
@@ -137,7 +139,10 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By key: other names of its values."""
-VALUE_NOTES: Mapping[str, str] = dict.fromkeys((*_SMALLER_STATES, *_SMALLER_LION), _IN_FP32)
+VALUE_NOTES: Mapping[str, str] = {
+    **dict.fromkeys((*_SMALLER_STATES, *_SMALLER_LION), MOMENTS_IN_FP32),
+    **dict.fromkeys(_OF_TRAINER, "transformers keeps the moments of embeddings in fp32, Ratel in 8 bit"),
+}
 """By such a name: what is different here."""
 
 

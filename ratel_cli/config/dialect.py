@@ -216,7 +216,8 @@ class Dialect:
             self._record(entry, "undecided", reason="Ratel has no such form; the columns of the first row decide")
             return False
         if entry.written not in INVERSE:
-            self._record_read(entry, key, value=was, changed=is_alias or is_translated)
+            note = VALUE_NOTES.get(was, "") if is_translated else ""
+            self._record_read(entry, key, value=was, changed=is_alias or is_translated, note=note)
         if section == "storage" and key == "paths" and isinstance(value.content, str):
             value.content = [replace(value)]
         inner = "datasets" if key == "test_datasets" else section_in(section, key)
@@ -224,10 +225,10 @@ class Dialect:
             self.translate(inner, value)
         return True
 
-    def _record_read(self, entry: Entry, key: str, *, value: str, changed: bool) -> None:
-        """Record an entry that is read: kept as it was written, or translated."""
+    def _record_read(self, entry: Entry, key: str, *, value: str, changed: bool, note: str) -> None:
+        """Record an entry that is read: kept as it was written, or translated. `note`: what is different here."""
         if changed:
-            self._record(entry, "translated", ours=f"{key}: {_shown(entry.value)}", value=value)
+            self._record(entry, "translated", ours=f"{key}: {_shown(entry.value)}", value=value, reason=note)
         elif entry.written == key:
             self._record(entry, "kept")
 

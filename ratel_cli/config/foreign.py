@@ -68,12 +68,16 @@ _OTHER_TEMPLATE = Foreign(
     hint="write it into a file: `chat_template_jinja: FILE`",
 )
 _FP8 = Foreign(fate="noted", reason="Ratel computes in `dtype`, which is more exact")
-_WHOLE_RUN = Foreign(fate="noted", reason="Ratel runs to the end and keeps the last step")
+_WHOLE_RUN = Foreign(fate="noted", reason="only evaluations end a run of Ratel early; see `early_stopping_patience`")
 _RESUME = Foreign(
     fate="noted",
     reason="a run is resumed by itself; `--resume no` starts over and `--resume STEP` goes back",
 )
-_EVALUATION = Foreign(fate="noted", reason="Ratel evaluates the loss only, on `val_set_size`")
+_EVALUATION = Foreign(
+    fate="noted",
+    reason="Ratel evaluates the loss, and the accuracy of classes and of answers that are compared, on `val_set_size` "
+    "or `test_datasets`",
+)
 _DESTINATION = Foreign(
     fate="noted", reason="a directory of an earlier run is continued; another one is not overwritten"
 )
@@ -105,9 +109,7 @@ _PART = Foreign(
 )
 _OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it, or see `optimizer`")
 _METHOD = Foreign(
-    fate="impossible",
-    reason="it is another training method",
-    hint="remove it; Ratel learns from answers to imitate, and with `rl` from answers that are compared",
+    fate="impossible", reason="it is another training method", hint="remove it; see `rl` for answers that are compared"
 )
 _COMPARING = Foreign(
     fate="impossible",
@@ -120,7 +122,9 @@ _REFERENCE = Foreign(
     hint="remove it, if it is the base model",
 )
 _LOSS = Foreign(
-    fate="impossible", reason="it is another loss", hint="remove it; Ratel trains with the cross entropy of each token"
+    fate="impossible",
+    reason="it is another loss",
+    hint="remove it; there are `use_dft_loss`, `label_smoothing_factor` and the losses of `rl`",
 )
 _IMAGES = Foreign(fate="impossible", reason="it trains on images or sound", hint="remove it; Ratel trains on text")
 _THINKING = Foreign(
@@ -149,8 +153,14 @@ _TURNS = Foreign(
 )
 _RATES = Foreign(
     fate="undecided",
-    reason="all weights have one learning rate",
-    hint="remove it; `lr_scheduler_kwargs` has the settings of the schedules",
+    reason="Ratel has no such schedule, and no such group of weights with a rate of its own",
+    hint="remove it; see `lr_scheduler_kwargs`, `loraplus_lr_ratio` and `embedding_lr`",
+)
+_DELAY = Foreign(
+    fate="undecided",
+    reason="Ratel has no delay: earlier evaluations count for the best step and the patience, too",
+    hint="remove it",
+    default=0,
 )
 _BATCH = Foreign(
     fate="undecided",
@@ -191,8 +201,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         use_ipex jit_mode_eval xpu_backend enable_jit_checkpoint env push_to_hub_token push_to_hub_model_id
         push_to_hub_organization hub_token average_tokens_across_devices split_batches ignore_pad_token_for_loss
         data_shared_file_system resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings
-        embeddings_skip_upcast strip_whitespace bnb_config_kwargs model_quantization_config_kwargs pad_token
-        eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval
+        embeddings_skip_upcast strip_whitespace pad_token eval_on_start
+        eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval
         bf16_full_eval fp16_opt_level half_precision_backend fp16_backend auto_find_batch_size accelerator_config
         parallelism_config sharded_ddp experimental_skip_move_to_device torchdistx_path use_habana use_lazy_mode
         gaudi_config_name use_hpu_graphs upcast_layernorm upcast_lmhead_output per_device_eval_batch_size
@@ -286,8 +296,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (_NOTHING, "bnb_4bit_quant_storage gptq gptq_disable_exllama gptq_groupsize gptq_model_v1"),
     (
         _QUANTISED,
-        """quantization_bit quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4 use_bnb
-        use_onebitllms""",
+        """bnb_config_kwargs quantization_bit quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4
+        use_bnb use_onebitllms""",
     ),
     (
         _FREEZING,
@@ -330,7 +340,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         _MODEL,
         """rope_scaling rope_theta overrides_of_model_config overrides_of_model_kwargs model_init_kwargs
         base_model_config model_config model_config_type model_kwargs s2_attention shift_attn
-        sage_attention llama4_linearized_experts use_attentive_kernels yarn model_quantization_config""",
+        sage_attention llama4_linearized_experts use_attentive_kernels yarn model_quantization_config
+        model_quantization_config_kwargs""",
     ),
     (_but(_SELECTION, 0, 1, 2), "min_sample_len"),
     (
@@ -346,6 +357,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optimizer_kwargs
         lr_div_factor""",
     ),
+    (_DELAY, "eval_delay"),
     (_PACKING, "max_packed_sequence_len"),
     (_BATCH, "batch_size train_batch_size global_batch_size"),
     (_MERGE, "<<"),

@@ -55,6 +55,8 @@ def import_config(path: Path) -> Imported:
     if tool == "axolotl":
         _clip_by_default(root, dialect)
         _best_by_patience(root, dialect)
+        _loraplus(root, dialect)
+    _evaluations(root, tool, dialect)
     if tool == "torchtune":
         root.content = translate_torchtune(root.content, dialect)
     is_constant = any(
@@ -110,6 +112,40 @@ def _best_by_patience(root: Marked, dialect: Dialect) -> None:
         root.content["load_best_model_at_end"] = replace(
             patience, written="load_best_model_at_end", value=replace(patience.value, content=True)
         )
+
+
+def _loraplus(root: Marked, dialect: Dialect) -> None:
+    """axolotl gives PEFT's LoRA+ neither a weight decay nor a rate of embeddings. (LLaMA-Factory does decay.)"""
+    assert isinstance(root.content, dict)
+    ratio, decay = (root.content.get(key) for key in ("loraplus_lr_ratio", "weight_decay"))
+    if ratio is None or not ratio.value.content:
+        return
+    if decay is not None and decay.value.content:
+        dialect.read_as(decay, "weight_decay: 0, since axolotl decays nothing with LoRA+")
+        decay.value = replace(decay.value, content=0)
+    for key in ("embedding_lr", "embedding_lr_scale"):
+        if key in root.content:
+            dialect.drop(root.content.pop(key), "axolotl does not use it with `loraplus_lr_ratio`", quietly=False)
+
+
+def _evaluations(root: Marked, tool: str, dialect: Dialect) -> None:
+    """`eval_strategy: steps` without `eval_steps` evaluates every `logging_steps`, whose default each tool has."""
+    assert isinstance(root.content, dict)
+    steps, logged = (root.content.get(key) for key in ("eval_steps", "logging_steps"))
+    by_epoch = root.content.get("evals_per_epoch")
+    for key in ("eval_strategy", "evaluation_strategy"):
+        entry = root.content.get(key)
+        is_given = any(each is not None and each.value.content is not None for each in (steps, logged, by_epoch))
+        if entry is not None and entry.value.content == "steps" and not is_given and tool in _LOGGING_STEPS:
+            number = _LOGGING_STEPS[tool]
+            dialect.read_as(entry, f"eval_steps: {number}, the `logging_steps` of {tool}")
+            root.content["eval_steps"] = replace(
+                entry, written="eval_steps", value=replace(entry.value, content=number)
+            )
+            return
+
+
+_LOGGING_STEPS: Mapping[str, int] = {"transformers": 500, "LLaMA-Factory": 500, "TRL": 10}
 
 
 def _write_masks(root: Marked, tool: str, dialect: Dialect) -> None:
@@ -186,7 +222,7 @@ def _text(root: Marked, tool: str, path: Path, outcomes: Sequence[KeyOutcome], m
         origin = origins.get(entry.where)
         comment = f"the default of {tool}" if not entry.written else ""
         if origin is not None:
-            comment = f"was `{_key_and_value(origin)}`"
+            comment = f"was `{_key_and_value(origin)}`" + (f"; {origin.reason}" if origin.reason else "")
         if comment and more:  # the first line may end inside a text
             lines += [f"# {comment}:", first, *more]
         else:

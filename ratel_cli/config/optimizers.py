@@ -19,7 +19,7 @@ class OptimizerConfig(Section):
     `momentum=0.9,nesterov=true`."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    """For `sgd`: the share of the mean of gradients that is left after a step. 0: there is no mean, and no state."""
+    """For `sgd`: the share of the sum of gradients that is left after a step. 0: there is no sum, and no state."""
     nesterov: bool = False
     """For `sgd` with momentum: Nesterov's momentum, as in torch."""
 

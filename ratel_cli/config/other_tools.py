@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from ratel_cli.config.aliases import ALIASES, TOP
 from ratel_cli.config.reporting import Entries
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.torchtune import is_torchtune
+from ratel_cli.config.torchtune import defaults_of_optimizer, is_torchtune
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar
 
 _SIGNS: Mapping[str, str] = {
@@ -53,7 +53,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Scalar]] = {
         "sample_packing": False,
         "lr_scheduler": "constant",
         "warmup_ratio": 0,
-        "weight_decay": 0.01,
         "max_grad_norm": 0,
     },
 }
@@ -90,6 +89,8 @@ def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
     method = theirs.content.get("rl")
     if tool == "TRL" and method is not None and method.value.content == "kto":
         more["shuffle"] = False  # its trainer takes no other order
+    if tool == "torchtune":
+        more.update(defaults_of_optimizer(theirs))
     return {**_DEFAULTS.get(tool, {}), **more}
 
 

@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from ratel_cli.config.optimizers import OptimizerChoice, OptimizerConfig, optimizer_contradictions
 from ratel_cli.config.scheduler import SchedulerChoice, SchedulerConfig, scheduler_contradictions
@@ -29,6 +29,7 @@ from ratel_cli.config.sections import (
     SnapshotConfig,
     StorageConfig,
     contradictions,
+    without_defaults,
 )
 from ratel_cli.config.values import (
     ActivationPolicy,
@@ -192,7 +193,7 @@ class RunConfig(Section):
     lr_scheduler: SchedulerChoice = "cosine"
     """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
     the last step. The others are those of transformers, to the bit; `lr_scheduler_kwargs` has their settings."""
-    lr_scheduler_kwargs: SchedulerConfig | None = None
+    lr_scheduler_kwargs: Annotated[SchedulerConfig | None, AfterValidator(without_defaults)] = None
     """What else the schedule needs to know, such as `min_lr` for `cosine_with_min_lr`. Default: the schedule's own
     defaults."""
     warmup_steps: WarmupSteps = 0
@@ -203,9 +204,10 @@ class RunConfig(Section):
     optimizer: OptimizerChoice = "adamw"
     """The optimizer; each updates fp32 master weights. `adamw`: AdamW with fp32 moments, 12 bytes of state per
     parameter with `dtype: bfloat16`. `adamw_8bit`: AdamW with moments in 8 bit, in blocks of 256, as in bitsandbytes;
-    6.2 bytes. `lion`: Lion, whose only moment is fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with
-    momentum. With the smaller states, drives have as much less to read and write in a step."""
-    optim_args: OptimizerConfig | None = None
+    6.2 bytes; those of embeddings, too, which transformers' Trainer keeps in fp32. `lion`: Lion, whose only moment is
+    fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with momentum. With the smaller states, drives have as
+    much less to read and write in a step."""
+    optim_args: Annotated[OptimizerConfig | None, AfterValidator(without_defaults)] = None
     """What else the optimizer needs to know, such as `momentum` for `sgd`. Default: the optimizer's own defaults."""
     adam_beta1: Decay = 0.9
     """Decay rate of AdamW's first moment, the running mean of the gradients; and Lion's first one, which weighs its

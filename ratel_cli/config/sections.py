@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -27,6 +27,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+_AnySection = TypeVar("_AnySection", bound=Section)
+
+
+def without_defaults(section: _AnySection | None) -> _AnySection | None:
+    """None for a section that says nothing but its defaults, so that a run is the same with and without it."""
+    return None if section is None or section == type(section)() else section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

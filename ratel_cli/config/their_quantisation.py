@@ -18,6 +18,10 @@ _DOUBLE: Sequence[str] = ("double_quantization", "use_bnb_nested_quant")
 _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
+_OPTIONS = "bnb_config_kwargs"
+"""axolotl's mapping of other settings of 4 bit, which replace those of its own."""
+
+
 def translate_quantisation(entries: Entries, report: Report) -> None:
     """What is quantised, and how. TRL has no double quantisation by default; axolotl and LLaMA-Factory have it."""
     for key in [key for key in entries if key in OF_QUANTISATION and entries[key].value.content in (None, "")]:
@@ -29,6 +33,7 @@ def translate_quantisation(entries: Entries, report: Report) -> None:
         report.read_as(entries.pop("quantization_bit"), f"{_BITS[content]}: true")
         entries.setdefault(_BITS[content], made(bits, True))
     is_on = "load_in_4bit" in entries and entries["load_in_4bit"].value.content is True
+    _take_options(entries, report, is_on=is_on)
     for key in (key for key in _DOUBLE if key in entries):
         entry = entries.pop(key)
         if is_on:
@@ -43,3 +48,19 @@ def translate_quantisation(entries: Entries, report: Report) -> None:
         names = {str(entries["dtype"].value.content), str(computed.value.content)}
         if len({_DTYPES.get(name, name) for name in names}) == 1:
             report.drop(entries.pop("bnb_4bit_compute_dtype"), "it is `dtype`")
+
+
+def _take_options(entries: Entries, report: Report, *, is_on: bool) -> None:
+    """Let axolotl's mapping of settings be keys of their own."""
+    options = entries.get(_OPTIONS)
+    if options is None:
+        return
+    content = options.value.content
+    if not is_on:
+        report.drop(entries.pop(_OPTIONS), "nothing is quantised to 4 bit")
+    elif isinstance(content, dict) and content:
+        del entries[_OPTIONS]
+        report.read_as(options, ", ".join(f"{key}: {show(plain(each.value))}" for key, each in content.items()))
+        for key in content.keys() & entries.keys():
+            report.drop(entries[key], f"`{_OPTIONS}` has it, too")
+        entries.update(content)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.torchtune_data import translate_sets
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, plain, show
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, Scalar, plain, show
 
 _READ: Mapping[str, str] = {
     "checkpointer.checkpoint_dir": "base_model",
@@ -22,6 +22,8 @@ _READ: Mapping[str, str] = {
     "optimizer.lr": "learning_rate",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.eps": "adam_epsilon",
+    "optimizer.momentum": "optim_args.momentum",
+    "optimizer.nesterov": "optim_args.nesterov",
     "lr_scheduler.num_warmup_steps": "warmup_steps",
     "lr_scheduler.num_cycles": "lr_scheduler_kwargs.num_cycles",
     "batch_size": "micro_batch_size",
@@ -53,10 +55,13 @@ _DROPPED = (
 _HARMLESS = (
     "tokenizer.path", "tokenizer.merges_file", "tokenizer.vocab_path", "tokenizer.special_tokens_path",
     "loss.num_output_chunks", "optimizer.fused", "optimizer.foreach", "optimizer.capturable",
-    "optimizer.differentiable", "optimizer.is_paged", "optimizer.optim_bits", "optimizer.min_8bit_size",
-    "optimizer.block_wise",
+    "optimizer.differentiable", "optimizer.is_paged",
 )  # fmt: skip
 """The same for keys inside other keys."""
+_DEFAULTS_OF_8_BIT: Mapping[str, Plain] = {"optimizer.min_8bit_size": 4096, "optimizer.block_wise": True}
+"""Of the classes of bitsandbytes: with other values the moments are others."""
+_OF_OPTIMIZER = ("optimizer._component_", "optimizer.betas", "optimizer.optim_bits", *_DEFAULTS_OF_8_BIT)
+MOMENTS_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
 _UNDECIDED: Mapping[str, str] = {
     "model": "Ratel takes the model as its config.json describes it",
     "tokenizer": "Ratel takes the tokenizer, and its chat template, as its files describe it",
@@ -69,6 +74,8 @@ _UNDECIDED: Mapping[str, str] = {
 """By the first part of a key: why it is left to the user."""
 _WRITES_TURNS = ("llama3", "phi3", "phi4", "qwen2", "qwen3")
 """Beginnings of the names of tokenizers whose turns have headers; those of others are plain texts."""
+_ADAPTER_HINT = "name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`"
+_QUANTISER_HINT = "remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`"
 _KEY = re.compile(r"\$\{([\w.]+)\}")
 _NO_KEY = "Ratel has no such key"
 _SETS = {"dataset": "datasets", "dataset_val": "test_datasets"}
@@ -91,12 +98,12 @@ def translate_torchtune(entries: Entries, report: Report) -> Entries:
     for name, entry in flat.items():
         if name.partition(".")[0] in _SETS:
             continue
-        if name.endswith("_component_") and name.count(".") < 2:
+        if name in _OF_OPTIMIZER:
+            _optimizer(name, entry, flat, translated, report)
+        elif name.endswith("_component_") and name.count(".") < 2:
             _component(name, entry, translated, report, types)
         elif name == "max_steps_per_epoch":
             _steps_per_epoch(entry, flat.get("epochs"), translated, report)
-        elif name == "optimizer.betas":
-            _betas(entry, translated, report)
         elif name not in _READ:
             _leftover(name, entry, report)
         elif name == "tokenizer.max_seq_len" and entry.value.content is None and "sequence_len" not in translated:
@@ -186,7 +193,9 @@ def _read(name: str, entry: Entry, translated: Entries, report: Report) -> None:
         report.drop(entry, "`device: auto` takes the GPU if there is one")
         return
     if section:
-        translated[section] = replace(entry, value=Marked(where=entry.where, content={key: entry}))
+        others = translated[section].value.content if section in translated else None
+        options: Entries = {**(others if isinstance(others, dict) else {}), key: replace(entry, written=key)}
+        translated[section] = replace(entry, written=section, value=Marked(where=entry.where, content=options))
     else:
         translated[ours] = entry
     shown = show(plain(entry.value)).strip("'")
@@ -233,10 +242,6 @@ def _component(name: str, entry: Entry, translated: Entries, report: Report, typ
     path = str(entry.value.content)
     last = path.rpartition(".")[2]
     match name.partition(".")[0]:
-        case "optimizer":
-            found = "adamw_8bit" if "AdamW8bit" in last else "adamw" if "AdamW" in last else last
-            translated["optimizer"] = made(entry, found)
-            report.read_as(entry, f"optimizer: {found}")
         case "lr_scheduler":
             name_of_ours = last.removeprefix("get_").removesuffix("_schedule_with_warmup")
             translated["lr_scheduler"] = made(entry, name_of_ours)
@@ -244,17 +249,66 @@ def _component(name: str, entry: Entry, translated: Entries, report: Report, typ
         case "tokenizer":
             _tokenizer(last, entry, translated, report, types)
         case "model" if last.startswith(("lora_", "qlora_", "dora_")):
-            _impossible(entry, f"`{path}` trains an adapter", "remove it; Ratel trains every weight", report)
+            _impossible(entry, f"`{path}` trains an adapter", _ADAPTER_HINT, report)
         case "quantizer":
-            _impossible(entry, f"`{path}` quantises the model", "remove it; Ratel trains in full precision", report)
+            _impossible(entry, f"`{path}` quantises the model", _QUANTISER_HINT, report)
         case "loss" if "CrossEntropy" not in last and "CE" not in last:
-            _impossible(entry, f"`{path}` is another loss", "remove it; Ratel has the cross entropy", report)
+            _impossible(
+                entry, f"`{path}` is another loss", "remove it; other losses are `use_dft_loss` and `rl`", report
+            )
         case "loss":
             report.drop(entry, "it is the cross entropy, as here")
         case "model" | "checkpointer":
             report.drop(entry, "Ratel takes the model as its directory describes it")
         case _:
             _leftover(name, entry, report)
+
+
+def _optimizer(name: str, entry: Entry, flat: Entries, translated: Entries, report: Report) -> None:
+    """Read a key of the optimizer that is more than a number with another name."""
+    content = entry.value.content
+    if name == "optimizer._component_":
+        _class(entry, flat.get("optimizer.optim_bits"), translated, report)
+    elif name == "optimizer.betas":
+        _betas(entry, translated, report)
+    elif name == "optimizer.optim_bits":
+        report.drop(entry, "the optimizer's name says here how many bits its moments have")
+    elif content is None or content == _DEFAULTS_OF_8_BIT[name]:
+        report.drop(entry, "Ratel does it so")
+    else:
+        report.decide(entry, _NO_KEY)
+
+
+def _class(entry: Entry, bits: Entry | None, translated: Entries, report: Report) -> None:
+    """Read the class of the optimizer; those of bitsandbytes have an argument for the bits of their moments."""
+    last = class_of(entry)
+    is_8bit = last.endswith("8bit") or (bits is not None and bits.value.content == 8)
+    found, remark = last, ""
+    if "AdamW" in last:
+        found = "adamw_8bit" if is_8bit else "adamw"
+        remark = f" ({MOMENTS_IN_FP32})" if last.endswith(("4bit", "Fp8")) else ""
+    elif last in ("Lion", "PagedLion", "Lion32bit", "PagedLion32bit", "Lion8bit", "PagedLion8bit"):
+        found, remark = "lion", f" ({MOMENTS_IN_FP32})" if is_8bit else ""
+    elif last == "SGD" and not is_8bit:
+        found = "sgd"
+    translated["optimizer"] = made(entry, found)
+    report.read_as(entry, f"optimizer: {found}{remark}")
+
+
+def class_of(component: Entry) -> str:
+    """The name of a Python class, without its module."""
+    return str(component.value.content).rpartition(".")[2]
+
+
+def defaults_of_optimizer(theirs: Marked) -> Mapping[str, Scalar]:
+    """The defaults of a config's optimizer where Ratel's are others: each class has its own."""
+    optimizer = theirs.content.get("optimizer") if isinstance(theirs.content, dict) else None
+    arguments = optimizer.value.content if optimizer is not None else None
+    component = arguments.get("_component_") if isinstance(arguments, dict) else None
+    last = "" if component is None else class_of(component)
+    if "AdamW" in last:
+        return {"weight_decay": 0.01}
+    return {"adam_beta2": 0.99} if "Lion" in last else {}
 
 
 def _tokenizer(last: str, entry: Entry, translated: Entries, report: Report, types: set[Plain]) -> None:

@@ -123,11 +123,28 @@ def _strategies(entries: Entries, report: Report) -> None:
                 report.drop(entries.pop(steps), f"`{strategy}` is `epoch`")
             entries[per_epoch] = made(entry, 1)
             report.read_as(entry, f"{per_epoch}: 1")
+        elif content == "steps" and steps == "eval_steps" and _evaluates_as_it_logs(entries):
+            entries[steps] = replace(entries["logging_steps"], written=steps)
+            report.read_as(entry, f"eval_steps: {show(plain(entries[steps].value))}, as `logging_steps`")
         elif content in ("steps", "best", None, ""):
             report.drop(entry, f"`{steps}` decides this", quietly=content != "best")
         else:
             message = f"`{strategy}` must be `no`, `steps` or `epoch`, not {show(plain(entry.value))}"
             report.reject(Finding(where=entry.value.where, message=message), steps)
+
+
+def _evaluates_as_it_logs(entries: Entries) -> bool:
+    """Whether Trainer takes `logging_steps` for `eval_steps`, which no key gives."""
+    given = (entries[key].value.content for key in ("eval_steps", "evals_per_epoch") if key in entries)
+    logged = entries.get("logging_steps")
+    return logged is not None and logged.value.content is not None and not any(each is not None for each in given)
+
+
+def _delay(entries: Entries, report: Report) -> None:
+    """`eval_delay` leaves out evaluations. Where nothing follows from them, that changes nothing."""
+    compared = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_steps")
+    if "eval_delay" in entries and not any(key in entries and entries[key].value.content for key in compared):
+        report.drop(entries.pop("eval_delay"), "nothing follows from an evaluation here")
 
 
 def _steps_without_end(entries: Entries, report: Report) -> None:
@@ -162,9 +179,10 @@ def _minimum_rate(entries: Entries, report: Report) -> None:
 
 
 def _no_options(entries: Entries, report: Report) -> None:
-    entry = entries.get("lr_scheduler_kwargs")
-    if entry is not None and entry.value.content in ({}, ""):
-        report.drop(entries.pop("lr_scheduler_kwargs"), "it is empty")
+    for key in ("lr_scheduler_kwargs", "optim_args"):
+        entry = entries.get(key)
+        if entry is not None and entry.value.content in ({}, ""):
+            report.drop(entries.pop(key), "it is empty")
 
 
 def _order(entries: Entries, report: Report) -> None:
@@ -198,8 +216,25 @@ def _optimizer_options(entries: Entries, report: Report) -> None:
             report.reject(Finding(where=entry.value.where, message=message), "optim_args")
             del entries["optim_args"]
             return
-        options[key] = made(entry, _number_or_text(value))
+        read = _number_or_text(value)
+        if key == "nesterov" and read in (0, 1):  # transformers takes numbers for it, too
+            read = bool(read)
+        options[key] = replace(made(entry, read), written=key)
     entries["optim_args"] = replace(entry, value=Marked(where=entry.value.where, content=options))
+
+
+def _old_lion(entries: Entries, report: Report) -> None:
+    """axolotl's old Lion, of the package lion_pytorch: it has betas of its own unless both are given."""
+    names = [key for key in ("optimizer", "optim") if key in entries]
+    entry = entries[names[0]] if names else None
+    betas = [key for key in ("adam_beta1", "adam_beta2") if key in entries and entries[key].value.content is not None]
+    if entry is None or entry.value.content != "lion_pytorch" or len(betas) == 2:
+        return
+    for key in betas:
+        report.drop(entries.pop(key), "lion_pytorch uses both betas or none", quietly=False)
+    report.read_as(entry, "optimizer: lion, adam_beta2: 0.99")
+    entries[names[0]] = made(entry, "lion")
+    entries["adam_beta2"] = replace(made(entry, 0.99), written="adam_beta2")
 
 
 def _number_or_text(text: str) -> str | float | bool:
@@ -410,11 +445,13 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _precision,
     _no_gpu,
     _strategies,
+    _delay,
     _steps_without_end,
     _minimum_rate,
     _no_options,
     _order,
     _optimizer_options,
+    _old_lion,
     _plugins,
     _trackers,
     _hub,

@@ -84,7 +84,7 @@ def _draw_loss(axes: Axes, steps: Sequence[StepMetrics]) -> None:
         axes.plot(places, _smoothed(losses, width), color=_LOSS, label="training, smoothed")
     else:
         axes.plot(places, losses, color=_LOSS, label="training")
-    evaluated = [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
+    evaluated = [(step.step, step.shown_eval_loss) for step in steps if step.shown_eval_loss is not None]
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), color=_EVAL, marker="o", markersize=4, label="evaluation")
     axes.set_title("Loss")

@@ -43,7 +43,8 @@ def _rows(outcomes: Sequence[ImportedKey]) -> Iterator[tuple[str, str]]:
         yield "kept", ", ".join(kept)
     for outcome in outcomes:
         if outcome.fate == "translated":
-            yield _WORDS[outcome.fate], f"{_written(outcome)}  ->  {outcome.ours}"
+            remark = f" ({outcome.reason})" if outcome.reason else ""
+            yield _WORDS[outcome.fate], f"{_written(outcome)}  ->  {outcome.ours}{remark}"
     quiet = [outcome.written for outcome in outcomes if outcome.fate == "ignored"]
     if quiet:
         yield "dropped", f"{', '.join(quiet)}: {'it changes' if len(quiet) == 1 else 'they change'} nothing here"

@@ -113,7 +113,7 @@ def _table_of_steps(steps: Sequence[StepMetrics]) -> str:
     every = max(1, -(-len(steps) // _MOST_ROWS))
     chosen = [*steps[::every], *([steps[-1]] if (len(steps) - 1) % every else [])]
     names = ["step", "loss", "lr", "norm", "tokens/s", "seconds", "stalled %"]
-    if any(each.eval_loss is not None for each in steps):
+    if any(each.shown_eval_loss is not None for each in steps):
         names.append("eval loss")
     content = json.dumps({"names": names, "rows": [_row(each, len(names)) for each in chosen]}, allow_nan=False)
     # `<` cannot end the element early: it is written as JSON's escape.
@@ -126,5 +126,5 @@ def _row(step: StepMetrics, length: int) -> list[object]:
     values = [step.loss, step.learning_rate, step.grad_norm, step.tokens_per_second, step.step_seconds, 100 * stalled]
     row: list[object] = [step.step, *(decimal(value) if isfinite(value) else None for value in values)]
     if length > len(row):
-        row.append(None if step.eval_loss is None else decimal(step.eval_loss))
+        row.append(None if step.shown_eval_loss is None else decimal(step.shown_eval_loss))
     return row

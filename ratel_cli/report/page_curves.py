@@ -47,7 +47,7 @@ class _Curve:
 def loss_figure(report: RunReport) -> str:
     """Loss and evaluation loss over the steps, as wide as the page."""
     steps = report.steps
-    evaluated = [(float(each.step), each.eval_loss) for each in steps if each.eval_loss is not None]
+    evaluated = [(float(each.step), each.shown_eval_loss) for each in steps if each.shown_eval_loss is not None]
     scale = scale_of([each.loss for each in steps] + [loss for _, loss in evaluated])
     keys = [_key("line", "training"), *([_key("second", "evaluation")] if evaluated else [])]
 

@@ -130,6 +130,12 @@ def ended_early_line(best: BestSoFar, *, step: int, metric: str) -> str:
     return f"ended early after step {step}: {since} without a better {metric}{which}"
 
 
+def lost_best_line(best: int, saved: int | None) -> str:
+    """A warning that the best step cannot be the run's result. `saved`: the best one that is saved."""
+    instead = "no evaluated step is" if saved is None else f"step {saved} is the best that is"
+    return f"step {best} has the best evaluation, but is not saved any more; {instead}"
+
+
 def saved_line(step: int, dropped: Sequence[int]) -> str:
     """One line about a saved step, and the saved steps that it replaces."""
     return f"saved step {step}" + (f" in place of step {', '.join(map(str, dropped))}" if dropped else "")

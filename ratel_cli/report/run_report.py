@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from math import isfinite
+from math import inf, isfinite
 from statistics import median
 
 from ratel_cli.hardware.spec import HardwareProfile
@@ -142,7 +142,7 @@ def key_figures(report: RunReport) -> list[Figure]:
         figures.append(Figure(name="reward margin", value=number(margin), context=context))
     evaluated = [each for each in steps if each.eval_loss is not None]
     if evaluated:
-        best = min(evaluated, key=lambda each: each.eval_loss or 0.0)
+        best = min(evaluated, key=lambda each: inf if each.shown_eval_loss is None else each.shown_eval_loss)
         value = number(evaluated[-1].eval_loss)
         figures.append(
             Figure(name="eval loss", value=value, context=f"best {number(best.eval_loss)}, step {best.step}")

@@ -80,7 +80,7 @@ def status_to_json(runs: Sequence[RunStatus]) -> dict[str, object]:
                 "step": each.step,
                 "num_steps": each.num_steps,
                 "loss": None if each.loss is None or not isfinite(each.loss) else each.loss,
-                "eval_loss": each.eval_loss,
+                "eval_loss": None if each.eval_loss is None or not isfinite(each.eval_loss) else each.eval_loss,
                 "tokens_per_second": each.tokens_per_second,
                 "seconds_left": each.seconds_left,
                 "ended_early": each.ended_early,

@@ -38,8 +38,8 @@ def report_lines(report: RunReport, *, width: int) -> list[str]:
     lines += aligned(figures) if figures else []
     steps = report.steps
     if steps:
-        evaluated = [each for each in steps if each.eval_loss is not None]
-        losses = [each.eval_loss if each.eval_loss is not None else 0.0 for each in evaluated]
+        evaluated = [each for each in steps if each.shown_eval_loss is not None]
+        losses = [each.shown_eval_loss if each.shown_eval_loss is not None else 0.0 for each in evaluated]
         name = "loss; X: evaluation" if evaluated else "loss"
         lines += _plot(name, steps, [each.loss for each in steps], width, dots=(evaluated, losses))
         for curve in step_curves(steps):

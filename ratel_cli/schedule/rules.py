@@ -116,7 +116,7 @@ _CHOICES: Final[Mapping[str, RuleChoice]] = {
 
 
 def rules_of(optimizer: OptimizerName, *, has_momentum: bool = False) -> RuleChoice:
-    """The rules of an optimizer. `has_momentum`: of `sgd`, whether it keeps a mean of the gradients."""
+    """The rules of an optimizer. `has_momentum`: of `sgd`, whether it keeps a sum of the gradients."""
     if optimizer == "sgd" and has_momentum:
         return RuleChoice(SGD_MOMENTUM, SGD_MOMENTUM)
     return _CHOICES[optimizer]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.sizes import BLOCK_ALIGNMENT
@@ -37,6 +38,17 @@ class Readable(Protocol):
         """Read elements [start, stop) of a field into `memory`. The ticket raises IntegrityFailure if it is damaged."""
 
 
+def check_same_step(steps: Sequence[float]) -> None:
+    """Raise IntegrityFailure unless the slices of all ranks are of one step. `steps`: of each rank."""
+    if len(set(steps)) > 1:
+        failure = IntegrityFailure(
+            f"the slices of the ranks are of different steps: {', '.join(f'{step:.0f}' for step in steps)}",
+            "name a step that all ranks have saved, or resume the run",
+        )
+        failure.reported_by = 0
+        raise failure
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedGeneration:
     """All slices of a generation. Reads are done when they return."""
@@ -47,6 +59,10 @@ class JoinedGeneration:
     """Whole."""
     pool: BufferPool
     chunk_elements: int = BLOCK_ALIGNMENT
+
+    def __post_init__(self) -> None:
+        """Raise IntegrityFailure if slices are of different steps."""
+        check_same_step([each.progress.step for each in self.slices])
 
     @property
     def progress(self) -> Progress:

@@ -54,9 +54,10 @@ class BestRule:
                 found = found.after(self, step.step, value)
         return found
 
-    def best_among(self, steps: Iterable[StepMetrics], saved: Collection[int]) -> int | None:
-        """The best of the steps that are saved; None if none of them was evaluated."""
-        return self.best_so_far(step for step in steps if step.step in saved).step
+    def best_among(self, steps: Iterable[StepMetrics], saved: Collection[int]) -> BestSoFar:
+        """The best of the steps that are saved. It is the result of a run that saves the best one: a better one may be
+        lost, as after `ratel restore`."""
+        return self.best_so_far(step for step in steps if step.step in saved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,8 @@ class RunFacts:
     ended_early_at: int | None = None
     """The step after which evaluations ended the run; None if it has not ended, or at its last step."""
     exported_step: int | None = None
-    """The step that was exported as the best one; None if it is the last one, or there is no export yet."""
+    """The step that was exported as the best one that is saved, which may be the last one; None if the last one was
+    exported because no step is the best, or if there is no export yet."""
 
     def to_json(self) -> dict[str, object]:
         """The content of the file."""

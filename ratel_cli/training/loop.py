@@ -79,6 +79,8 @@ class LoopSettings:
     """Seconds that it predicts for any other step."""
     best: BestRule | None = None
     """None: no step is the best, and the run has all its steps."""
+    num_copied: int = 0
+    """Slots of the store that saved steps must leave free, for the generation that is copied to a snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class LoopCallbacks:
     """Called with a step that was saved, and with the saved steps that were dropped for it."""
     before_evaluation: Callable[[int], None] = lambda step: None
     """Called with a step that is committed and will be evaluated."""
+    best_is_lost: Callable[[int, int | None], None] = lambda best, saved: None
+    """Called when the loop begins, if the best step is not saved any more: with it, and with the best that is saved."""
     evaluated_again: Callable[[StepMetrics], None] = lambda metrics: None
     """Called with the last step of an earlier process, which ended before the step was evaluated."""
 
@@ -163,6 +167,11 @@ class TrainingLoop:
         self._uncommitted: Progress | None = None
         """Progress of the step that is computed but not yet committed; None if there is none."""
         self._best = BestSoFar() if settings.best is None else settings.best.best_so_far(earlier)
+        self._best_saved = BestSoFar()
+        """The best step that is saved. It is not the best one if that was lost."""
+        self._saved_for_best = set[int]()
+        """Steps that this loop has saved for being the best alone."""
+        self._earlier = earlier
         self._last_done = earlier[-1] if earlier else None
         """Of an earlier process."""
 
@@ -174,6 +183,7 @@ class TrainingLoop:
         """
         # A run that was killed between a commit and its save has still to save it, or to evaluate it.
         self._agree_on_best()
+        self._find_best_saved()
         self._evaluate_again()
         self._save_if_due()
         self._callbacks.after_commit()
@@ -213,6 +223,11 @@ class TrainingLoop:
     def best(self) -> BestSoFar:
         """The best step so far."""
         return self._best
+
+    @property
+    def best_saved(self) -> BestSoFar:
+        """The best step that is saved, if the best one is."""
+        return self._best_saved
 
     @property
     def ends_early(self) -> bool:
@@ -425,19 +440,23 @@ class TrainingLoop:
         if self._save_is_due(self._progress.step):
             self._save()
 
-    def _save(self) -> None:
-        """Pin the step. The store has slots for so many saved steps and no more, so others must go first."""
-        dropped = self._drop_old()
+    def _save(self, *, instead_of: int | None = None) -> None:
+        """Pin the step. The store has slots for so many saved steps and no more, so others must go first; first of all
+        the step `instead_of`."""
+        dropped = self._drop_old(instead_of)
         self._store.pin()
         self._callbacks.after_save(self._progress.step, dropped)
 
-    def _drop_old(self) -> list[int]:
+    def _drop_old(self, first: int | None) -> list[int]:
         """Unpin the oldest steps beyond the limit, as Trainer removes checkpoints: neither the best step nor the one
-        that is saved now. Returns them."""
+        that is saved now. Without `save_steps` there is no limit but the store's slots: steps that the user had saved
+        before stay while they can. Returns them."""
         settings, step = self._settings, self._progress.step
-        needed = {step, self._best.step} if self._saves_best else {step}
+        needed = {step, self._best_saved.step} if self._saves_best else {step}
         others = [each for each in self._store.pinned_steps if each not in needed]
-        limit = 0 if settings.save_steps is None else settings.save_total_limit
+        others.sort(key=lambda each: each != first)
+        num_slots = self._store.num_slots - 2 - settings.num_copied
+        limit = num_slots if settings.save_steps is None else settings.save_total_limit
         kept = {*self._store.pinned_steps, step} & needed
         dropped = others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]
         for each in dropped:
@@ -450,14 +469,25 @@ class TrainingLoop:
         value = None if rule is None else rule.value_of(metrics)
         if rule is None or value is None:
             return
-        before, self._best = self._best, self._best.after(rule, metrics.step, value)
-        if self._best.step != metrics.step or not rule.saves_best:
+        self._best = self._best.after(rule, metrics.step, value)
+        if not rule.saves_best:
+            return
+        before, self._best_saved = self._best_saved.step, self._best_saved.after(rule, metrics.step, value)
+        if self._best_saved.step != metrics.step:
             return
         pinned = self._store.pinned_steps
-        if before.step in pinned and not self._is_time_to_save(before.step):
-            self._store.unpin(before.step)  # it was saved for being the best alone
+        if before is not None and before in pinned and self._is_for_best_alone(before):
+            self._store.unpin(before)
         if metrics.step not in pinned and not self._is_time_to_save(metrics.step):
-            self._save()
+            self._saved_for_best.add(metrics.step)
+            self._save(instead_of=before)
+
+    def _is_for_best_alone(self, step: int) -> bool:
+        """Whether a step was saved for being the best alone. Of a step of an earlier process, only `save_steps` tells;
+        without it, the user may have saved it."""
+        if self._settings.save_steps is None:
+            return step in self._saved_for_best
+        return not self._is_time_to_save(step)
 
     @property
     def _saves_best(self) -> bool:
@@ -465,16 +495,35 @@ class TrainingLoop:
 
     def _agree_on_best(self) -> None:
         """All ranks know what the first one knows: each has read its own records."""
-        if self._settings.best is None or self._ranks.size == 1:
-            return
-        best = self._best
+        if self._settings.best is not None:
+            self._best = self._of_first(self._best)
+
+    def _of_first(self, best: BestSoFar) -> BestSoFar:
+        """What the first rank has found."""
+        if self._ranks.size == 1:
+            return best
         known = [math.nan if best.step is None else best.step, math.nan if best.value is None else best.value]
         step, value, number = self._ranks.gathered([*known, best.num_without_gain])[0]
-        self._best = BestSoFar(
+        return BestSoFar(
             step=None if math.isnan(step) else int(step),
             value=None if math.isnan(value) else value,
             num_without_gain=int(number),
         )
+
+    def _find_best_saved(self) -> None:
+        """Find the best of the steps that all ranks have, and save it if it is the current one. The best step of all
+        may be lost: a snapshot has no saved steps, and the rule may be another one than before."""
+        rule, current = self._settings.best, self._progress.step
+        if rule is None or not rule.saves_best:
+            return
+        saved = {current, *saved_by_all(self._ranks, self._store.pinned_steps)}
+        self._best_saved = self._of_first(rule.best_among(self._earlier, saved))
+        if self._best_saved.step == current and current not in self._store.pinned_steps:
+            if not self._is_time_to_save(current):
+                self._saved_for_best.add(current)
+            self._save()
+        if self._best.step is not None and self._best.step != self._best_saved.step:
+            self._callbacks.best_is_lost(self._best.step, self._best_saved.step)
 
     def _evaluate_again(self) -> None:
         """Evaluate the last step that is done, if it should have been and its process ended before."""
@@ -515,6 +564,13 @@ class TrainingLoop:
         evaluated = replace(metrics, eval_loss=total.mean_loss, eval_accuracy=total.accuracy, eval_preferences=figures)
         self._take_as_evaluated(evaluated)
         return evaluated
+
+
+def saved_by_all(ranks: Ranks, steps: Sequence[int]) -> set[int]:
+    """The steps that all ranks have saved; this one has `steps`. A rank that ended between two saves has others. Raises
+    as `Channel.swap`."""
+    lengths = [int(number) for (number,) in ranks.gathered([len(steps)])]
+    return set.intersection(*({int(step) for step in found} for found in ranks.gathered(steps, lengths=lengths)))
 
 
 def slowest_rank_of(ranks: Ranks, times: StepTimes) -> tuple[int, Resource] | tuple[None, None]:

@@ -84,6 +84,11 @@ class StepMetrics:
         """A figure of answers that are compared, such as `rewards/margins`; NaN if there is none."""
         return math.nan if self.preferences is None else self.preferences.get(name, math.nan)
 
+    @property
+    def shown_eval_loss(self) -> float | None:
+        """`eval_loss` where a curve or a table can show it; None if it is not finite, too."""
+        return self.eval_loss if self.eval_loss is not None and math.isfinite(self.eval_loss) else None
+
     def to_json(self) -> dict[str, object]:
         """The content of one line. Values that are not finite are null, as JSON has no NaN. None is left out."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
@@ -125,8 +130,8 @@ class StepMetrics:
             predicted_seconds=_number(fields, "predicted_seconds"),
             applied=fields.flag("applied"),
             clipped=fields.flag("clipped"),
-            eval_loss=None if fields.optional("eval_loss") is None else fields.number("eval_loss"),
-            eval_accuracy=None if fields.optional("eval_accuracy") is None else fields.number("eval_accuracy"),
+            eval_loss=_evaluated(fields, "eval_loss"),
+            eval_accuracy=_evaluated(fields, "eval_accuracy"),
             slowest_rank=None if fields.optional("slowest_rank") is None else fields.integer("slowest_rank"),
             slowest_bottleneck=slowest_bottleneck,
             preferences=_figures(fields, "preferences"),
@@ -295,6 +300,11 @@ def _number(fields: JsonFields, key: str) -> float:
     """A number; NaN where the field holds null."""
     value = fields.optional_number(key)
     return math.nan if value is None else float(value)
+
+
+def _evaluated(fields: JsonFields, key: str) -> float | None:
+    """A number that an evaluation gave, NaN if it was not finite; None if the step was not evaluated."""
+    return _number(fields, key) if key in fields.names() else None
 
 
 def _by_resource(fields: JsonFields) -> dict[Resource, float]:

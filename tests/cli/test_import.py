@@ -23,6 +23,7 @@ deepspeed: zero3.json
 neftune_noise_alpha: 5
 something_new: 3
 """
+OF_EMBEDDINGS = "transformers keeps the moments of embeddings in fp32, Ratel in 8 bit"
 KEPT = "base_model, datasets, datasets.path, datasets.type, micro_batch_size, learning_rate, neftune_noise_alpha"
 TRL = """\
 model_name_or_path: org/name
@@ -51,14 +52,14 @@ def test_the_table_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.splitlines() == [
         "from        a config of axolotl",
         f"kept        {KEPT}",
-        "translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw_8bit",
+        f"translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw_8bit ({OF_EMBEDDINGS})",
         "dropped     strict: it changes nothing here",
         "dropped     deepspeed: zero3.json: Ratel has an engine of its own; see `storage` and `limits`",
         "decide      something_new: 3: Ratel has no such key",
         "wrote run.yaml; decide what it asks, then try `ratel check run.yaml`",
     ]
     text = Path("run.yaml").read_text()
-    assert "optimizer: adamw_8bit  # was `optimizer: adamw_bnb_8bit`" in text
+    assert f"optimizer: adamw_8bit  # was `optimizer: adamw_bnb_8bit`; {OF_EMBEDDINGS}" in text
     assert "sequence_len: 512  # the default of axolotl" in text
     assert "# Needs a decision:\n#   something_new: 3   (Ratel has no such key)\n" in text
     assert load_config(Path("run.yaml")).notices == ()
@@ -104,7 +105,7 @@ def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
         f"error: theirs.yaml:11:1: `pissa_init` is not a key of Ratel: {OTHER_ADAPTER}",
         "hint: remove it; `adapter: lora` trains one",
         "error: theirs.yaml:12:1: `reward_model` is not a key of Ratel: it is another training method",
-        "hint: remove it; Ratel does supervised full fine-tuning",
+        "hint: remove it; see `rl` for answers that are compared",
     ]
     assert not Path("run.yaml").exists()
 
@@ -166,6 +167,38 @@ def test_axolotl_loads_the_best_model_of_a_run_that_may_stop_early(given: str) -
     assert import_config(write(f"{TRL}{steps}")).text.count("load_best_model_at_end") == 0
     text = import_config(write(f"{AXOLOTL}{steps}early_stopping_patience:\n{given}")).text
     assert load_config(write(text)).config.saves_best is False
+
+
+def test_lora_plus_of_axolotl_decays_nothing_and_has_one_rate() -> None:
+    keys = "adapter: lora\nloraplus_lr_ratio: 16\nweight_decay: 0.1\nembedding_lr: 1.0e-5\n"
+    imported = import_config(write(AXOLOTL + keys))
+    rows = {each.written: each for each in imported.outcomes}
+    assert rows["weight_decay"].ours == "weight_decay: 0, since axolotl decays nothing with LoRA+"
+    assert (rows["embedding_lr"].fate, "axolotl does not use it" in rows["embedding_lr"].reason) == ("noted", True)
+    config = load_config(write(imported.text)).config
+    assert (config.loraplus_lr_ratio, config.weight_decay, config.embedding_lr) == (16.0, 0.0, None)
+    without = load_config(write(import_config(write(AXOLOTL + keys.replace("16", "null"))).text)).config
+    assert (without.weight_decay, without.embedding_lr) == (0.1, 1e-5)
+    theirs = "finetuning_type: lora\nstage: sft\nloraplus_lr_ratio: 16\nweight_decay: 0.1\n"
+    llama_factory = "model_name_or_path: org/name\ndatasets: a.jsonl\n" + theirs
+    assert load_config(write(import_config(write(llama_factory)).text)).config.weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"), [("", 10), ("logging_steps: 3\n", 3), ("eval_steps: 5\n", 5), ("evals_per_epoch: 2\n", None)]
+)
+def test_evaluations_of_trainer_are_as_frequent_as_its_logs(lines: str, expected: int | None) -> None:
+    imported = import_config(write(f"{TRL}val_size: 0.1\neval_strategy: steps\n{lines}"))
+    assert load_config(write(imported.text)).config.eval_steps == expected
+
+
+def test_moments_of_more_bits_are_named_in_the_new_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write(f"{TRL}optim: adamw_torch_4bit\n")
+    assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 0
+    note = "Ratel keeps its moments in fp32, on NVMe"
+    assert f"optimizer: adamw  # was `optim: adamw_torch_4bit`; {note}\n" in Path("run.yaml").read_text()
+    assert f"optim: adamw_torch_4bit  ->  optimizer: adamw ({note})" in capsys.readouterr().err
+    assert "keeps the moments of embeddings in fp32" in import_config(write(f"{TRL}optim: paged_adamw_8bit\n")).text
 
 
 @pytest.mark.parametrize("key", ["early_stopping_patience", "early_stopping_steps"])

@@ -68,6 +68,39 @@ def test_what_is_impossible_in_torchtune(old: str, new: str, error: str) -> None
     assert error in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ("torch.optim.SGD", ("sgd", 0.0, 0.999, None)),
+        ("torch.optim.SGD, momentum: 0.9", ("sgd", 0.0, 0.999, (0.9, False))),
+        ("torch.optim.SGD, momentum: 0.9, nesterov: true, weight_decay: 0.5", ("sgd", 0.5, 0.999, (0.9, True))),
+        ("torch.optim.AdamW", ("adamw", 0.01, 0.999, None)),
+        ("bitsandbytes.optim.PagedAdamW", ("adamw", 0.01, 0.999, None)),
+        ("bitsandbytes.optim.PagedAdamW, optim_bits: 8, min_8bit_size: 4096", ("adamw_8bit", 0.01, 0.999, None)),
+        ("bitsandbytes.optim.PagedAdamW8bit, block_wise: true", ("adamw_8bit", 0.01, 0.999, None)),
+        ("torchao.optim.AdamW4bit", ("adamw", 0.01, 0.999, None)),
+        ("bitsandbytes.optim.PagedLion8bit", ("lion", 0.0, 0.99, None)),
+    ],
+)
+def test_optimizers_of_torchtune(optimizer: str, expected: tuple[object, ...]) -> None:
+    text = TORCHTUNE.replace("torch.optim.AdamW, lr: 1e-5, betas: [0.8, 0.95]", f"{optimizer}, lr: 1e-5")
+    imported = import_config(write(text))
+    assert not [each for each in imported.outcomes if each.fate == "undecided"]
+    Path("run.yaml").write_text(imported.text)
+    config = load_config(Path("run.yaml")).config
+    options = None if config.optim_args is None else (config.optim_args.momentum, config.optim_args.nesterov)
+    assert (config.optimizer, config.weight_decay, config.adam_beta2, options) == expected
+    row = next(each for each in imported.outcomes if each.written == "optimizer._component_")
+    assert ("moments in fp32" in row.ours) is (optimizer.endswith("4bit") or "Lion8bit" in optimizer)
+
+
+@pytest.mark.parametrize("option", ["min_8bit_size: 1", "block_wise: false", "dampening: 0.5"])
+def test_an_option_that_changes_an_optimizer_is_left_to_the_user(option: str) -> None:
+    text = TORCHTUNE.replace("torch.optim.AdamW", f"bitsandbytes.optim.AdamW8bit, {option}")
+    [row] = [each for each in import_config(write(text)).outcomes if each.fate == "undecided"]
+    assert row.written == f"optimizer.{option.partition(':')[0]}"
+
+
 SETS = {
     "instruct_dataset": (
         "source: json, data_files: q.json, column_map: {input: q, output: a}, new_system_prompt: Be kind.",

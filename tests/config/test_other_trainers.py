@@ -199,6 +199,10 @@ def test_the_precision_of_other_trainers(load: Load, lines: str, dtype: str) -> 
         ("save_strategy: epoch\nsave_steps: 500\neval_strategy: epoch\nnum_epochs: 4", 25, 25),
         ("save_strategy: steps\nsave_steps: 5\nevaluation_strategy: steps\neval_steps: 7", 5, 7),
         ("eval_strategy: 'no'\neval_steps: 7", None, None),
+        ("eval_strategy: steps\nlogging_steps: 7", None, 7),
+        ("evaluation_strategy: steps\nlogging_steps: 7\neval_steps:", None, 7),
+        ("eval_strategy: steps\nlogging_steps: 7\neval_steps: 3", None, 3),
+        ("eval_strategy: steps", None, None),
         ("save_strategy: best\nsave_steps: 5", 5, None),
     ],
 )
@@ -234,6 +238,37 @@ def test_options_of_an_optimizer_in_one_line(load: Load, options: str) -> None:
     assert config.optim_args is not None
     assert (config.optim_args.momentum, config.optim_args.nesterov) == (0.9, True)
     assert load(MINIMAL + "optim: sgd\noptim_args: ''\n").config.optim_args is None
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("no", False)])
+def test_nesterov_as_a_number(load: Load, value: str, expected: bool) -> None:
+    config = load(MINIMAL + f"optim: sgd\noptim_args: momentum=0.9,nesterov={value}\n").config
+    assert config.optim_args is not None and config.optim_args.nesterov is expected
+
+
+def test_an_error_names_the_option_of_an_optimizer(complain: Complain) -> None:
+    [error] = complain(MINIMAL + "optim: sgd\noptim_args: momentum=0.9,nesterov=2\n")
+    assert "`optim_args.nesterov` must be true or false" in error
+    [error] = complain(MINIMAL + "optim: sgd\noptim_args: momentum=2\n")
+    assert "`optim_args.momentum`" in error
+
+
+@pytest.mark.parametrize(
+    ("betas", "expected"),
+    [
+        ("", (0.9, 0.99)),
+        ("adam_beta1: 0.5\n", (0.9, 0.99)),
+        ("adam_beta2: 0.5\n", (0.9, 0.99)),
+        ("adam_beta1: 0.5\nadam_beta2: 0.75\n", (0.5, 0.75)),
+    ],
+)
+def test_the_old_lion_of_axolotl_has_betas_of_its_own(load: Load, betas: str, expected: tuple[float, float]) -> None:
+    loaded = load(MINIMAL + f"optimizer: lion_pytorch\n{betas}")
+    config = loaded.config
+    assert (config.optimizer, config.adam_beta1, config.adam_beta2) == ("lion", *expected)
+    is_alone = betas.count("adam") == 1
+    assert any("lion_pytorch uses both betas or none" in notice for notice in loaded.notices) is is_alone
+    assert load(MINIMAL + "optimizer: lion_32bit\n").config.adam_beta2 == 0.999
 
 
 def test_the_device_of_the_trainer(load: Load) -> None:
@@ -486,6 +521,15 @@ def test_settings_of_an_adapter_that_is_not_there(load: Load) -> None:
             "adapter: lora\nload_in_4bit: true\nbnb_4bit_quant_type: nf4\ndtype: bf16\nbnb_4bit_compute_dtype: bf16\n",
             (True, False, True),
         ),
+        (
+            (
+                "adapter: qlora\nload_in_4bit: true\nbnb_4bit_use_double_quant: true\n"
+                "bnb_config_kwargs: {bnb_4bit_use_double_quant: false, bnb_4bit_quant_type: nf4}\n"
+            ),
+            (True, False, False),
+        ),
+        ("adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {}\n", (True, False, True)),
+        ("adapter: lora\nload_in_8bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n", (False, True, True)),
     ],
 )
 def test_quantised_models_of_other_trainers(load: Load, text: str, expected: tuple[bool, bool, bool]) -> None:
@@ -504,12 +548,36 @@ def test_quantised_models_of_other_trainers(load: Load, text: str, expected: tup
         ("finetuning_type: lora\nquantization_bit: 3\n", "`quantization_bit` is not a key"),
         ("adapter: lora\nload_in_4bit: true\nbnb_4bit_quant_type: fp4\n", "`bnb_4bit_quant_type` is not a key"),
         ("adapter: lora\nload_in_4bit: true\nbnb_4bit_compute_dtype: float16\n", "computed with in `dtype`"),
+        (
+            "adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n",
+            "`bnb_4bit_quant_type` is not a key",
+        ),
+        ("adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: fp4\n", "`bnb_config_kwargs` is not a key"),
+        ("model_quantization_config_kwargs: {dequantize: true}\n", "`model_quantization_config_kwargs` is not a key"),
         ("load_in_8bit: true\n", "`load_in_8bit` is set without `adapter`"),
     ],
 )
 def test_quantised_models_that_ratel_has_not(complain: Complain, text: str, message: str) -> None:
     errors = complain(MINIMAL + text)
     assert any(message in error for error in errors), errors
+
+
+def test_a_delay_of_evaluations_counts_where_they_are_compared(load: Load, complain: Complain) -> None:
+    steps = "val_set_size: 0.1\neval_steps: 5\neval_delay: 10\n"
+    assert any("`eval_delay` changes nothing here" in notice for notice in load(MINIMAL + steps).notices)
+    load(MINIMAL + steps.replace("10", "0") + "early_stopping_patience: 2\n")
+    for line in ("load_best_model_at_end: true\n", "early_stopping_patience: 2\n"):
+        [error] = complain(MINIMAL + steps + line)
+        assert "`eval_delay` is not a key of Ratel: Ratel has no delay" in error
+
+
+def test_what_quantised_keys_say_where_they_change_nothing(load: Load) -> None:
+    """Double quantisation of nothing, and a data type that is the run's own."""
+    notices = load(MINIMAL + "use_bnb_nested_quant: true\n").notices
+    assert any("`use_bnb_nested_quant` changes nothing here" in notice for notice in notices)
+    text = "adapter: lora\nload_in_4bit: true\ndtype: bfloat16\nbnb_4bit_compute_dtype: bf16\n"
+    notices = load(MINIMAL + text).notices
+    assert any("`bnb_4bit_compute_dtype` changes nothing here" in notice for notice in notices)
 
 
 def test_double_quantisation_of_nothing(load: Load) -> None:

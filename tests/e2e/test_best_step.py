@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.e2e.runs import (
     output_of,
     ratel,
     run_until_killed,
+    store_of,
     succeed,
     succeed_ranks,
     write_config,
@@ -133,6 +135,37 @@ def test_ranks_end_together(make_config: MakeConfig) -> None:
     line = next(line for line in first.splitlines() if line.startswith("ended early"))
     (output_of(config) / "run" / "ranks" / "1" / "run" / "metrics.jsonl").unlink()
     assert line in succeed_ranks(config, 2)
+
+
+def test_a_run_whose_best_step_is_lost_ends_with_the_best_that_is_saved(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A snapshot has no saved steps. `finetune` and `export` give the same step, and say which. The greatest loss is
+    the best here, so that it is an early one."""
+    storage = {"engine": "threads", "snapshot": {"path": str(tmp_path / "snapshot"), "every": 4}}
+    config = make_config(
+        **{**CHANGES, "max_steps": 10, "early_stopping_patience": None, "storage": storage, "greater_is_better": True}
+    )
+    succeed(config)
+    losses = evaluations(config)
+    best = max(losses, key=lambda step: losses[step])
+    shutil.rmtree(store_of(config).parent)
+    ended = ratel("restore", config)
+    assert ended.code == 0
+    [row] = json.loads(ratel("status", output_of(config), "--json").stdout)["runs"]
+    restored = row["step"]
+    assert best < restored <= 10, losses
+    err = succeed(config)
+    assert evaluations(config) == losses
+    left = [step for step in losses if step >= restored]
+    saved = max(left, key=lambda step: losses[step])
+    found = f"step {restored} is the best that is" if restored in losses else "no evaluated step is"
+    assert f"warning: step {best} has the best evaluation, but is not saved any more; {found}" in err
+    assert f"exported the model of step {saved}, the best that is saved, to " in err
+    assert json.loads((output_of(config) / "run" / "run.json").read_text())["exported_step"] == saved
+    assert status(config)["state"] == "finished"
+    assert ratel("export", output_of(config), "-o", tmp_path / "export").code == 0
+    assert file_hash(tmp_path / "export" / "model.safetensors") == export_hash(config)
 
 
 @pytest.mark.full

@@ -119,3 +119,13 @@ def test_another_part_is_another_run(make_config: MakeConfig) -> None:
 def test_patterns_that_cannot_be(make_config: MakeConfig, key: str, pattern: str, message: str) -> None:
     for ended in (finetune(make_config(**{key: [pattern]})), ratel("plan", make_config("plan", **{key: [pattern]}))):
         assert_rejected(ended, 2, message)
+
+
+@pytest.mark.parametrize("key", ["embedding_lr", "embedding_lr_scale"])
+def test_a_rate_for_ends_that_are_frozen(make_config: MakeConfig, key: str) -> None:
+    frozen = make_config(**{**CHANGES, "unfrozen_parameters": ["model.layers.0"], key: 0.5})
+    ended = finetune(frozen)
+    assert_rejected(ended, 2, f"{key}: embedding and head are frozen")
+    assert "hint: remove it, or train one of them" in ended.stderr
+    head = make_config("head", **{**CHANGES, "unfrozen_parameters": ["lm_head"], key: 0.5, "max_steps": 1})
+    succeed(head)

@@ -37,6 +37,28 @@ def trained_config(text: str) -> RunConfig:
     return load_config(Path("run.yaml")).config
 
 
+def test_how_the_model_is_quantised_is_a_part_of_a_runs_identity() -> None:
+    """Two forms can take the same bytes, so that no size of a block tells them apart."""
+    texts = ("", "load_in_8bit: true\n", "load_in_4bit: true\n")
+    texts += ("load_in_4bit: true\nbnb_4bit_use_double_quant: false\n",)
+    hashes = [settings_hash(trained_config("adapter: lora\n" + text)) for text in texts]
+    assert len(set(hashes)) == len(texts)
+    assert hashes[0] == settings_hash(trained_config("adapter: lora\nbnb_4bit_use_double_quant: false\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("optim_args: {}", "optim_args"),
+        ("optim_args: {momentum: 0.0, nesterov: false}", "optim_args"),
+        ("lr_scheduler_kwargs: {min_lr: null}", "lr_scheduler_kwargs"),
+    ],
+)
+def test_a_section_of_defaults_is_as_none(text: str, key: str) -> None:
+    config = trained_config(text + "\n")
+    assert getattr(config, key) is None and settings_hash(config) == settings_hash(trained_config(""))
+
+
 def identity_with(config_hash: str) -> StoreIdentity:
     return StoreIdentity(model_hash="", config_hash=config_hash, data_hash="", seed=0, software="")
 

@@ -58,7 +58,7 @@ class FakeStore:
 
     slot_bytes = SLOT_BYTES
     made_bytes = 2 * SLOT_BYTES
-    num_slots = 1 << 20
+    num_slots: int = 1 << 20
 
     def __init__(self, events: list[str], *, step: int = 0, loss_scale: float = 65536.0) -> None:
         self.progress = Progress(step=step, updates=step, loss_scale=loss_scale, good_steps=0, tokens=10 * step)
@@ -208,13 +208,14 @@ class Run:
         recording: StepRecording | None = None,
         eval_losses: dict[int, float] | None = None,
         earlier: Sequence[StepMetrics] = (),
+        num_slots: int = 1 << 20,
         **changes: object,
     ) -> None:
         """`eval_losses`: of each step that is evaluated; else the samples decide."""
         self.events: list[str] = []
         self._notes_commits = notes_commits
         self.store = FakeStore(self.events, step=step, loss_scale=loss_scale)
-        self.store.pinned_steps = pinned
+        self.store.pinned_steps, self.store.num_slots = pinned, num_slots
         timeline, queue = Timeline(), FakeQueue()
         self.engine = FakeEngine(self.events, queue, timeline, failing or {})
         settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
@@ -223,6 +224,7 @@ class Run:
             self.engine.evaluation = lambda: losses[self.store.progress.step]
         self.evaluated_again: list[StepMetrics] = []
         self.saved: list[tuple[int, Sequence[int]]] = []
+        self.lost: list[tuple[int, int | None]] = []
         self.loop = TrainingLoop(
             self.engine,
             store=self.store,
@@ -239,6 +241,7 @@ class Run:
                 after_commit=self._after_commit,
                 trace_step=self._trace,
                 after_save=lambda step, dropped: self.saved.append((step, tuple(dropped))),
+                best_is_lost=lambda best, saved: self.lost.append((best, saved)),
                 evaluated_again=self.evaluated_again.append,
             ),
             recording=recording,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -154,6 +155,103 @@ def test_a_run_that_resumes_ends_as_one_that_was_not_killed(first: int, *, is_ev
     assert run.store.pinned_steps == whole.store.pinned_steps
     again = [metrics.eval_loss for metrics in run.evaluated_again]
     assert again == ([] if is_evaluated or first % 2 or not first else [losses[first]])
+
+
+@pytest.mark.parametrize("save_steps", [None, 4])
+def test_the_result_is_the_best_step_of_those_that_are_saved(save_steps: int | None) -> None:
+    """Whatever the store has lost before the run resumes: all saved steps, or the best one."""
+    draw, lost, kept = random.Random(3), 0, 0
+    for number in range(120):
+        losses = {step: draw.choice(LOSSES) for step in range(EVERY, NUM_STEPS + 1, EVERY)}
+        rule = BestRule(saves_best=True, is_greater_better=draw.random() < 0.5)
+        whole = a_run(losses, rule, save_steps=save_steps, save_total_limit=2)
+        first = draw.randrange(1, NUM_STEPS + 1)
+        done = whole.run_all()[:first]
+        pinned = tuple(step for step in range(EVERY, first + 1, EVERY) if draw.random() < 0.2)[:2]
+        run = a_run(
+            losses,
+            rule,
+            save_steps=save_steps,
+            save_total_limit=2,
+            step=first,
+            pinned=pinned,
+            earlier=done,
+            num_slots=4,
+        )
+        run.run_all()
+        sign = -1 if rule.is_greater_better else 1
+        known = {step: sign * losses[step] for step in losses if step in pinned or step >= first}
+        wanted = min(known, key=lambda step: (known[step], step))
+        assert run.loop.best_saved.step == wanted and wanted in run.store.pinned_steps, number
+        before = {step: sign * losses[step] for step in losses if step <= first}
+        best = min(before, key=lambda step: (before[step], step), default=None)
+        is_lost = best is not None and best not in (first, *pinned)
+        assert [step for step, _ in run.lost] == [best] * is_lost
+        assert (run.loop.best_saved.step == run.loop.best.step) is (run.loop.best.step in known)
+        lost, kept = lost + is_lost, kept + (not is_lost)
+    assert min(lost, kept) > 20
+
+
+def test_a_lost_best_step_still_counts_for_the_patience() -> None:
+    losses = dict(zip(range(2, 13, 2), (1.0, 2.0, 1.75, 1.5, 1.25, 1.0), strict=True))
+    rule = BestRule(patience=3, saves_best=True)
+    whole = a_run(losses, rule)
+    whole.run_all()
+    assert (whole.store.progress.step, whole.store.pinned_steps) == (8, (2,))
+    run = a_run(losses, rule, step=4, earlier=whole.reported[:4])
+    run.run_all()
+    assert (run.store.progress.step, run.lost) == (8, [(2, 4)])
+    assert (run.loop.best.step, run.loop.best_saved.step, run.store.pinned_steps) == (2, 8, (8,))
+    ended = a_run(losses, rule, step=8, earlier=whole.reported)
+    ended.run_all()
+    assert (ended.loop.best_saved.step, ended.store.pinned_steps) == (8, (8,)), "saved when the loop begins"
+
+
+def test_without_a_saved_evaluation_no_step_is_the_best_until_the_next_one() -> None:
+    whole = a_run(dict.fromkeys(range(2, 13, 2), 1.0), BestRule(saves_best=True))
+    whole.run_all()
+    run = a_run({12: 2.0}, BestRule(saves_best=True), step=11, earlier=whole.reported[:11])
+    assert run.loop.best_saved.step is None
+    run.run_all()
+    assert (run.lost, run.loop.best_saved.step, run.store.pinned_steps) == ([(2, None)], 12, (12,))
+
+
+def test_patience_alone_has_no_best_step_as_the_result() -> None:
+    run = a_run(dict.fromkeys(range(2, 13, 2), 1.0), BestRule(patience=9))
+    run.run_all()
+    assert (run.loop.best.step, run.loop.best_saved.step) == (2, None)
+
+
+def test_steps_that_the_user_had_saved_stay_while_the_store_has_slots() -> None:
+    losses = dict(zip(range(2, 13, 2), (3.0, 3.0, 2.0, 1.75, 1.5, 1.75), strict=True))
+    rule = BestRule(saves_best=True)
+    done = a_run(losses, BestRule(patience=99)).run_all()[:5]
+    roomy = a_run(losses, rule, step=5, pinned=(2, 4), earlier=done, num_slots=5)
+    roomy.run_all()
+    assert (roomy.store.pinned_steps, roomy.saved) == ((2, 4, 10), [(6, ()), (8, ()), (10, ())])
+    for changes in ({"num_slots": 4}, {"num_slots": 5, "num_copied": 1}):
+        tight = a_run(losses, rule, step=5, pinned=(2, 4), earlier=done, **changes)
+        tight.run_all()
+        assert (tight.store.pinned_steps, tight.saved[0]) == ((4, 10), (6, (2,))), (
+            "2 was the best: it is replaced first"
+        )
+    again = a_run(losses, rule, step=7, pinned=(2, 4, 6), earlier=a_run(losses, rule).run_all()[:7], num_slots=5)
+    again.run_all()
+    assert again.store.pinned_steps == (2, 4, 10), "6 may be the user's, but goes first"
+
+
+@pytest.mark.parametrize("first", range(NUM_STEPS + 1))
+def test_a_run_whose_evaluations_are_not_finite_ends_where_it_would_have(first: int) -> None:
+    """Their records are read from the file, which has no NaN."""
+    losses = dict(zip(range(2, 13, 2), (math.nan, 2.0, math.nan, math.inf, math.nan, 1.0), strict=True))
+    rule = BestRule(patience=3, saves_best=True)
+    whole = a_run(losses, rule)
+    whole.run_all()
+    assert (whole.store.progress.step, whole.loop.best.step, whole.store.pinned_steps) == (10, 4, (4,))
+    done = [StepMetrics.from_json(json.loads(json.dumps(each.to_json()))) for each in whole.reported[:first]]
+    run = a_run(losses, rule, step=min(first, 10), pinned=(4,) if first >= 4 else (), earlier=done)
+    run.run_all()
+    assert (run.store.progress.step, run.loop.best, run.evaluated_again) == (10, whole.loop.best, [])
 
 
 def test_what_a_metric_is(recorded: StepMetrics) -> None:

@@ -35,6 +35,18 @@ def test_figures_of_answers_that_are_compared_come_back() -> None:
         StepMetrics.from_json({**line, "preferences": [1]})
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_evaluation_that_is_not_finite_is_not_one_that_was_never_made(value: float) -> None:
+    evaluated = replace(metrics(3), eval_loss=value, eval_accuracy=value)
+    line = json.loads(json.dumps(evaluated.to_json(), allow_nan=False))
+    back = StepMetrics.from_json(line)
+    assert back.eval_loss is not None and math.isnan(back.eval_loss)
+    assert back.eval_accuracy is not None and math.isnan(back.eval_accuracy)
+    assert back.shown_eval_loss is None and evaluated.shown_eval_loss is None
+    del line["eval_loss"], line["eval_accuracy"]
+    assert StepMetrics.from_json(line) == metrics(3)
+
+
 def metrics(step: int) -> StepMetrics:
     return StepMetrics(
         step=step,

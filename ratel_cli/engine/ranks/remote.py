@@ -20,7 +20,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.store.generation import Generation
-from ratel_cli.store.joined import JoinedGeneration, Readable
+from ratel_cli.store.joined import JoinedGeneration, Readable, check_same_step
 from ratel_cli.store.layout import RankSlice, StoredBlock
 from ratel_cli.store.manifest import Progress
 
@@ -33,10 +33,12 @@ _EMPTY = memoryview(b"")
 @contextmanager
 def read_by_first(ranks: Ranks, spec: ModelSpec, generation: Generation, pool: BufferPool) -> Iterator[Readable | None]:
     """For rank 0 the generation with the slices of all ranks; for the others None, after they have answered until rank
-    0 has left the context. `spec`: of the whole model. Raises as `Channel.swap`."""
+    0 has left the context. `spec`: of the whole model. Raises IntegrityFailure in all ranks if theirs are of different
+    steps, and as `Channel.swap`."""
     if ranks.size == 1:
         yield generation
         return
+    check_same_step([step for (step,) in ranks.gathered([generation.progress.step])])
     if ranks.rank:
         _serve(ranks, generation, pool)
         yield None

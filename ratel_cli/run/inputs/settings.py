@@ -92,7 +92,11 @@ def quantised_form(config: RunConfig) -> QuantisedForm | None:
 def settings_hash(config: RunConfig) -> str:
     """The part of a store's identity that says which settings its run has."""
     others = (key for key in CHOOSES_BITS if getattr(config, key) != RunConfig.model_fields[key].default)
-    return hash_of(config.model_dump(mode="json", include={*DECIDES_THE_BITS, *others}))
+    settings = config.model_dump(mode="json", include={*DECIDES_THE_BITS, *others})
+    form = quantised_form(config)
+    if form is not None:  # two forms can take the same bytes, and then no block tells them apart
+        settings["quantised_form"] = form
+    return hash_of(settings)
 
 
 def rules_in(config: RunConfig) -> RuleChoice:

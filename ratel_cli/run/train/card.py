@@ -105,7 +105,7 @@ def _losses(steps: Sequence[StepMetrics]) -> Iterator[LossRow]:
 
     The last step always has a row.
     """
-    ends = [place for place, step in enumerate(steps) if step.eval_loss is not None] or list(range(len(steps)))
+    ends = [place for place, step in enumerate(steps) if step.shown_eval_loss is not None] or list(range(len(steps)))
     if steps and ends[-1] != len(steps) - 1:
         ends.append(len(steps) - 1)
     num_rows, start = min(len(ends), _MAX_ROWS), 0
@@ -114,7 +114,7 @@ def _losses(steps: Sequence[StepMetrics]) -> Iterator[LossRow]:
         yield LossRow(
             step=steps[end].step,
             loss=finite_mean(step.loss for step in steps[start : end + 1]),
-            eval_loss=steps[end].eval_loss,
+            eval_loss=steps[end].shown_eval_loss,
         )
         start = end + 1
 

@@ -47,7 +47,7 @@ from ratel_cli.run.inputs.settings import wear_limit
 from ratel_cli.run.train.branch import Branch, open_branch
 from ratel_cli.run.train.card import card_of
 from ratel_cli.run.train.hub import upload_export
-from ratel_cli.run.train.open import best_generation
+from ratel_cli.run.train.open import slices_of
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.profile_machine import measure_for_run, report_other_load
 from ratel_cli.run.train.ranks import (
@@ -74,7 +74,6 @@ from ratel_cli.run.train.store import as_stored, check_decay, find_store, make_s
 from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.run.train.train import Training
 from ratel_cli.run.train.trial import tried_profile
-from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.open import START_OVER
 from ratel_cli.store.store import Store, StoreIdentity
@@ -142,11 +141,11 @@ def run_finetune(
             context, inputs, planner, store, snapshots=snapshots, trackers=trackers, save_plan=save_plan
         ) as training:
             training.run(plan, profile)
-        exported = best_generation(context.config, store, training.best.step)
+        [exported] = slices_of([store], training.best_saved.step)
         with read_by_first(ranks, planner.spec, exported, context.pool) as generation:
             if generation is not None:
-                _export(context, inputs, store, generation, overwrite=overwrite)  # phase 5
-        _save_end(run, training, facts, exported)
+                _export(context, inputs, store, generation, training, overwrite=overwrite)  # phase 5
+        _save_end(run, training, facts)
     if context.config.hub_model_id is not None:
         upload_export(context.config, log)
 
@@ -251,7 +250,9 @@ def _check_fits(context: RunContext, inputs: Inputs, share: HardwareProfile) -> 
     planner.plan(estimated_profile(planner, inputs.model))
 
 
-def _export(context: RunContext, inputs: Inputs, store: Store, generation: Readable, *, overwrite: bool) -> None:
+def _export(
+    context: RunContext, inputs: Inputs, store: Store, generation: Readable, training: Training, *, overwrite: bool
+) -> None:
     config, log = context.config, context.log
     context.stop.check()
     notices = inputs.base.export(
@@ -267,15 +268,17 @@ def _export(context: RunContext, inputs: Inputs, store: Store, generation: Reada
     )
     for text in notices:
         log.notice(text)
-    best = f" of step {generation.progress.step}, the best," if config.saves_best else ""
-    log.remark(f"exported the model{best} to {config.output_dir}; {inputs.base.how_to_load}")
+    saved = training.best_saved.step
+    which = "the best" if saved == training.best.step else "the best that is saved"
+    what = "the model" if saved is None else f"the model of step {saved}, {which},"
+    log.remark(f"exported {what} to {config.output_dir}; {inputs.base.how_to_load}")
     delete = command("clean", config.output_dir, "--store")
     log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
 
 
-def _save_end(run: _Run, training: Training, facts: RunFacts, exported: Generation) -> None:
-    """Write why the run ended, and which step is exported, where that is not the last one."""
-    step = exported.progress.step if run.context.config.saves_best else None
+def _save_end(run: _Run, training: Training, facts: RunFacts) -> None:
+    """Write why the run ended, and which step is exported as the best one."""
+    step = training.best_saved.step
     if training.ended_early_at is None and step is None:
         return
     facts = replace(facts, ended_early_at=training.ended_early_at, exported_step=step)

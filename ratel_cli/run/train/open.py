@@ -79,7 +79,8 @@ class OpenedRun:
             steps = read_history(run_directory(config.output_dir) / METRICS_NAME).up_to(current).steps
         except OSError:
             steps = ()
-        return rule.best_among(steps, {current, *self.store.pinned_steps})
+        saved = set.intersection(*(set(store.pinned_steps) for store in self.stores))
+        return rule.best_among(steps, {current, *saved}).step
 
 
 def open_run(context: RunContext) -> OpenedRun:
@@ -127,13 +128,6 @@ def open_stores(context: RunContext, config: RunConfig, *, shared: bool = False)
             f"resume the run with --ranks {size}, which brings them to the newest step that all have",
         )
     return tuple(stores)
-
-
-def best_generation(config: RunConfig, store: Store, best_step: int | None) -> Generation:
-    """The result of a run whose steps are done: its best step if the config wants that, and it is saved; else the last
-    one."""
-    is_saved = best_step in store.pinned_steps and best_step != store.progress.step
-    return store.pinned(best_step) if config.saves_best and best_step is not None and is_saved else store.current()
 
 
 def slices_of(stores: Sequence[Store], step: int | None) -> list[Generation]:

@@ -29,6 +29,7 @@ from ratel_cli.report.run import (
     adapted_line,
     ended_early_line,
     evaluation_line,
+    lost_best_line,
     plan_line,
     run_summary,
     saved_line,
@@ -86,6 +87,8 @@ class Training(Closing):
         self._max_bytes_written = max_bytes_written(config, num_sharing=context.layout.on_drives)
         self.best = BestSoFar()
         """The best step, once the steps are done; without a rule for it, none is."""
+        self.best_saved = BestSoFar()
+        """The best step that is saved, which is the run's result; none if the last one is."""
         self.ended_early_at: int | None = None
         """The step after which the evaluations ended the run; None if they did not."""
         self._last: StepMetrics | None = None
@@ -198,7 +201,7 @@ class Training(Closing):
                     pin_ahead(self._context, self._inputs.model.spec, followed, units_only=True)
                     loop.follow(partial(engine_for, followed), self._loop_settings(followed))
                     previous = None
-            self.best = loop.best
+            self.best, self.best_saved = loop.best, loop.best_saved
             if loop.ends_early:
                 self.ended_early_at = self._store.progress.step
                 self._log.say(ended_early_line(loop.best, step=self.ended_early_at, metric=self._metric_words))
@@ -286,6 +289,7 @@ class Training(Closing):
                 after_commit=self._after_commit,
                 after_save=lambda step, dropped: self._log.say(saved_line(step, dropped)),
                 before_evaluation=lambda step: panel.show_work(f"evaluating after step {step}"),
+                best_is_lost=lambda best, saved: self._log.warn(lost_best_line(best, saved)),
                 evaluated_again=self._evaluated_again,
             ),
             recording=recording,
@@ -330,4 +334,5 @@ class Training(Closing):
             predicted_seconds=plan.time.total,
             predicted_unclipped_seconds=plan.time.total if plan.unclipped_seconds is None else plan.unclipped_seconds,
             best=best_rule(config),
+            num_copied=int(config.storage.snapshot is not None),
         )
