@@ -13,6 +13,7 @@ from ratel_cli.engine.ranks.remote import read_by_first
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
+from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import JoinedGeneration
 from ratel_cli.training.loop import saved_by_all
 from tests.ranks.threads import together
@@ -22,8 +23,8 @@ MESSAGE = "the slices of the ranks are of different steps: 1, 1, 0"
 SPEC = cast("Any", SimpleNamespace(stored_blocks=(), sliced=lambda rank_slice: SimpleNamespace(stored_blocks=())))
 
 
-def generation_of(step: int) -> Any:
-    return SimpleNamespace(progress=SimpleNamespace(step=step), chunk_elements=1, blocks=())
+def generation_of(step: int) -> Generation:
+    return cast(Generation, SimpleNamespace(progress=SimpleNamespace(step=step), chunk_elements=1, blocks=()))
 
 
 def test_slices_of_two_steps_are_not_joined(tmp_path: Path) -> None:
