@@ -217,7 +217,14 @@ def _trained(
         }
         for name, master in trained.items()
     ]
-    optimizers = optimizers_of(recipe.optimizer, groups, learning_rate=recipe.learning_rate, momentum=recipe.momentum)
+    looked_up = [f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)]
+    optimizers = optimizers_of(
+        recipe.optimizer,
+        groups,
+        learning_rate=recipe.learning_rate,
+        momentum=recipe.momentum,
+        embeddings=[trained[name] for name in looked_up if name in trained],
+    )
     losses, norms, parameter_norms = [], [], []
     for step in range(num_steps):
         loss, sums = gradients_of(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -67,16 +68,23 @@ class AdamW8bit(_Rule):
 
 
 def optimizers_of(
-    name: str, groups: list[dict[str, Any]], *, learning_rate: float, momentum: float = 0.0, nesterov: bool = False
+    name: str,
+    groups: list[dict[str, Any]],
+    *,
+    learning_rate: float,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    embeddings: Collection[torch.Tensor] = (),
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of a run, which step one after another, with the defaults of Ratel's config. Groups have
-    parameters and their weight decay."""
+    parameters and their weight decay. `embeddings`: these have moments in fp32, as transformers' Trainer has it."""
+    looked_up = set(map(id, embeddings))
 
     def only(*, large: bool) -> list[dict[str, Any]]:
-        return [
-            {**group, "params": [each for each in group["params"] if (each.numel() >= LEAST_8BIT) is large]}
-            for group in groups
-        ]
+        def is_large(parameter: torch.Tensor) -> bool:
+            return parameter.numel() >= LEAST_8BIT and id(parameter) not in looked_up
+
+        return [{**group, "params": [each for each in group["params"] if is_large(each) is large]} for group in groups]
 
     betas = (0.9, 0.999)
     if name == "lion":

@@ -103,8 +103,6 @@ _SAME_ALGORITHM = (
 """AdamW in another coat: other kernels, or other places for the same states."""
 _EIGHT_BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
 """AdamW with moments in 8 bit, in blocks of 256 elements, by the same map: that of bitsandbytes."""
-_OF_TRAINER = ("adamw_bnb_8bit", "paged_adamw_8bit")
-"""Those whose moments of embeddings Trainer keeps in 32 bit."""
 _SMALLER_STATES = ("adamw_torch_4bit", "adamw_torch_fp8", "ao_adamw_4bit", "ao_adamw_fp8", "adamw_anyprecision")
 """AdamW with moments of fewer bits, which are an approximation of what Ratel computes."""
 _LION = ("lion_32bit", "lion_pytorch", "paged_lion", "paged_lion_32bit", "Lion")
@@ -139,10 +137,7 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By key: other names of its values."""
-VALUE_NOTES: Mapping[str, str] = {
-    **dict.fromkeys((*_SMALLER_STATES, *_SMALLER_LION), MOMENTS_IN_FP32),
-    **dict.fromkeys(_OF_TRAINER, "transformers keeps the moments of embeddings in fp32, Ratel in 8 bit"),
-}
+VALUE_NOTES: Mapping[str, str] = dict.fromkeys((*_SMALLER_STATES, *_SMALLER_LION), MOMENTS_IN_FP32)
 """By such a name: what is different here."""
 
 

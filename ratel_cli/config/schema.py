@@ -203,8 +203,8 @@ class RunConfig(Section):
     """The length of the warm-up as a fraction of all steps, rounded down. Set this or `warmup_steps`, not both."""
     optimizer: OptimizerChoice = "adamw"
     """The optimizer; each updates fp32 master weights. `adamw`: AdamW with fp32 moments, 12 bytes of state per
-    parameter with `dtype: bfloat16`. `adamw_8bit`: AdamW with moments in 8 bit, in blocks of 256, as in bitsandbytes;
-    6.2 bytes; those of embeddings, too, which transformers' Trainer keeps in fp32. `lion`: Lion, whose only moment is
+    parameter with `dtype: bfloat16`. `adamw_8bit`: AdamW with moments in 8 bit, in blocks of 256, as in bitsandbytes,
+    but for embeddings, as in transformers' Trainer; 6.2 bytes. `lion`: Lion, whose only moment is
     fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with momentum. With the smaller states, drives have as
     much less to read and write in a step."""
     optim_args: Annotated[OptimizerConfig | None, AfterValidator(without_defaults)] = None

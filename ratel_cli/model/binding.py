@@ -68,6 +68,11 @@ class PlacedParameter:
         return tuple(self.unbound.shape) if self._quantised is None else (self._quantised.layout.num_bytes,)
 
     @property
+    def is_embedding(self) -> bool:
+        """Whether it is looked up; the head may be the same matrix."""
+        return any(isinstance(place.module, nn.Embedding) for place in self.places)
+
+    @property
     def quantised_shape(self) -> tuple[int, ...] | None:
         """The shape of the matrix that it holds, quantised; None: it is none of these."""
         found = self._quantised
@@ -191,7 +196,7 @@ def cut_into_blocks(
         kinds = [
             (
                 each.dtype,
-                rules.of(each.shape) if each.is_trained else FROZEN,
+                rules.of(each.shape, is_embedding=each.is_embedding) if each.is_trained else FROZEN,
                 tuple(users[each.name][1:]),
                 rates.of(each.name, len(each.shape)) if each.is_trained else 0,
             )

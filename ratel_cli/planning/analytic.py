@@ -83,9 +83,14 @@ def spec_from_shape(
         ("head", [("norm.weight", (h,))]),
     ]
     cut = [
-        (segment, rule, block_name, [each for each in parameters if rules.of(each[1]) == rule])
+        (
+            segment,
+            rule,
+            block_name,
+            [each for each in parameters if rules.of(each[1], is_embedding=not segment) == rule],
+        )
         for segment, (block_name, parameters) in enumerate(groups)
-        for rule in dict.fromkeys(rules.of(shape) for _, shape in parameters)
+        for rule in dict.fromkeys(rules.of(shape, is_embedding=not segment) for _, shape in parameters)
     ]
     cut.sort(key=lambda block: block[0] > 0 and block[1] != rules.main)  # as in a real model (model/binding.py)
     return ModelSpec(

@@ -75,9 +75,13 @@ class RuleChoice:
     of_small: Rule
     """Of parameters with fewer elements than `least_elements`."""
     least_elements: int = 0
+    of_embeddings: Rule | None = None
+    """Of what is looked up; None: as of any other."""
 
-    def of(self, shape: tuple[int, ...]) -> Rule:
+    def of(self, shape: tuple[int, ...], *, is_embedding: bool = False) -> Rule:
         """The rule of a parameter."""
+        if is_embedding and self.of_embeddings is not None:
+            return self.of_embeddings
         return self.main if math.prod(shape) >= self.least_elements else self.of_small
 
 
@@ -109,7 +113,8 @@ RULES: Final = {rule.name: rule for rule in (ADAMW, ADAMW_8BIT, LION, SGD, SGD_M
 ALL_ADAMW: Final = RuleChoice(ADAMW, ADAMW)
 _CHOICES: Final[Mapping[str, RuleChoice]] = {
     "adamw": ALL_ADAMW,
-    "adamw_8bit": RuleChoice(ADAMW_8BIT, ADAMW, LEAST_8BIT),
+    # Gradients of embeddings are too uneven for 8 bit: transformers' Trainer keeps their moments in fp32, too.
+    "adamw_8bit": RuleChoice(ADAMW_8BIT, ADAMW, LEAST_8BIT, of_embeddings=ADAMW),
     "lion": RuleChoice(LION, LION),
     "sgd": RuleChoice(SGD, SGD),
 }
