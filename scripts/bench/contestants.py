@@ -37,6 +37,7 @@ from transformers import LlamaConfig
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.planning.placement import Overlap
+from ratel_cli.planning.wear import WearPolicy
 from ratel_cli.sizes import DtypeName
 
 Name = TypeVar("Name")
@@ -90,6 +91,7 @@ class Task:
     """The rank of an adapter that is trained instead of the weights, by PEFT; 0: the weights are."""
     dtype: DtypeName = "bfloat16"
     """Of weights, activations and gradients."""
+    wear: WearPolicy = "balanced"
     overlap: Overlap = "optimized"
     in_place: bool = False
     """The store has one slot, not two, and takes half the space."""
@@ -149,6 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, shape: str, tokens: int, m
     parser.add_argument(
         "--dtype", choices=get_args(DtypeName), default="bfloat16", help="for a processor that is slow in bf16: float32"
     )
+    parser.add_argument("--wear", choices=get_args(WearPolicy), default="balanced", help="`storage.wear`, for `ratel`")
     parser.add_argument("--in-place", action="store_true", help="one slot: half the space on the drive")
     parser.add_argument(
         "--host-memory-gib", type=float, default=None, help="for `ratel`; default: what is free, less a margin"
@@ -168,6 +171,7 @@ def task_of(arguments: argparse.Namespace, contestant: Contestant, *, overlap: O
         clip=arguments.clip,
         lora=arguments.lora,
         dtype=arguments.dtype,
+        wear=arguments.wear,
         overlap=overlap,
         in_place=arguments.in_place,
         host_memory_gib=arguments.host_memory_gib,

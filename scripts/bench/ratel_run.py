@@ -216,7 +216,7 @@ def run_config(task: Task, directory: Path, *, limit_bytes: int, activations: Ac
         device=task.device,
         activations=activations,
         optimizer_overlap=task.overlap,
-        storage=StorageConfig(paths=(directory,), durability="none" if task.in_place else "step"),
+        storage=StorageConfig(paths=(directory,), durability="none" if task.in_place else "step", wear=task.wear),
         limits=LimitsConfig(gpu_memory=gpu_bytes, host_memory=limit_bytes),
         seed=0,
     )

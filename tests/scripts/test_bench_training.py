@@ -25,7 +25,9 @@ def run(script: str, *arguments: str) -> tuple[str, dict[str, dict[str, float]]]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "options", [(), ("--clip",), ("--lora", "4", "--dtype", "float32")], ids=["unclipped", "clipped", "lora in fp32"]
+    "options",
+    [(), ("--clip",), ("--lora", "4", "--dtype", "float32", "--wear", "ignore")],
+    ids=["unclipped", "clipped", "lora in fp32"],
 )
 def test_a_step_next_to_plain_pytorch(tmp_path: Path, options: tuple[str, ...]) -> None:
     contestants = ("--contestants", "plain", "ratel", "--directory", str(tmp_path))
