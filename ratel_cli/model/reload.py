@@ -82,11 +82,10 @@ def load_export(
     the model, or if a tensor is missing or unexpected.
     """
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
-    with ExitStack() as resources:
-        files = _open_dequantised(directory, dtype, resources)
-        constants = {name for each in files for name, entry in each.tensors.items() if is_constant(entry)}
-        is_quantised = any(not isinstance(each, ShardReader) for each in files)
-        if is_quantised:
+    is_quantised = quantisation_of(directory) is not None
+    if is_quantised:
+        with ExitStack() as resources:
+            files = _open_dequantised(directory, dtype, resources)
             config = read_any_config(directory)
             del config.quantization_config
             # An automatic class takes weights from a directory alone.
@@ -107,6 +106,9 @@ def load_export(
     except Exception as error:
         raise IntegrityFailure(f"{directory}: transformers cannot load the model: {first_line(error)}") from error
     options.clear()
+    with ExitStack() as resources:
+        files = _open_dequantised(directory, dtype, resources)
+        constants = {name for each in files for name, entry in each.tensors.items() if is_constant(entry)}
     model, findings = cast(tuple[PreTrainedModel, Mapping[str, Iterable[object]]], loaded)
     for finding, words, allowed in (
         ("missing_keys", "is missing", set[str]()),
