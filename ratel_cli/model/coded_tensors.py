@@ -114,16 +114,16 @@ class ScaledTensor(CodedTensor):
         values *= self.kept("scales", self.scales)[of_rows].index_select(1, of_columns)
         return values.to(self.computed_in)
 
+
+@dataclass(kw_only=True)
+class Int8Tensor(ScaledTensor):
+    """bitsandbytes' int8: the largest magnitude of each row stands for 127."""
+
     def layout_bytes(self, layout: QuantisedLayout) -> torch.Tensor | None:
-        """See CodedTensor. Codes in int8 with a scale for each row are those of bitsandbytes."""
-        codes = self.files[self.sources[0]].tensors[self.sources[0]]
-        if (
-            layout.form != "int8"
-            or not self.sources[1].endswith(".SCB")
-            or codes.shape != (layout.rows, layout.columns)
-        ):
+        """See CodedTensor."""
+        if layout.form != "int8" or self.entry.shape != (layout.rows, layout.columns):
             return None
-        return _joined(layout, [self.whole(self.sources[0]), self.whole(self.sources[1])])
+        return _joined(layout, [self.whole(name) for name in self.sources])
 
 
 @dataclass(kw_only=True)
@@ -145,11 +145,21 @@ class ExpertsTensor(CodedTensor):
 
 @dataclass(kw_only=True)
 class BitsandbytesTensor(CodedTensor):
-    """NF4 or FP4: two elements in a byte, the first one in its upper half, and the magnitude of each block."""
+    """NF4 or FP4: two elements in a byte, the first one in its upper half, and the magnitude of each block.
+
+    With double quantisation (`nested`) these are codes, too: what they stand for is scaled, and `offset` added.
+    """
 
     block: int
+    magnitudes: str
+    """The tensor of magnitudes, or of their codes."""
+    values: str
+    """The tensor of what the 16 codes stand for."""
+    nested: tuple[str, str] | None
+    """The tensors of the scales of magnitudes, and of what their 256 codes stand for."""
     nested_block: int
     offset: float
+    is_nf4: bool
     computed_in: torch.dtype
 
     def part(self, number: int) -> torch.Tensor:
@@ -159,29 +169,28 @@ class BitsandbytesTensor(CodedTensor):
         first, last = start // 2 // item, align_up(stop, 2 * item) // 2 // item
         packed = self.files[self.sources[0]].read(self.sources[0], first, last).view(torch.uint8)
         codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[: stop - start]
-        values = self.whole(self.sources[2]).float()[codes.int()]
+        values = self.whole(self.values).float()[codes.int()]
         magnitudes = self.kept("magnitudes", self._magnitudes)[start // self.block : -(-stop // self.block)]
         return (values * magnitudes.repeat_interleave(self.block)[: stop - start]).to(self.computed_in)
 
     def layout_bytes(self, layout: QuantisedLayout) -> torch.Tensor | None:
         """See CodedTensor."""
-        is_double = len(self.sources) > 4
-        form = "nf4 double" if is_double else "nf4"
-        is_same = layout.form == form and self.sources[-1].endswith("__nf4") and self.block == 64
-        if not is_same or self.entry.shape != (layout.rows, layout.columns) or (is_double and self.nested_block != 256):
+        form, blocks = ("nf4", (64, 0)) if self.nested is None else ("nf4 double", (64, 256))
+        is_same = self.is_nf4 and layout.form == form and (self.block, self.nested_block) == blocks
+        if not is_same or self.entry.shape != (layout.rows, layout.columns):
             return None
-        parts = [self.whole(self.sources[0]), self.whole(self.sources[1])]
-        if is_double:
-            parts += [self.whole(self.sources[3]), torch.tensor([self.offset], dtype=torch.float32)]
+        parts = [self.whole(self.sources[0]), self.whole(self.magnitudes)]
+        if self.nested is not None:
+            parts += [self.whole(self.nested[0]), torch.tensor([self.offset], dtype=torch.float32)]
         return _joined(layout, parts)
 
     def _magnitudes(self) -> torch.Tensor:
-        found = self.whole(self.sources[1])
-        if len(self.sources) <= 4:
+        found = self.whole(self.magnitudes)
+        if self.nested is None:
             return found.float()
-        values = self.whole(self.sources[4])[found.int()]
-        scales = self.whole(self.sources[3]).repeat_interleave(self.nested_block)[: len(values)]
-        return values * scales + self.offset
+        scales, values = map(self.whole, self.nested)
+        of_codes = values[found.int()]
+        return of_codes * scales.repeat_interleave(self.nested_block)[: len(of_codes)] + self.offset
 
 
 @dataclass(kw_only=True)
@@ -259,17 +268,6 @@ class DenseCodes:
         first = starts // 32
         joined = wide[:, first] >> (starts % 32) | wide[:, first + 1] << (32 - starts % 32)
         return ((joined & ((1 << self.bits) - 1)) - (1 << (self.bits - 1))).float()
-
-
-@dataclass(frozen=True, slots=True)
-class RowScales:
-    """The scales of bitsandbytes' int8: the largest magnitude of each row stands for 127."""
-
-    file: ShardReader
-    name: str
-
-    def __call__(self) -> torch.Tensor:
-        return self.file.read_whole(self.name).float().view(1, -1, 1).mul(1.0 / 127.0)
 
 
 def plain_codes(codes: torch.Tensor, columns: int) -> torch.Tensor:  # noqa: ARG001

@@ -119,7 +119,7 @@ def dequantised_files(
         for name, entry in shard.tensors.items():
             if name in by_codes:
                 tensors[by_codes[name].entry.name] = by_codes[name].entry
-            elif name not in used and not (used and _OF_ACTIVATIONS.search(name)):
+            elif name not in used and not _OF_ACTIVATIONS.search(name):
                 tensors[name] = entry
         opened.append(DequantisedFile(shard, tensors, coded))
     return opened, coded

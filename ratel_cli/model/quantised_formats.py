@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -26,7 +27,7 @@ from ratel_cli.model.coded_tensors import (
     CodedTensor,
     DenseCodes,
     ExpertsTensor,
-    RowScales,
+    Int8Tensor,
     ScaledTensor,
     TurnedTensor,
     WordCodes,
@@ -42,8 +43,8 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 """Names of the scales beside a `weight`."""
 _CODES = ("weight", "weight_packed")
-Read = Callable[[str], torch.Tensor]
-"""Reads a whole tensor of the files."""
+Decode = Callable[[torch.Tensor, int], torch.Tensor]
+"""Makes fp32 `[rows, columns]` of rows of codes and the number of columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,19 @@ class FormatFiles:
     def entry(self, name: str) -> TensorEntry:
         """The entry of a tensor, which must be there."""
         if name not in self.files:
-            stem = name.rpartition(".")[0]
-            raise BadInput(f"the weights are quantised, and of {excerpt(stem)} the tensor {excerpt(name)} is missing")
+            raise BadInput(
+                f"tensor {excerpt(name)} is missing, which belongs to a quantised one",
+                "check that config.json and the weights are of the same model, and that no file is missing",
+            )
         return self.files[name].tensors[name]
 
     def optional(self, name: str) -> TensorEntry | None:
         """The entry of a tensor; None if no file has it."""
         return self.files[name].tensors[name] if name in self.files else None
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """A whole tensor of the files."""
+        return self.files[entry.name].read_whole(entry.name)
 
     def result(self, codes: TensorEntry, name: str, shape: Sequence[int]) -> TensorEntry:
         """What a tensor is as floating-point numbers."""
@@ -100,53 +107,66 @@ def _find_scaled(found: FormatFiles) -> Iterator[CodedTensor]:
 
 def _scaled(found: FormatFiles, codes: TensorEntry, scale: TensorEntry, target: str) -> CodedTensor:
     stem = target.rpartition(".")[0]
-    shape_name, zero_name, groups = (f"{stem}.{each}" for each in ("weight_shape", "weight_zero_point", "weight_g_idx"))
-    global_name = f"{stem}.weight_global_scale"
-    sources = [codes.name, scale.name]
-    sources += [each for each in (shape_name, zero_name, groups, global_name) if each in found.files]
-    if len(codes.shape) < 2 or not codes.num_elements:
-        raise found.reject(codes, f"has shape {codes.shape}; quantised weights are matrices")
-    decode: Callable[[torch.Tensor, int], torch.Tensor] = plain_codes
-    num_bits, columns = 8, codes.shape[-1]
-    if codes.dtype == torch.int32:
-        shape = _shape_of(found, codes, shape_name)
-        columns, num_bits = shape[-1], _bits_of(found, codes, shape[-1])
-        decode = DenseCodes(num_bits)
-    elif codes.dtype == torch.uint8 or (codes.dtype == torch.int8 and "compressed" not in method_of(found.options)):
-        columns, decode = 2 * codes.shape[-1], fp4_codes
-    elif codes.dtype not in (torch.int8, *_FLOAT8):
-        raise found.reject(codes, f"has dtype {codes.dtype}; the codes of weights have another one")
+    others = [f"{stem}.{each}" for each in ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")]
+    shape_name, zero_name, groups_name, global_name = others
+    decode, columns = _decoder(found, codes, shape_name)
     entry = found.result(codes, target, (*codes.shape[:-1], columns))
     block = _block_of(found, entry, scale)
     grid = _grid(entry, block)
     if scale.num_elements not in (1, math.prod(grid)):
         raise found.reject(scale, f"has shape {scale.shape}, which does not fit the matrix of shape {entry.shape}")
-    if groups in sources and found.entry(groups).shape != (columns,):
-        raise found.reject(found.entry(groups), f"has shape {found.entry(groups).shape}; it must be ({columns},)")
-    zero = found.optional(zero_name)
-
-    def read(name: str) -> torch.Tensor:
-        return found.files[name].read_whole(name)
-
-    def zeros() -> torch.Tensor:
-        assert zero is not None
-        values = read(zero.name)
-        if zero.dtype == torch.int32 and codes.dtype == torch.int32:  # packed along the rows
-            values = DenseCodes(num_bits)(values.T.contiguous(), entry.shape[-2]).T
-        return _on_grid(values.float(), grid)
-
+    groups, whole = found.optional(groups_name), found.optional(global_name)
+    if groups is not None:
+        _check_groups(found, groups, columns, range(-1, grid[2]))
+    if whole is not None and whole.num_elements != 1:
+        raise found.reject(whole, f"has shape {whole.shape}; it must be one number")
     return ScaledTensor(
         entry=entry,
         files=found.files,
-        sources=tuple(sources),
+        sources=(codes.name, scale.name, *(each for each in others if each in found.files)),
         part_elements=max(1, PART_ELEMENTS // columns) * columns,
         decode=decode,
-        scales=lambda: _on_grid(_scale_values(read(scale.name), read, global_name, found), grid),
+        scales=lambda: _on_grid(_scale_values(found, scale, whole), grid),
         block=block,
-        zeros=None if zero is None else zeros,
-        groups=groups if groups in sources and _is_in_use(read(groups)) else None,
+        zeros=_zeros(found, entry, grid, found.optional(zero_name), decode),
+        groups=groups_name if groups is not None and _is_in_use(found, groups) else None,
         computed_in=_computed_in(found, codes, scale),
     )
+
+
+def _decoder(found: FormatFiles, codes: TensorEntry, shape_name: str) -> tuple[Decode, int]:
+    """What makes numbers of rows of codes, and how many numbers a row has."""
+    columns = codes.shape[-1] if len(codes.shape) > 1 else 0
+    if not codes.num_elements or not columns:
+        raise found.reject(codes, f"has shape {codes.shape}; quantised weights are matrices")
+    if codes.dtype == torch.int32:
+        shape = _shape_of(found, codes, shape_name)
+        return DenseCodes(_bits_of(found, codes, shape[-1])), shape[-1]
+    if codes.dtype == torch.uint8 or (codes.dtype == torch.int8 and not _is_of_compressed_tensors(found)):
+        return fp4_codes, 2 * columns
+    if codes.dtype not in (torch.int8, *_FLOAT8):
+        raise found.reject(codes, f"has dtype {codes.dtype}; the codes of weights have another one")
+    return plain_codes, columns
+
+
+def _zeros(
+    found: FormatFiles, entry: TensorEntry, grid: tuple[int, int, int], zero: TensorEntry | None, decode: Decode
+) -> Callable[[], torch.Tensor] | None:
+    """What reads the zero points of a matrix; None if it has none."""
+    if zero is None:
+        return None
+    rows, dense = entry.shape[-2], decode if isinstance(decode, DenseCodes) and zero.dtype == torch.int32 else None
+    number = math.prod(grid) if dense is None else -(-rows * dense.bits // 32) * grid[2]
+    if zero.num_elements not in (1, number):
+        raise found.reject(zero, f"has shape {zero.shape}, which does not fit the matrix of shape {entry.shape}")
+
+    def read() -> torch.Tensor:
+        values = found.read(zero)
+        if dense is not None:  # packed along the rows
+            values = dense(values.T.contiguous(), rows).T
+        return _on_grid(values.float(), grid)
+
+    return read
 
 
 def _find_experts(found: FormatFiles) -> Iterator[CodedTensor]:
@@ -176,39 +196,44 @@ def _find_bitsandbytes(found: FormatFiles) -> Iterator[CodedTensor]:
     """bitsandbytes: 4 bit with a `quant_state` beside the weight, 8 bit with `SCB`."""
     for name, file in found.files.items():
         codes, stem = file.tensors[name], name.removesuffix("weight")
-        state = next((each for each in (f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
-                      if each in found.files), None)  # fmt: skip
-        if state is not None:
-            yield _four_bit(found, codes, state)
-        elif name.endswith(".weight") and f"{stem}SCB" in found.files:
+        states = {kind: f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+        for kind in (each for each, state in states.items() if state in found.files):
+            yield _four_bit(found, codes, states[kind], is_nf4=kind == "nf4")
+        if name.endswith(".weight") and f"{stem}SCB" in found.files:
             scale = found.entry(f"{stem}SCB")
             if codes.dtype != torch.int8 or len(codes.shape) != 2 or scale.num_elements != codes.shape[0]:
                 raise found.reject(codes, f"has dtype {codes.dtype} and shape {codes.shape}, which do not fit its SCB")
             columns = codes.shape[1]
-            yield ScaledTensor(
+            yield Int8Tensor(
                 entry=found.result(codes, name, codes.shape),
                 files=found.files,
                 sources=(name, scale.name),
                 part_elements=max(1, PART_ELEMENTS // columns) * columns,
                 decode=plain_codes,
-                scales=RowScales(found.files[scale.name], scale.name),
+                scales=partial(_row_scales, found.files[scale.name], scale.name),
                 block=(1, columns),
             )
 
 
-def _four_bit(found: FormatFiles, codes: TensorEntry, state: str) -> CodedTensor:
+def _row_scales(file: ShardReader, name: str) -> torch.Tensor:
+    return file.read_whole(name).float().view(1, -1, 1).mul(1.0 / 127.0)
+
+
+def _four_bit(found: FormatFiles, codes: TensorEntry, state: str, *, is_nf4: bool) -> CodedTensor:
     try:
         options = json.loads(bytes(found.files[state].read_whole(state).view(torch.uint8).tolist()).decode("utf-8"))
         shape, block = tuple(int(each) for each in options["shape"]), int(options["blocksize"])
         computed_in = getattr(torch, options["dtype"])
         nested_block, offset = int(options.get("nested_blocksize", 0)), float(options.get("nested_offset", 0.0))
         is_valid = isinstance(computed_in, torch.dtype) and block > 0 and min(shape) > 0 and block % 2 == 0
+        is_nested = f"{codes.name}.nested_absmax" in found.files
+        is_valid &= nested_block > 0 if is_nested else nested_block == 0
     except (ValueError, KeyError, TypeError, AttributeError):
         is_valid = False
     if not is_valid:
         raise found.reject(found.entry(state), "is not the state of a quantised matrix")
     num_elements = math.prod(shape)
-    name, is_nested = codes.name, f"{codes.name}.nested_absmax" in found.files
+    name = codes.name
     parts = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if is_nested else [])]
     entries = [found.entry(f"{name}.{part}") for part in parts]
     num_magnitudes = -(-num_elements // block)
@@ -224,6 +249,10 @@ def _four_bit(found: FormatFiles, codes: TensorEntry, state: str) -> CodedTensor
         sources=(name, *(entry.name for entry in entries), state),
         part_elements=max(1, PART_ELEMENTS // (8 * block)) * 8 * block,
         block=block,
+        magnitudes=entries[0].name,
+        values=entries[1].name,
+        nested=(entries[2].name, entries[3].name) if is_nested else None,
+        is_nf4=is_nf4,
         nested_block=nested_block,
         offset=offset,
         computed_in=computed_in,
@@ -239,9 +268,10 @@ def _find_gptq(found: FormatFiles) -> Iterator[CodedTensor]:
     word = WordCodes(int(bits))
     for codes, parts in _turned(found, ("qzeros", "scales", "g_idx")):
         inputs = codes.shape[0] * word.number
-        yield _turned_tensor(
-            found, codes, parts, (codes.shape[1], inputs), word.down, lambda zeros: word.across(zeros, is_less_one)
-        )
+        outputs = codes.shape[1]
+        unpack_zeros = partial(word.across, is_less_one=is_less_one)
+        num_zero_words = -(-outputs // word.number)
+        yield _turned_tensor(found, codes, parts, (outputs, inputs), num_zero_words, word.down, unpack_zeros)
 
 
 def _find_awq(found: FormatFiles) -> Iterator[CodedTensor]:
@@ -252,7 +282,7 @@ def _find_awq(found: FormatFiles) -> Iterator[CodedTensor]:
     word = WordCodes(4, _AWQ_ORDER)
     for codes, parts in _turned(found, ("qzeros", "scales")):
         shape = (codes.shape[1] * word.number, codes.shape[0])
-        yield _turned_tensor(found, codes, parts, shape, word.across, word.across)
+        yield _turned_tensor(found, codes, parts, shape, codes.shape[1], word.across, word.across)
 
 
 def _turned(found: FormatFiles, parts: Sequence[str]) -> Iterator[tuple[TensorEntry, list[TensorEntry]]]:
@@ -271,16 +301,21 @@ def _turned_tensor(
     codes: TensorEntry,
     parts: Sequence[TensorEntry],
     shape: tuple[int, int],
+    num_zero_words: int,
     unpack_codes: Callable[[torch.Tensor], torch.Tensor],
     unpack_zeros: Callable[[torch.Tensor], torch.Tensor],
 ) -> CodedTensor:
     zeros, scales, *groups = parts
     num_groups = scales.shape[0] if len(scales.shape) == 2 else 0
-    fits = scales.shape == (num_groups, shape[0]) and num_groups and zeros.shape[:1] == (num_groups,)
+    fits = scales.shape == (num_groups, shape[0]) and num_groups
     if not fits or not scales.dtype.is_floating_point or (not groups and shape[1] % num_groups):
         raise found.reject(scales, f"has shape {scales.shape}, which does not fit the matrix of shape {shape}")
-    if groups and groups[0].shape != (shape[1],):
-        raise found.reject(groups[0], f"has shape {groups[0].shape}; it must be ({shape[1]},)")
+    if zeros.dtype != torch.int32 or zeros.shape != (num_groups, num_zero_words):
+        raise found.reject(
+            zeros, f"has shape {zeros.shape}; it must be {(num_groups, num_zero_words)}, of 32 bits each"
+        )
+    for each in groups:
+        _check_groups(found, each, shape[1], range(num_groups))
     return TurnedTensor(
         entry=found.result(codes, codes.name.removesuffix("qweight") + "weight", shape),
         files=found.files,
@@ -291,13 +326,12 @@ def _turned_tensor(
     )
 
 
-def _scale_values(scales: torch.Tensor, read: Read, global_name: str, found: FormatFiles) -> torch.Tensor:
+def _scale_values(found: FormatFiles, scale: TensorEntry, whole: TensorEntry | None) -> torch.Tensor:
     """Scales as fp32. Bytes are exponents; those of NVFP4 are parts of a scale of the whole matrix."""
-    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+    scales = found.read(scale)
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return power_of_two(scales)
-    if global_name in found.files:
-        return scales.float() / read(global_name).float()
-    return scales.float()
+    return scales.float() if whole is None else scales.float() / found.read(whole).float()
 
 
 def _on_grid(values: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
@@ -360,7 +394,7 @@ def _shape_of(found: FormatFiles, codes: TensorEntry, name: str) -> tuple[int, .
     entry = found.entry(name)
     if entry.num_elements > 8 or entry.dtype not in (torch.int64, torch.int32):
         raise found.reject(entry, "is not the shape of a matrix")
-    shape = tuple(found.files[name].read_whole(name).reshape(-1).tolist())
+    shape = tuple(found.read(entry).reshape(-1).tolist())
     if len(shape) != len(codes.shape) or shape[:-1] != codes.shape[:-1] or shape[-1] < 1:
         raise found.reject(entry, f"says {shape}, which does not fit codes of shape {codes.shape}")
     return shape
@@ -368,7 +402,7 @@ def _shape_of(found: FormatFiles, codes: TensorEntry, name: str) -> tuple[int, .
 
 def _computed_in(found: FormatFiles, codes: TensorEntry, scale: TensorEntry) -> torch.dtype:
     """The dtype that the format's library rounds to first: compressed-tensors' bf16 for FP4, or that of the scales."""
-    if "compressed" not in method_of(found.options):
+    if not _is_of_compressed_tensors(found):
         return torch.float32
     if codes.dtype == torch.uint8:
         return torch.bfloat16
@@ -381,9 +415,22 @@ def method_of(settings: Mapping[str, object]) -> str:
     return str(settings.get("quant_method") or ("bitsandbytes" if is_older else "an unnamed format"))
 
 
-def _is_in_use(groups: torch.Tensor) -> bool:
+def _check_groups(found: FormatFiles, groups: TensorEntry, columns: int, numbers: range) -> None:
+    """Raise BadInput unless each column has one of these groups."""
+    if groups.shape != (columns,) or groups.dtype not in (torch.int32, torch.int64):
+        raise found.reject(groups, f"has shape {groups.shape}; it must be ({columns},), of whole numbers")
+    values = found.read(groups)
+    if values.min() not in numbers or values.max() not in numbers:
+        raise found.reject(groups, f"names groups that are not there; there are {numbers.stop}")
+
+
+def _is_of_compressed_tensors(found: FormatFiles) -> bool:
+    return method_of(found.options) == "compressed-tensors"
+
+
+def _is_in_use(found: FormatFiles, groups: TensorEntry) -> bool:
     """Whether columns are in groups of their own: -1 says that they are not."""
-    return bool((groups >= 0).all())
+    return bool((found.read(groups) >= 0).all())
 
 
 FORMATS: Mapping[str, Callable[[FormatFiles], Iterator[CodedTensor]]] = {

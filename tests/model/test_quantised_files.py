@@ -368,6 +368,27 @@ _UNFIT: dict[str, tuple[Callable[[], Tensors], dict[str, object], str, torch.Ten
     "groups of other inputs": (
         gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.g_idx", torch.zeros(7).int(), "it must be (128,)"
     ),
+    "groups that are not there": (
+        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.g_idx", torch.full((128,), 4).int(), "there are 4"
+    ),
+    "zero points of other outputs": (
+        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.qzeros", torch.zeros(4, 7).int(), "it must be (4, 8)"
+    ),
+    "zero points of other rows": (
+        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_zero_point", torch.zeros(7, 3).int(),
+        "does not fit the matrix",
+    ),
+    "columns in no group": (
+        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_g_idx", torch.full((96,), 3).int(),
+        "there are 3",
+    ),
+    "a scale for nothing": (
+        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_global_scale", torch.ones(2),
+        "it must be one number",
+    ),
+    "no scales of magnitudes": (
+        nf4_tensors, {"quant_method": "bitsandbytes"}, "layer.weight.nested_absmax", None, "is not the state"
+    ),
     "words that are floats": (
         gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.qweight", torch.ones(16, 64), "words of 32 bits"
     ),
