@@ -63,7 +63,7 @@ class ReferenceFile:
     sets: tuple[ReferenceOfSet, ...]
 
     def values_of(self, key: str, num_samples: int) -> LogProbabilities | None:
-        """Those of the set with this key, and so many samples; None if there are none."""
+        """Those of the set with this key and number of samples; None if there are none."""
         found = (each.values for each in self.sets if each.key == key and len(each.values) == num_samples)
         return next(found, None)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ratel_cli.sizes import Task
+
+ALL_LINEAR: Final = "all-linear"
+"""PEFT's word for all linear layers but the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +18,8 @@ class AdapterSettings:
     rank: int
     alpha: int
     dropout: float = 0.0
-    target_modules: tuple[str, ...] | str = "all-linear"
-    """Ends of names of modules; one string is a regular expression, or `all-linear`."""
+    target_modules: tuple[str, ...] | str = ALL_LINEAR
+    """Ends of names of modules; one string is a regular expression, or `ALL_LINEAR`."""
     target_parameters: tuple[str, ...] = ()
     """Ends of names of stacks of experts' matrices, which are no modules."""
     layers: tuple[int, ...] = ()

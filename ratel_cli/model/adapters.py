@@ -34,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from ratel_cli.errors import BadInput, IntegrityFailure, excerpt, first_line
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.json_fields import JsonFields
-from ratel_cli.model.adapter_settings import AdapterSettings
+from ratel_cli.model.adapter_settings import ALL_LINEAR, AdapterSettings
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
 from ratel_cli.model.import_weights import WeightSource
@@ -45,7 +45,6 @@ from ratel_cli.schedule.blocks import ParameterSpec
 from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName, Task
 
-_ALL_LINEAR = "all-linear"
 _NAME = "default"
 """PEFT's name of the one adapter."""
 _MAGNITUDES = "lora_magnitude_vector"
@@ -57,7 +56,7 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     has completed it. Raises BadInput with PEFT's reason if the model cannot have them."""
     _check_names(model, settings)
     targets = settings.target_modules
-    if settings.layers and targets == _ALL_LINEAR:
+    if settings.layers and targets == ALL_LINEAR:
         targets = _linear_names(model)  # PEFT chooses layers only among names
     saved = _saved_modules(model, settings)
     excluded = [*_other_parts(model), *(rf"(.*\.)?{re.escape(name)}(\..*)?" for name in settings.saved_modules)]
@@ -100,7 +99,7 @@ def _check_names(model: PreTrainedModel, settings: AdapterSettings) -> None:
             message = f"lora_layers_to_transform: there is no layer {layer}: {type(model).__name__} has {number}"
             raise _about("lora_layers_to_transform", message, f"layers are numbered from 0 to {number - 1}")
     wanted = settings.target_modules
-    if wanted == _ALL_LINEAR or not wanted:
+    if wanted == ALL_LINEAR or not wanted:
         return
     if isinstance(wanted, str):
         _check_expression(model, wanted)

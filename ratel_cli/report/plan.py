@@ -78,7 +78,7 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
 
 
 def reference_row(num_steps: int, seconds: float) -> tuple[str, str]:
-    """A row about what the reference model gives to the answers of so many steps, which is computed before step 1."""
+    """A row about the reference model, whose log-probabilities of the answers of these steps come before step 1."""
     steps = counted(num_steps, "step")
     return "reference", f"the answers of {steps} go through the model before step 1: {format_seconds(seconds)} at most"
 

@@ -441,7 +441,7 @@ class TrainingLoop:
             self._save()
 
     def _save(self, *, instead_of: int | None = None) -> None:
-        """Pin the step. The store has slots for so many saved steps and no more, so others must go first; first of all
+        """Pin the step. The number of slots of the store is fixed, so others must go first; first of all
         the step `instead_of`."""
         dropped = self._drop_old(instead_of)
         self._store.pin()

@@ -13,7 +13,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.adapter_settings import AdapterSettings
+from ratel_cli.model.adapter_settings import ALL_LINEAR, AdapterSettings
 from ratel_cli.model.denoiser_config import read_denoiser_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
@@ -68,7 +68,7 @@ def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
         rank=config.lora_r,
         alpha=config.lora_r if config.lora_alpha is None else config.lora_alpha,
         dropout=config.lora_dropout if config.has_dropout else 0.0,
-        target_modules="all-linear" if takes_all else named if isinstance(named, str) else names,
+        target_modules=ALL_LINEAR if takes_all else names or named,
         target_parameters=tuple(sorted(config.lora_target_parameters)),
         layers=tuple(sorted(config.lora_layers_to_transform)),
         scales_by_root=config.peft_use_rslora,
