@@ -74,6 +74,16 @@ def exported(config: Path) -> dict[str, torch.Tensor]:
     return load_file(output_of(config) / WEIGHTS)
 
 
+def assert_same_adapters(runs: list[Path]) -> None:
+    """Run both. The first one's adapter is that of the second, and is whole."""
+    for each in runs:
+        succeed(each)
+    found, wanted = map(adapter_of, runs)
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+    ended = ratel("verify", runs[0])
+    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_full_run_from_fp8_is_that_from_the_dequantised_weights(
     make_config: MakeConfig, base: Path, tmp_path: Path, dtype: str
@@ -99,12 +109,7 @@ def test_an_adapter_of_a_base_in_fp8(
     quantised, plain = in_fp8(base, tmp_path, "bfloat16")
     keys = {**CHANGES, **keys, "dtype": "bfloat16"}
     runs = [make_config(name, base=each, **keys) for name, each in (("a", quantised), ("b", plain))]
-    for each in runs:
-        succeed(each)
-    found, wanted = map(adapter_of, runs)
-    assert all(torch.equal(found[name], values) for name, values in wanted.items())
-    ended = ratel("verify", runs[0])
-    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+    assert_same_adapters(runs)
     merged = tmp_path / "merged"
     assert ratel("merge", output_of(runs[0]), "-o", merged).code == 0
     assert ratel("merge", output_of(runs[1]), "-o", tmp_path / "merged-plain").code == 0
@@ -119,12 +124,7 @@ def test_a_base_in_nf4_keeps_its_codes(make_config: MakeConfig, base: Path, tmp_
         make_config(name, base=each, **CHANGES, load_in_4bit=True, dtype="bfloat16")
         for name, each in (("a", quantised), ("b", base))
     ]
-    for each in runs:
-        succeed(each)
-    found, wanted = map(adapter_of, runs)
-    assert all(torch.equal(found[name], values) for name, values in wanted.items())
-    ended = ratel("verify", runs[0])
-    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+    assert_same_adapters(runs)
 
 
 def test_layers_that_a_base_in_nf4_leaves_out_stay_as_they_are(
