@@ -81,7 +81,7 @@ def weigh(problem: Problem) -> Choice:
     objective = objective_of(
         problem.decisions.wear,
         least_written_seconds=min(each.sparing.time.total for each in choices),
-        state_written_bytes=problem.state_written_bytes,
+        unfrozen_state_bytes=problem.unfrozen_state_bytes,
     )
     return min(choices, key=lambda each: _cost(problem, objective, each.best))
 
@@ -101,7 +101,7 @@ def _weigh(problem: Problem) -> Choice:
             best = sparing
         case "balanced":
             objective = balanced(
-                least_written_seconds=sparing.time.total, state_written_bytes=problem.state_written_bytes
+                least_written_seconds=sparing.time.total, unfrozen_state_bytes=problem.unfrozen_state_bytes
             )
             best = min(
                 sparing, fastest, _least_cost(problem, objective), key=lambda each: _cost(problem, objective, each)

@@ -50,7 +50,7 @@ def best_chunk(problem: Problem) -> int:
     objective = objective_of(
         problem.decisions.wear,
         least_written_seconds=min(choice.sparing.time.total for choice in choices.values()),
-        state_written_bytes=problem.state_written_bytes,
+        unfrozen_state_bytes=problem.unfrozen_state_bytes,
     )
 
     def cost(size: int) -> Cost:

@@ -43,7 +43,7 @@ from ratel_cli.planning.placement import (
 )
 from ratel_cli.planning.step_time import StepTime
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
-from ratel_cli.planning.traffic import Traffic, state_written_bytes, step_traffic
+from ratel_cli.planning.traffic import Traffic, state_written_bytes, step_traffic, unfrozen_state_bytes
 from ratel_cli.planning.wear import WearPolicy
 from ratel_cli.store.layout import WHOLE, RankSlice
 
@@ -145,6 +145,11 @@ class Problem:
     def state_written_bytes(self) -> int:
         """What every step writes to NVMe; all else that it writes is excess."""
         return state_written_bytes(self.own)
+
+    @cached_property
+    def unfrozen_state_bytes(self) -> int:
+        """The same if no parameter were frozen: what excess is measured by."""
+        return unfrozen_state_bytes(self.own)
 
     @cached_property
     def tried_without_residents(self) -> dict[tuple[int, int, frozenset[int], int], Evaluation | None]:

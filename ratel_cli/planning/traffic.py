@@ -29,6 +29,7 @@ from ratel_cli.planning.placement import (
     gradient_bytes,
 )
 from ratel_cli.schedule.lifetimes import weight_lifetimes
+from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.schedule.uses import Stage, step_uses
 
 
@@ -122,6 +123,13 @@ def step_traffic(
 def state_written_bytes(spec: ModelSpec) -> int:
     """What every step writes, whatever its placement: the records, and the table of checksums."""
     return spec.one_generation.slot.num_bytes
+
+
+def unfrozen_state_bytes(spec: ModelSpec) -> int:
+    """What every step would write if the frozen parameters were trained by AdamW: the measure of a drive's wear
+    (planning/wear.py)."""
+    frozen = sum(block.num_parameters for block in spec.blocks if not block.is_trained)
+    return state_written_bytes(spec) + ADAMW.record(spec.dtype).num_bytes(frozen)
 
 
 def store_bytes(spec: ModelSpec, *, num_slots: int) -> int:

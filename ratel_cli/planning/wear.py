@@ -5,8 +5,11 @@ gradients for which there is no memory. The rule is one number that the search m
 
     ignore      its seconds
     balanced    its seconds, and for each percent that the excess adds to the state half a percent of the seconds of the
-                step that writes the least
+                step that writes the least; frozen parameters count as if they were trained
     save        its excess, and among equals its seconds
+
+What a drive may wear is a matter of the model's size, not of how little a rule stores: an adapter's state is next to
+nothing, and measured by it alone any activation would be too much, in runs that write less than any full one.
 
 The price of a byte is the same in all of a search, so the cost is as convex over prefixes and levels as the time and
 the excess are. With more memory the step that writes the least is faster, so that a byte gets cheaper, and no step gets
@@ -71,20 +74,21 @@ TIME_ALONE = Objective()
 BYTES_FIRST = Objective(excess_first=True)
 
 
-def balanced(*, least_written_seconds: float, state_written_bytes: int) -> Objective:
-    """The objective of `balanced`. The seconds are those of the step that writes the least."""
-    return Objective(seconds_per_byte=TIME_PER_WEAR * least_written_seconds / max(1, state_written_bytes))
+def balanced(*, least_written_seconds: float, unfrozen_state_bytes: int) -> Objective:
+    """The objective of `balanced`. The seconds are those of the step that writes the least, the bytes those of the
+    state if no parameter were frozen."""
+    return Objective(seconds_per_byte=TIME_PER_WEAR * least_written_seconds / max(1, unfrozen_state_bytes))
 
 
-def objective_of(policy: WearPolicy, *, least_written_seconds: float, state_written_bytes: int) -> Objective:
-    """The objective of a policy. The seconds are those of the step that writes the least."""
+def objective_of(policy: WearPolicy, *, least_written_seconds: float, unfrozen_state_bytes: int) -> Objective:
+    """The objective of a policy; arguments as of `balanced`."""
     match policy:
         case "ignore":
             return TIME_ALONE
         case "save":
             return BYTES_FIRST
         case "balanced":
-            return balanced(least_written_seconds=least_written_seconds, state_written_bytes=state_written_bytes)
+            return balanced(least_written_seconds=least_written_seconds, unfrozen_state_bytes=unfrozen_state_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,9 @@ _CASES = {
     3: "offloading more or less would cost time",
 }
 
+_MOST_PERCENT = 2.0
+"""The largest share of more wear that is said in percent; beyond it, bytes say more."""
+
 
 def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tuple[str, str]]:
     """The table, from the model to what is offloaded: a name and a fact for each row.
@@ -259,14 +262,14 @@ def wear_rows(prediction: Prediction) -> list[tuple[str, str]]:
         gain, more = _trade(
             trade.save_seconds, trade.save_written_bytes, seconds=trade.seconds, written_bytes=trade.written_bytes
         )
-        facts.append(f"{gain} faster for {more} more wear than storage.wear: save")
+        facts.append(f"{gain} faster for {more} than storage.wear: save")
     elif not forced_bytes and would_gain:
         facts.append("nothing is written but the model's state")
     if would_gain:
         gain, more = _trade(
             trade.seconds, trade.written_bytes, seconds=trade.ignore_seconds, written_bytes=trade.ignore_written_bytes
         )
-        facts.append(f"storage.wear: ignore would be {gain} faster for {more} more wear")
+        facts.append(f"storage.wear: ignore would be {gain} faster for {more}")
     return [("wear", "; ".join(facts))] if facts else []
 
 
@@ -276,8 +279,10 @@ def percent(share: float) -> str:
 
 
 def _trade(from_seconds: float, from_bytes: int, *, seconds: float, written_bytes: int) -> tuple[str, str]:
-    """How much faster a step gets, and how much more it writes."""
-    return percent(from_seconds / seconds - 1), percent(written_bytes / from_bytes - 1)
+    """How much faster a step gets, and how much more it writes: next to an adapter's state, in bytes."""
+    more = written_bytes / from_bytes - 1
+    amount = percent(more) if more <= _MOST_PERCENT else format_bytes(written_bytes - from_bytes)
+    return percent(from_seconds / seconds - 1), f"{amount} more wear"
 
 
 def _predicted(prediction: Prediction) -> str:

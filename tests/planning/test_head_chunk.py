@@ -109,7 +109,7 @@ def test_no_size_is_better(seed: int) -> None:
         seconds = {size: each for size, each in seconds.items() if fitting[size].traffic.written_bytes == least}
     if problem.decisions.wear == "balanced":
         save_seconds = min(each.sparing.time.total for each in tried.values() if isinstance(each, Choice))
-        price = 0.5 * save_seconds / problem.state_written_bytes
+        price = 0.5 * save_seconds / problem.unfrozen_state_bytes
         seconds = {size: each.time.total + price * each.traffic.written_bytes for size, each in fitting.items()}
         assert seconds[found] <= ALLOWANCE * min(seconds.values()), "what is written has its price"
         return

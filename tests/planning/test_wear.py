@@ -15,6 +15,7 @@ from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.plan import make_plan
 from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.wear import WearPolicy
+from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.units import GIB
 from tests.planning.forecasters import paper_machine
 from tests.planning.profiles import estimated
@@ -42,9 +43,23 @@ def excess(of: Problem, choice: Evaluation) -> int:
     return choice.traffic.written_bytes - state_bytes(of)
 
 
-def tight_problems(choice: random.Random, number: int) -> Iterator[Problem]:
+def price_of_byte(of: Problem, save: Evaluation) -> float:
+    """Seconds for a byte of excess: half a step's for what AdamW would write if nothing were frozen."""
+    frozen = sum(block.num_parameters for block in of.spec.blocks if not block.is_trained)
+    return 0.5 * save.time.total / (state_bytes(of) + -(-frozen * 2 // 4096) * 4096 * 6)
+
+
+def mostly_frozen(of: Problem) -> Problem:
+    """The problem, with the first layer trained alone: backward goes all the way."""
+    trained = of.spec.layers[0].index
+    blocks = tuple(each if each.segment == trained else replace(each, rule=FROZEN) for each in of.spec.blocks)
+    spec = replace(of.spec, blocks=blocks)
+    return replace(of, spec=spec, profile=estimated(spec, of.workload))
+
+
+def tight_problems(choice: random.Random, number: int, *, is_frozen: bool = False) -> Iterator[Problem]:
     """Small models and any machine, with just enough memory, a little more, and more; drives that are not slow, so that
-    spilling often gains."""
+    spilling often gains. `is_frozen`: all but the first layer is."""
     of = problem_by_chance(choice)
     nvme, device = of.hardware.nvme, of.hardware.gpu
     hardware = replace(
@@ -53,6 +68,7 @@ def tight_problems(choice: random.Random, number: int) -> Iterator[Problem]:
         gpu=replace(device, flops_per_second=10 ** choice.uniform(9, 11.5)),
     )
     of = replace(of, hardware=hardware)
+    of = mostly_frozen(of) if is_frozen else of
     least, most = least_bytes(of), weigh(of).best.memory.total
     for share in (0.0, *(choice.random() ** 2 for _ in range(number - 1))):
         yield deciding(of, host_limit_bytes=least + int(share * max(0, most - least)))
@@ -81,9 +97,12 @@ def large(*, num_layers: int, wear: WearPolicy, holds_gradients: bool) -> Proble
 def test_every_rule_finds_the_best_of_all_levels_and_prefixes(seed: int) -> None:
     """`save`: the fewest bytes, then the least time. `balanced`: the least sum of time and half a percent of it for
     each percent of written bytes. `ignore`: the least time."""
-    for of in tight_problems(random.Random(seed), 2):
+    for of in (
+        *tight_problems(random.Random(seed), 2),
+        *tight_problems(random.Random(seed), 2, is_frozen=True),
+    ):
         save, balanced, ignore = (weigh(deciding(of, wear=policy)).best for policy in POLICIES)
-        price = 0.5 * save.time.total / state_bytes(of)
+        price = price_of_byte(of, save)
         everything = [list(every_choice(of, each)) for each in (save, balanced, ignore)]
         fewest = min(each.traffic.written_bytes for each in everything[0])
         assert save.traffic.written_bytes == fewest
@@ -146,6 +165,18 @@ def test_a_large_model_gets_no_slower_with_more_memory(
         excesses.add(excess(of, chosen))
     assert 0 in excesses or wear == "ignore"
     assert wear != "save" or excesses == {0}
+
+
+def test_frozen_parameters_leave_a_byte_its_price() -> None:
+    """Offloading that gains enough in a full run gains enough where little is trained: the state is not its measure."""
+    of = deciding(large(num_layers=8, wear="balanced", holds_gradients=False), host_limit_bytes=9 * GIB)
+    of = replace(of, workload=Workload(micro_batch_size=2, num_micro_batches=16, sequence_len=1024))
+    of = mostly_frozen(replace(of, hardware=replace(of.hardware, gpu=replace(of.hardware.gpu, flops_per_second=1e13))))
+    found = weigh(of)
+    assert excess(of, found.sparing) == 0 < excess(of, found.best)
+    gained = 1 - found.best.time.total / found.sparing.time.total
+    assert gained > excess(of, found.best) * price_of_byte(of, found.sparing) / found.sparing.time.total
+    assert gained < 0.5 * excess(of, found.best) / state_bytes(of), "by the state alone it is not worth it"
 
 
 @pytest.mark.full

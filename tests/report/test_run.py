@@ -254,6 +254,9 @@ def test_what_is_written_to_save_time_has_a_row() -> None:
         "storage.wear: ignore would be 2 % faster for 68 % more wear"
     )
     assert trade(seconds=(110.0, 102.0, 100.0), written=(GIB, more, 2 * GIB)) == [("wear", words)]
+    words = "5 % faster for 2.50 GiB more wear than storage.wear: save"
+    written = (GIB, 7 * GIB // 2, 7 * GIB // 2)
+    assert trade(seconds=(105.0, 100.0, 100.0), written=written) == [("wear", words)], "more than twice the state"
 
 
 def test_what_must_be_written_is_said_to_be_forced() -> None:
