@@ -90,7 +90,18 @@ class SgdScalars:
         is_nesterov: bool,
     ) -> None: ...
 
-_Scalars_contra = TypeVar("_Scalars_contra", bound=AdamWScalars | LionScalars | SgdScalars, contravariant=True)
+@final
+class MuonScalars:
+    """The numbers of one update by Muon, rounded to floats; frozen. decay_factor = 1 - lr * weight_decay, step_size =
+    lr adjusted to the matrix's shape."""
+
+    def __init__(
+        self, *, decay_factor: float, one_minus_momentum: float, step_size: float, gradient_scale: float
+    ) -> None: ...
+
+_Scalars_contra = TypeVar(
+    "_Scalars_contra", bound=AdamWScalars | LionScalars | SgdScalars | MuonScalars, contravariant=True
+)
 
 @final
 class ChunkChecksums:
@@ -208,6 +219,18 @@ update_sgd_momentum_float16: _Update[SgdScalars]
 stream_sgd_momentum_bfloat16: _Stream
 stream_sgd_momentum_float32: _Stream
 stream_sgd_momentum_float16: _Stream
+
+# Behind the fields: the direction, bfloat16, which is only read.
+
+muon_bfloat16: _Plain[MuonScalars]
+muon_float32: _Plain[MuonScalars]
+muon_float16: _Plain[MuonScalars]
+update_muon_bfloat16: _Update[MuonScalars]
+update_muon_float32: _Update[MuonScalars]
+update_muon_float16: _Update[MuonScalars]
+stream_muon_bfloat16: _Stream
+stream_muon_float32: _Stream
+stream_muon_float16: _Stream
 
 def split_bfloat16(w32: _Array, hi16: _Array, lo16: _Array, v32: _Array, *, isa: str | None = None) -> None:
     """Write the halves of w32 and the sign of v32; v32's other bits stay. Lossless for all 2**32 patterns."""

@@ -224,6 +224,8 @@ def _trained(
         learning_rate=recipe.learning_rate,
         momentum=recipe.momentum,
         embeddings=[trained[name] for name in looked_up if name in trained],
+        heads=[trained[name] for name in ("lm_head.weight", "score.weight") if name in trained],
+        device=recipe.device,
     )
     losses, norms, parameter_norms = [], [], []
     for step in range(num_steps):

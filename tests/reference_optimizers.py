@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.kernels.rules import quantised, restored, signed_map, unsigned_map
 
@@ -48,6 +49,43 @@ class Lion(_Rule):
         mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
+class _ProductsOn(TorchFunctionMode):
+    """Products of bf16 matrices, and norms, are computed on a device; on a CPU without bf16 in fp32, and rounded."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        is_slow = device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._dtype = torch.float32 if is_slow else torch.bfloat16
+
+    def __torch_function__(
+        self,
+        function: Callable[..., torch.Tensor],
+        types: object,
+        args: tuple[torch.Tensor, ...] = (),
+        kwargs: dict[str, float] | None = None,
+    ) -> torch.Tensor:
+        options = kwargs or {}
+        if function is torch.Tensor.norm:
+            return function(args[0].to(self._device), **options).cpu()
+        if function not in (torch.addmm, torch.Tensor.__matmul__, torch.Tensor.matmul):
+            return function(*args, **options)
+        return function(*(each.to(self._device, self._dtype) for each in args), **options).bfloat16().cpu()
+
+
+class Muon(torch.optim.Muon):
+    """torch's, with matrix products on the device where the model computes."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, device: str, **settings: Any) -> None:  # noqa: ANN401
+        super().__init__(groups, **settings)
+        self._device = device
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        with _ProductsOn(self._device):
+            super().step()
+
+
 class AdamW8bit(_Rule):
     """Block-wise moments in 8 bit (Dettmers et al., 2022), as bitsandbytes computes with them."""
 
@@ -75,16 +113,17 @@ def optimizers_of(
     momentum: float = 0.0,
     nesterov: bool = False,
     embeddings: Collection[torch.Tensor] = (),
+    heads: Collection[torch.Tensor] = (),
+    device: str = "cpu",
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of a run, which step one after another, with the defaults of Ratel's config. Groups have
-    parameters and their weight decay. `embeddings`: these have moments in fp32, as transformers' Trainer has it."""
-    looked_up = set(map(id, embeddings))
+    parameters and their weight decay. `embeddings`: with 8-bit moments, these have them in fp32, as transformers'
+    Trainer has it. Muon updates matrices that are neither these nor `heads`, and
+    multiplies them on `device`."""
+    looked_up, above = set(map(id, embeddings)), set(map(id, heads))
 
-    def only(*, large: bool) -> list[dict[str, Any]]:
-        def is_large(parameter: torch.Tensor) -> bool:
-            return parameter.numel() >= LEAST_8BIT and id(parameter) not in looked_up
-
-        return [{**group, "params": [each for each in group["params"] if is_large(each) is large]} for group in groups]
+    def only(has: Callable[[torch.Tensor], bool], *, wanted: bool) -> list[dict[str, Any]]:
+        return [{**group, "params": [each for each in group["params"] if has(each) is wanted]} for group in groups]
 
     betas = (0.9, 0.999)
     if name == "lion":
@@ -92,9 +131,22 @@ def optimizers_of(
     if name == "sgd":
         return [torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, nesterov=nesterov, foreach=False)]
     if name == "adamw_8bit":
+
+        def is_large(parameter: torch.Tensor) -> bool:
+            return parameter.numel() >= LEAST_8BIT and id(parameter) not in looked_up
+
         return [
-            AdamW8bit(only(large=True), lr=learning_rate, betas=betas, eps=1e-8),
-            torch.optim.AdamW(only(large=False), lr=learning_rate, foreach=False),
+            AdamW8bit(only(is_large, wanted=True), lr=learning_rate, betas=betas, eps=1e-8),
+            torch.optim.AdamW(only(is_large, wanted=False), lr=learning_rate, foreach=False),
+        ]
+    if name == "muon":
+
+        def is_hidden(parameter: torch.Tensor) -> bool:
+            return parameter.ndim == 2 and id(parameter) not in looked_up | above
+
+        return [
+            Muon(only(is_hidden, wanted=True), lr=learning_rate, adjust_lr_fn="match_rms_adamw", device=device),
+            torch.optim.AdamW(only(is_hidden, wanted=False), lr=learning_rate, foreach=False),
         ]
     assert name == "adamw", name
     return [torch.optim.AdamW(groups, lr=learning_rate, foreach=False)]

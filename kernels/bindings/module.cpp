@@ -186,6 +186,12 @@ void make_sgd_scalars(SgdScalars* scalars, double weight_decay, double momentum,
                            rounded(gradient_scale), is_first,          is_nesterov};
 }
 
+void make_muon_scalars(MuonScalars* scalars, double decay_factor, double one_minus_momentum, double step_size,
+                       double gradient_scale) {
+  new (scalars) MuonScalars{rounded(decay_factor), rounded(one_minus_momentum), rounded(-step_size),
+                            rounded(gradient_scale)};
+}
+
 // Weights and moments: their fields in the order of the record, how Python passes them, and what checksums are taken of.
 
 constexpr size_t kUnit = AdamW8Bit::kUnit;
@@ -200,6 +206,7 @@ Names names_of(const TwoMoments*) { return {"m32", "v32"}; }
 Names names_of(const SignedMoments*) { return {"m32", "v32"}; }
 Names names_of(const ByteMoments*) { return {"m8", "v8", "m_scale", "v_scale"}; }
 Names names_of(const OneMoment*) { return {"m32"}; }
+Names names_of(const DirectedMoment*) { return {"m32", "direction"}; }
 Names names_of(const NoMoments*) { return {}; }
 
 HalvedWeights taken(Arrays& arrays, Fields given, const HalvedWeights*) {
@@ -238,6 +245,11 @@ ByteMoments taken(Arrays& arrays, Fields given, const ByteMoments*) {
 
 OneMoment taken(Arrays& arrays, Fields given, const OneMoment*) { return {arrays.float32("m32", given[0])}; }
 
+DirectedMoment taken(Arrays& arrays, Fields given, const DirectedMoment*) {
+  float* m32 = arrays.float32("m32", given[0]);
+  return {m32, arrays.bfloat16("direction", given[1])};
+}
+
 NoMoments taken(Arrays&, Fields, const NoMoments*) { return {}; }
 
 void add_fields(std::vector<ChunkField>* fields, const HalvedWeights& weights) {
@@ -270,6 +282,11 @@ void add_fields(std::vector<ChunkField>* fields, const ByteMoments& moments) {
 }
 
 void add_fields(std::vector<ChunkField>* fields, const OneMoment& moments) { fields->push_back({moments.m32, 4}); }
+
+// The direction is no field of the record.
+void add_fields(std::vector<ChunkField>* fields, const DirectedMoment& moments) {
+  fields->push_back({moments.m32, 4});
+}
 
 void add_fields(std::vector<ChunkField>*, const NoMoments&) {}
 
@@ -543,6 +560,9 @@ NB_MODULE(_native, module) {
   nb::class_<SgdScalars>(module, "SgdScalars", nb::is_final())
       .def("__init__", make_sgd_scalars, nb::kw_only(), nb::arg("weight_decay"), nb::arg("momentum"),
            nb::arg("learning_rate"), nb::arg("gradient_scale"), nb::arg("is_first"), nb::arg("is_nesterov"));
+  nb::class_<MuonScalars>(module, "MuonScalars", nb::is_final())
+      .def("__init__", make_muon_scalars, nb::kw_only(), nb::arg("decay_factor"), nb::arg("one_minus_momentum"),
+           nb::arg("step_size"), nb::arg("gradient_scale"));
   nb::class_<ChunkChecksums>(module, "ChunkChecksums", nb::is_final())
       .def("__init__", ChunkChecksums::make, nb::kw_only(), nb::arg("table"), nb::arg("is_set"), nb::arg("store_id"),
            nb::arg("step"), nb::arg("block"), nb::arg("entries"));
@@ -551,6 +571,7 @@ NB_MODULE(_native, module) {
   define_rule<Lion, 1>(module, "lion");
   define_rule<Sgd, 0>(module, "sgd");
   define_rule<SgdMomentum, 1>(module, "sgd_momentum");
+  define_rule<Muon, 2>(module, "muon");
   module.def("split_bfloat16", split_bfloat16, w32, hi16, lo16, v32, nb::kw_only(), nb::arg("isa") = nb::none());
   module.def("join_bfloat16", join_bfloat16, hi16, lo16, v32, w32, nb::kw_only(), nb::arg("isa") = nb::none());
   module.def("split_tied_bfloat16", split_tied_bfloat16, w32, hi16, lo16, tie8, nb::kw_only(),

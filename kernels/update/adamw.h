@@ -97,10 +97,7 @@ class AdamWRule {
     if (mean == Mean::mul_add) {
       return multiply_add(gradient, all_lanes(scalars_.one_minus_beta1), m * scalars_.beta1);
     }
-    // lerp_: the weight decides from which end the fused multiply-add starts.
-    const bool near_start = __builtin_fabsf(scalars_.one_minus_beta1) < 0.5f;
-    const Floats share = all_lanes(scalars_.one_minus_beta1 - (near_start ? 0.0f : 1.0f));
-    return multiply_add(share, gradient - m, near_start ? m : gradient);
+    return lerp(m, gradient, scalars_.one_minus_beta1);
   }
 
   const Scalars scalars_;

@@ -3,7 +3,7 @@
 // Each isa_*.cpp includes it after lanes.h and its own widen, narrow, widen_bytes, narrow_to_bytes, sign_bits,
 // multiply_add, correct_square_root, reciprocal_root_estimate, coarse_reciprocal_root_estimate, Divisor, table_entries,
 // entry_of_eight, has_nan, from_float16, to_float16, multiply_low_words and swap_neighbours. A rule is the only
-// difference between kernels: adamw.h, eight_bit.h, lion.h and sgd.h. Invariant: every instruction set computes the
+// difference between kernels: adamw.h, eight_bit.h, lion.h, muon.h and sgd.h. Invariant: every instruction set computes the
 // same bits, those of the rule's reference. So each rounding is the reference's, fused multiply-adds included, and
 // -ffp-contract=off keeps the compiler from adding its own.
 #pragma once
@@ -13,6 +13,7 @@
 #include "eight_bit.h"
 #include "lion.h"
 #include "loops.h"
+#include "muon.h"
 #include "sgd.h"
 #include "state.h"
 
@@ -31,6 +32,11 @@ void adamw_8bit(State state, Gradient gradient, const AdamWScalars& scalars, siz
 template <class State>
 void lion(State state, Gradient gradient, const LionScalars& scalars, size_t count) {
   update_all(static_cast<LionRule*>(nullptr), state, gradient, scalars, count);
+}
+
+template <class State>
+void muon(State state, Gradient gradient, const MuonScalars& scalars, size_t count) {
+  update_all(static_cast<MuonRule*>(nullptr), state, gradient, scalars, count);
 }
 
 template <class Values, class State>
@@ -114,6 +120,6 @@ void square_root(float* values, SquareRoot kind, size_t count) {
   {                                                                                                      \
     isa, RATEL_RULE(ratel::AdamW, adamw), RATEL_RULE(ratel::AdamW8Bit, adamw_8bit),                      \
         RATEL_RULE(ratel::Lion, lion), RATEL_SGD(ratel::Sgd, NoValue),                                   \
-        RATEL_SGD(ratel::SgdMomentum, OneValue), split_signed, join_signed, split_tied, join_tied,       \
-        square_root, absorb                                                                              \
+        RATEL_SGD(ratel::SgdMomentum, OneValue), RATEL_RULE(ratel::Muon, muon), split_signed,            \
+        join_signed, split_tied, join_tied, square_root, absorb                                          \
   }

@@ -39,6 +39,8 @@ ByteMoments from(const ByteMoments& moments, size_t at) {
 
 OneMoment from(const OneMoment& moments, size_t at) { return {moments.m32 + at}; }
 
+DirectedMoment from(const DirectedMoment& moments, size_t at) { return {moments.m32 + at, moments.direction + at}; }
+
 NoMoments from(const NoMoments&, size_t) { return {}; }
 
 template <class Weights, class Moments>
@@ -160,5 +162,6 @@ RATEL_CHUNKS(AdamW8Bit)
 RATEL_CHUNKS(Lion)
 RATEL_CHUNKS(Sgd)
 RATEL_CHUNKS(SgdMomentum)
+RATEL_CHUNKS(Muon)
 
 }  // namespace ratel

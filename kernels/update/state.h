@@ -8,6 +8,7 @@
 namespace {
 
 using ratel::ByteMoments;
+using ratel::DirectedMoment;
 using ratel::Float16Weights;
 using ratel::Float32Weights;
 using ratel::Gradient;
@@ -77,6 +78,12 @@ struct OneValue {
   Words carried;
 };
 
+struct DirectedValue {
+  Floats m;
+  Floats direction;
+  Words carried;
+};
+
 struct NoValue {
   Words carried;
 };
@@ -108,6 +115,15 @@ RATEL_INLINE void store_moments(const OneMoment& moments, const OneValue& values
   store(moments.m32 + at, values.m, count);
 }
 
+RATEL_INLINE DirectedValue load_moments(const DirectedMoment& moments, size_t at, size_t count) {
+  const Floats direction = from_bfloat16(load<Halves>(moments.direction + at, count));
+  return {load<Floats>(moments.m32 + at, count), direction, Words{}};
+}
+
+RATEL_INLINE void store_moments(const DirectedMoment& moments, const DirectedValue& values, size_t at, size_t count) {
+  store(moments.m32 + at, values.m, count);
+}
+
 RATEL_INLINE NoValue load_moments(const NoMoments&, size_t, size_t) { return {Words{}}; }
 
 RATEL_INLINE void store_moments(const NoMoments&, const NoValue&, size_t, size_t) {}
@@ -117,6 +133,16 @@ RATEL_INLINE TwoValues canonical(const TwoValues& values) {
 }
 
 RATEL_INLINE OneValue canonical(const OneValue& values) { return {canonical(values.m), values.carried}; }
+
+RATEL_INLINE DirectedValue canonical(const DirectedValue& values) {
+  return {canonical(values.m), values.direction, values.carried};
+}
+
+// torch's lerp_: the weight decides from which end the fused multiply-add starts.
+RATEL_INLINE Floats lerp(Floats from, Floats to, float weight) {
+  const bool near_start = __builtin_fabsf(weight) < 0.5f;
+  return multiply_add(all_lanes(weight - (near_start ? 0.0f : 1.0f)), to - from, near_start ? from : to);
+}
 
 RATEL_INLINE NoValue canonical(const NoValue& values) { return values; }
 
@@ -180,6 +206,11 @@ RATEL_INLINE void flip(const ByteMoments& moments, Words key, size_t at, size_t 
 
 RATEL_INLINE void flip(const OneMoment& moments, Words key, size_t at, size_t count) {
   store(moments.m32 + at, load<Words>(moments.m32 + at, count) ^ key, count);
+}
+
+RATEL_INLINE void flip(const DirectedMoment& moments, Words key, size_t at, size_t count) {
+  const Words direction = widen(load<Halves>(moments.direction + at, count)) << 16;
+  store(moments.m32 + at, load<Words>(moments.m32 + at, count) ^ key ^ direction, count);
 }
 
 RATEL_INLINE void flip(const NoMoments&, Words, size_t, size_t) {}

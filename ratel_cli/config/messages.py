@@ -44,13 +44,12 @@ _VALUE_HINTS: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "adafactor",
-            "muon",
             "adam_mini",
             "ademamix",
             "lomo",
             "adalomo",
         ),
-        "Ratel has adamw, adamw_8bit, lion and sgd; adamw_8bit has the smallest states of those that adapt the rate",
+        "Ratel has adamw, adamw_8bit, lion, muon and sgd; of those that adapt the rate adamw_8bit has the least state",
     ),
 }
 _CHOICE_HINTS: Mapping[str, str] = {

@@ -233,8 +233,8 @@ class StorageConfig(Section):
     run says at which step. Default: no limit."""
     wear: Literal["save", "balanced", "ignore"] = "balanced"
     """What may be written to the drives to save time, in addition to the model's state. `balanced`: activations and
-    gradients, where writing a percent more makes a step at least half a percent faster. `save`: nothing, unless the run
-    does not fit otherwise. `ignore`: whatever makes a step faster."""
+    gradients, where writing a percent more, by what a step of the whole model writes, makes a step at least half a
+    percent faster. `save`: nothing, unless the run does not fit otherwise. `ignore`: whatever makes a step faster."""
     endurance_tb: float | None = Field(default=None, gt=0)
     """The rated endurance of all drives of the store together: the sum of their TBW, in TB (10^12 bytes). With it,
     `ratel plan` and a run report the share of the drives' life that the run takes. Default: unknown."""

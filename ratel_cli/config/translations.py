@@ -237,6 +237,19 @@ def _old_lion(entries: Entries, report: Report) -> None:
     entries["adam_beta2"] = replace(made(entry, 0.99), written="adam_beta2")
 
 
+def _muon(entries: Entries, report: Report) -> None:
+    """LLaMA-Factory's `use_muon`, which sets aside what `optim` names."""
+    entry = entries.get("use_muon")
+    if entry is None or entry.value.content is not True:
+        return
+    del entries["use_muon"]
+    for key in ("optimizer", "optim"):
+        if key in entries:
+            report.drop(entries.pop(key), "`use_muon` decides the optimizer")
+    report.read_as(entry, "optimizer: muon")
+    entries["optimizer"] = replace(made(entry, "muon"), written="optimizer")
+
+
 def _number_or_text(text: str) -> str | float | bool:
     """A value of such a line."""
     if text.lower() in ("true", "yes", "false", "no"):
@@ -452,6 +465,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _order,
     _optimizer_options,
     _old_lion,
+    _muon,
     _plugins,
     _trackers,
     _hub,

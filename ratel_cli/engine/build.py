@@ -177,7 +177,9 @@ class UpdatingParts(Closing):
     def _open_updates(self, settings: EngineSettings) -> Updates:
         updates, placement, store = settings.updates, settings.placement, self._store
         trained = [block for block in self._model.spec.blocks if block.is_trained]
-        updater = self._resources.enter_context(GroupUpdater(settings.optimizer, num_threads=placement.adamw_threads))
+        updater = self._resources.enter_context(
+            GroupUpdater(settings.optimizer, num_threads=placement.adamw_threads, device=self._device.torch_device)
+        )
         work = GroupWork(updater, store, self._pool, timeline=self._timeline)
         order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
         pipeline = self._resources.enter_context(UpdatePipeline(work, order=order, groups=placement.groups))

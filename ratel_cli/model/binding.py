@@ -181,7 +181,7 @@ def cut_into_blocks(
 ) -> list[CutBlock]:
     """The blocks of segments, given as (name, parameters): of each segment first what is trained by the main rule in
     the model's dtype; behind all of these what is in another one, or has another rule, or is frozen, or borrowed by
-    other segments, or has a learning rate of its own.
+    other segments, or has a learning rate of its own, and each matrix that its rule needs as a whole.
 
     A parameter that several segments have is given for each of them, and belongs to the first. Blocks that are alike
     lie one after another then, and the store's manifest describes them together.
@@ -191,12 +191,19 @@ def cut_into_blocks(
         for each in parameters:
             users[each.name].append(index)
     firsts, others = list[CutBlock](), list[CutBlock]()
+
+    def rule_of(parameter: PlacedParameter, segment: int) -> Rule:
+        if not parameter.is_trained:
+            return FROZEN
+        is_in_layer = 0 < segment < len(segments) - 1
+        return rules.of(parameter.shape, is_embedding=parameter.is_embedding, is_in_layer=is_in_layer)
+
     for index, (name, parameters) in enumerate(segments):
         of_segment = [each for each in parameters if users[each.name][0] == index]
         kinds = [
             (
                 each.dtype,
-                rules.of(each.shape, is_embedding=each.is_embedding) if each.is_trained else FROZEN,
+                rule_of(each, index),
                 tuple(users[each.name][1:]),
                 rates.of(each.name, len(each.shape)) if each.is_trained else 0,
             )
@@ -207,6 +214,8 @@ def cut_into_blocks(
             chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
             if of_block == own:
                 firsts.append(CutBlock(index, name, *own, chosen))
+            elif of_block[1].takes_matrices:
+                others.extend(CutBlock(index, f"{name}, {each.name}", *of_block, (each,)) for each in chosen)
             else:
                 rule = of_block[1]
                 how = "frozen" if rule is FROZEN else "in" if rule == own[1] else f"by {rule.title} in"

@@ -13,6 +13,7 @@ out: where attention and MLP run next to each other, the last product of attenti
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 from ratel_cli.model.spec import (
@@ -32,7 +33,7 @@ from ratel_cli.planning.activations import head_chunk_tokens, input_bytes, outpu
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.planning.placement import Workload
 from ratel_cli.schedule.blocks import lay_out_block
-from ratel_cli.schedule.rules import ALL_ADAMW, RuleChoice
+from ratel_cli.schedule.rules import ALL_ADAMW, Rule, RuleChoice
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import DtypeName
 
@@ -82,16 +83,15 @@ def spec_from_shape(
         ),
         ("head", [("norm.weight", (h,))]),
     ]
-    cut = [
-        (
-            segment,
-            rule,
-            block_name,
-            [each for each in parameters if rules.of(each[1], is_embedding=not segment) == rule],
-        )
-        for segment, (block_name, parameters) in enumerate(groups)
-        for rule in dict.fromkeys(rules.of(shape, is_embedding=not segment) for _, shape in parameters)
-    ]
+    cut: list[tuple[int, Rule, str, list[tuple[str, tuple[int, ...]]]]] = []
+    for segment, (block_name, parameters) in enumerate(groups):
+        by_rule = defaultdict[Rule, list[tuple[str, tuple[int, ...]]]](list)
+        for parameter in parameters:
+            is_in_layer = 0 < segment < len(groups) - 1
+            by_rule[rules.of(parameter[1], is_embedding=not segment, is_in_layer=is_in_layer)].append(parameter)
+        for rule, chosen in by_rule.items():
+            blocks = [[each] for each in chosen] if rule.takes_matrices else [chosen]
+            cut.extend((segment, rule, block_name, each) for each in blocks)
     cut.sort(key=lambda block: block[0] > 0 and block[1] != rules.main)  # as in a real model (model/binding.py)
     return ModelSpec(
         name=name,
@@ -100,7 +100,7 @@ def spec_from_shape(
             lay_out_block(
                 index=index,
                 segment=segment,
-                name=block_name if not segment or rule == rules.main else f"{block_name}, by {rule.title} in {dtype}",
+                name=_block_name(block_name, rule, parameters, dtype, is_main=not segment or rule == rules.main),
                 parameters=[(parameter, shape, decays(parameter)) for parameter, shape in parameters],
                 dtype=dtype,
                 gradient_dtype=gradient_dtype,
@@ -116,6 +116,15 @@ def spec_from_shape(
         vocab_size=vocab_size,
         batch_bytes=TOKEN_BYTES + ROTARY_BYTES,
     )
+
+
+def _block_name(
+    segment: str, rule: Rule, parameters: list[tuple[str, tuple[int, ...]]], dtype: DtypeName, *, is_main: bool
+) -> str:
+    """As in a real model (model/binding.py)."""
+    if is_main:
+        return segment
+    return f"{segment}, {parameters[0][0]}" if rule.takes_matrices else f"{segment}, by {rule.title} in {dtype}"
 
 
 def gpt_activations(*, num_heads: int, hidden_size: int, compute_bytes: int) -> LayerActivations:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -66,6 +66,7 @@ from ratel_cli.planning.placement import (
 )
 from ratel_cli.planning.step_time import StageTime, StepTime, weighted_sum
 from ratel_cli.planning.traffic import Traffic
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage
 
 _ADDING_SPEED, _MOST_ADDING = 2.0, 8
@@ -301,18 +302,37 @@ class _Updated(NamedTuple):
     """Elements, as many as AdamW updates in the same time."""
     moved_bytes: int
     """What their updates move in main memory."""
+    flops: int = 0
+    """Of matrix products, on the device that computes."""
+    crossing_bytes: int = 0
+    """What goes to a GPU for them, and as much comes back."""
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> _Updated:
+        """What the updates of these segments do."""
+        found = list(segments)
+        return cls(
+            sum(each.update_work for each in found),
+            sum(each.update_bytes for each in found),
+            sum(each.products_flops for each in found),
+            sum(each.direction_bytes for each in found),
+        )
 
     def with_others(self, others: _Updated) -> _Updated:
-        return _Updated(self.work + others.work, self.moved_bytes + others.moved_bytes)
+        return _Updated(
+            self.work + others.work,
+            self.moved_bytes + others.moved_bytes,
+            self.flops + others.flops,
+            self.crossing_bytes + others.crossing_bytes,
+        )
 
 
 def _updated(
     spec: ModelSpec, placement: Placement, *, holds_gradients: bool, overlap: Overlap
 ) -> Mapping[Stage, _Updated]:
     """What is updated in each stage."""
-    later = [spec.segments[index] for index in placement.deferred]
-    deferred = _Updated(sum(each.update_work for each in later), sum(each.update_bytes for each in later))
-    others = _Updated(spec.update_work - deferred.work, spec.update_bytes - deferred.moved_bytes)
+    deferred = _Updated.of(each for each in spec.segments if each.index in placement.deferred)
+    others = _Updated.of(each for each in spec.segments if each.index not in placement.deferred)
     updated: dict[Stage, _Updated] = dict.fromkeys(("forward", "backward", "update"), _Updated(0, 0))
     for of_deferred, found in ((True, deferred), (False, others)):
         stage = update_stage(is_deferred=of_deferred, holds_gradients=holds_gradients, overlap=overlap)
@@ -397,23 +417,26 @@ class _Stages:
         Where the CPU computes, the compute thread packs what is written into buffers.
         """
         host, link, edges = self._hardware.host, self._hardware.link, work.edges
-        compute = work.compute
-        optimizer = work.updated.work / (host.adam_parameters_per_second * self._adamw_threads)
+        products = work.updated.flops / self._hardware.gpu.flops_per_second
+        compute = work.compute + (products if work.compute else 0.0)  # they take turns with the model's own work
+        kernels = work.updated.work / (host.adam_parameters_per_second * self._adamw_threads)
+        optimizer = kernels + products
         memory_rate = host.memory_bytes_per_second or math.inf
         if link is None:
             up = down = linked = exposed = 0.0
             linked_bytes = 2 * spilled_written_bytes
-            shared = optimizer * self._adamw_threads * self._adamw_share if compute else 0.0
+            shared = kernels * self._adamw_threads * self._adamw_share if compute else 0.0
             compute += shared + spilled_written_bytes / memory_rate
         else:
-            up, down = work.up_bytes / link.to_gpu_bytes_per_second, work.down_bytes / link.from_gpu_bytes_per_second
+            up_bytes, down_bytes = (each + work.updated.crossing_bytes for each in (work.up_bytes, work.down_bytes))
+            up, down = up_bytes / link.to_gpu_bytes_per_second, down_bytes / link.from_gpu_bytes_per_second
             exposed = work.exposed_bytes / link.to_gpu_bytes_per_second
             exposed += work.exposed_down_bytes / link.from_gpu_bytes_per_second
-            linked_bytes = work.up_bytes + work.down_bytes + work.added_bytes
+            linked_bytes = up_bytes + down_bytes + work.added_bytes
             linked = link_seconds(
                 link,
-                up_bytes=work.up_bytes + UNBOOKED * work.up_units_bytes,
-                down_bytes=work.down_bytes + UNBOOKED * work.down_units_bytes,
+                up_bytes=up_bytes + UNBOOKED * work.up_units_bytes,
+                down_bytes=down_bytes + UNBOOKED * work.down_units_bytes,
             )
         network = self._network_seconds(work.network)
         alone = self._network_seconds(work.alone) + work.alone_seconds

@@ -181,6 +181,8 @@ class PlacedStep:
         for each in read:
             self._reads[each.of.index].append(each)
         self._groups_bytes = placement.groups.buffer_bytes(memory.own.blocks)
+        if not memory.on_gpu:
+            self._groups_bytes += max(block.products_bytes(is_in_fp32=True) for block in memory.own.blocks)
         self._gradients = gradient_bytes(spec, placement.gpu_embedding_rows)
         self._is_exchanged = memory.num_ranks > 1
         self._updated = [each.gradient_bytes for each in memory.own.segments] if self._is_exchanged else self._gradients

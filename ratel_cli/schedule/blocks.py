@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from ratel_cli.json_fields import JsonFields, read_as
-from ratel_cli.schedule.rules import ADAMW, RULES, Rule
+from ratel_cli.schedule.rules import ADAMW, NEWTON_SCHULZ_STEPS, RULES, Rule
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, WeightDtype
 from ratel_cli.store.layout import Record, StoredBlock
 from ratel_cli.units import align_up
@@ -163,6 +163,39 @@ class BlockSpec:
     def update_bytes(self) -> int:
         """What the update moves in main memory: it reads and writes the record, and reads the gradient."""
         return 2 * self.record_bytes + self.gradient_bytes
+
+    @property
+    def matrix(self) -> ParameterSpec | None:
+        """The matrix that an update needs as a whole; None if it needs none."""
+        return self.parameters[0] if self.rule.takes_matrices else None
+
+    @cached_property
+    def direction_bytes(self) -> int:
+        """Of a matrix that is updated as a whole: what its weights move along, in bf16."""
+        return 0 if self.matrix is None else self.num_elements * _BF16_BYTES
+
+    def products_bytes(self, *, is_in_fp32: bool) -> int:
+        """What making that takes at its peak, besides: two matrices, and two products of one with itself. `is_in_fp32`:
+        whether these are, next to a bf16 one of each; a CPU may have it so."""
+        if self.matrix is None:
+            return 0
+        long, short = sorted(self.matrix.shape, reverse=True)
+        return (long * short + short**2) * (10 if is_in_fp32 else 4)
+
+    @cached_property
+    def products_flops(self) -> int:
+        """The FLOPs of making it: three products in each of the iteration's steps."""
+        if self.matrix is None:
+            return 0
+        long, short = sorted(self.matrix.shape, reverse=True)
+        return NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
+
+    def group_elements(self, at_most: int) -> int:
+        """Elements that the optimizer updates as one group: `at_most`, or all of what it needs as a whole."""
+        return self.num_elements if self.rule.takes_matrices else min(at_most, self.num_elements)
+
+
+_BF16_BYTES = 2
 
 
 def lay_out_block(

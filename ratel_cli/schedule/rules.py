@@ -11,6 +11,9 @@ into its upper and lower half. The upper half is the weight that the device comp
 it exists. Rounding loses one bit, which the sign of AdamW's v carries, and one bit for each element (`tie8`) where
 there is no v (docs/store-format.md). A frozen block keeps its compute weights alone, or the
 bytes of quantised ones.
+
+Most rules update each element by itself, so the optimizer walks through a block in groups of any size. One that needs
+a matrix as a whole, such as Muon, gets each matrix as a block of its own, and updates it as one group.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ V_SCALE: Final = Field("v_scale", "float32", per=UNIT_8BIT)
 LEAST_8BIT: Final = 4096
 """Elements of the smallest parameter whose moments are in 8 bit, as in bitsandbytes."""
 
-OptimizerName = Literal["adamw", "adamw_8bit", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adamw_8bit", "lion", "sgd", "muon"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Rule:
     with AVX2 (2-core EPYC, 2026-11)."""
     is_frozen: bool = False
     """True if nothing changes: such a block has no gradient, and lies in the store once for all generations."""
+    takes_matrices: bool = False
+    """True if an update needs a whole matrix: such a block has one parameter, and one group."""
 
     def record(self, dtype: WeightDtype) -> Record:
         """The fields of a block that computes in `dtype`."""
@@ -77,11 +82,15 @@ class RuleChoice:
     least_elements: int = 0
     of_embeddings: Rule | None = None
     """Of what is looked up; None: as of any other."""
+    of_matrices: Rule | None = None
+    """Of matrices within layers, looked-up ones left out; None: as of any other."""
 
-    def of(self, shape: tuple[int, ...], *, is_embedding: bool = False) -> Rule:
-        """The rule of a parameter."""
+    def of(self, shape: tuple[int, ...], *, is_embedding: bool = False, is_in_layer: bool = False) -> Rule:
+        """The rule of a parameter. `is_in_layer`: of neither the first segment nor the last one."""
         if is_embedding and self.of_embeddings is not None:
             return self.of_embeddings
+        if self.of_matrices is not None and is_in_layer and not is_embedding and len(shape) == 2:
+            return self.of_matrices
         return self.main if math.prod(shape) >= self.least_elements else self.of_small
 
 
@@ -99,6 +108,9 @@ ADAMW_8BIT: Final = Rule("adamw_8bit", _records(M8, V8, M_SCALE, V_SCALE), "8-bi
 LION: Final = Rule("lion", _records(M32), "Lion", relative_time=0.5)
 SGD: Final = Rule("sgd", _records(), "SGD", relative_time=0.4)
 SGD_MOMENTUM: Final = Rule("sgd_momentum", _records(M32), "SGD with momentum", relative_time=0.5)
+NEWTON_SCHULZ_STEPS: Final = 5
+"""Of Muon's iteration (engine/optimizer/muon.py)."""
+MUON: Final = Rule("muon", _records(M32), "Muon", relative_time=0.5, takes_matrices=True)
 FROZEN: Final = Rule(
     "frozen",
     (
@@ -109,7 +121,7 @@ FROZEN: Final = Rule(
     ),
     is_frozen=True,
 )
-RULES: Final = {rule.name: rule for rule in (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, FROZEN)}
+RULES: Final = {rule.name: rule for rule in (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON, FROZEN)}
 ALL_ADAMW: Final = RuleChoice(ADAMW, ADAMW)
 _CHOICES: Final[Mapping[str, RuleChoice]] = {
     "adamw": ALL_ADAMW,
@@ -117,6 +129,7 @@ _CHOICES: Final[Mapping[str, RuleChoice]] = {
     "adamw_8bit": RuleChoice(ADAMW_8BIT, ADAMW, LEAST_8BIT, of_embeddings=ADAMW),
     "lion": RuleChoice(LION, LION),
     "sgd": RuleChoice(SGD, SGD),
+    "muon": RuleChoice(ADAMW, ADAMW, of_matrices=MUON),  # its authors leave embeddings, heads and vectors to AdamW
 }
 
 

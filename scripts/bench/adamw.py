@@ -9,6 +9,7 @@ Ceiling: `stream_*`, which loads and stores the same bytes on the same number of
     ratel adamw_float16       as float32, fp16 gradient, w16 written        28 B
     ratel adamw_8bit          hi16 lo16 tie8 m8 v8 and scales, bf16 gradient    14.3 B
     ratel lion, sgd_momentum  hi16 lo16 tie8 m32, bf16 gradient                 18.3 B
+    ratel muon                hi16 lo16 tie8 m32, bf16 direction and gradient   20.3 B
     ratel sgd                 hi16 lo16 tie8, bf16 gradient                     10.3 B
     torch fused               fp32 weights, moments and gradient            28 B, against the float32 limit
     torch three passes        bf16 gradient to fp32, fused step, weights to bf16: what bf16 training with
@@ -44,13 +45,15 @@ from ratel_cli import _native
 from ratel_cli.engine.optimizer.settings import (
     AdamWSettings,
     LionSettings,
+    MuonSettings,
     OptimizerSettings,
     SgdSettings,
     UpdateNumbers,
 )
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.schedule.rules import ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, UNIT_8BIT, Rule
+from ratel_cli.schedule.blocks import lay_out_block
+from ratel_cli.schedule.rules import ADAMW_8BIT, LION, MUON, SGD, SGD_MOMENTUM, UNIT_8BIT, Rule
 from ratel_cli.sizes import VALUE_BYTES
 
 LAYOUTS: dict[str, tuple[torch.dtype, ...]] = {
@@ -58,7 +61,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, ...]] = {
     "float32": (torch.float32, torch.float32, torch.float32),
     "float16": (torch.float16, torch.float32, torch.float32, torch.float32),
 }
-RULES = {rule.name: rule for rule in (ADAMW_8BIT, LION, SGD, SGD_MOMENTUM)}
+RULES = {rule.name: rule for rule in (ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON)}
 """Other rules than AdamW, in bf16. Each counts as a layout of its own."""
 KERNELS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "bfloat16": (_native.stream_adamw_bfloat16, _native.adamw_bfloat16),
@@ -69,7 +72,8 @@ GRADIENTS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": to
 BYTES_PER_PARAMETER: dict[str, float] = {
     "bfloat16": 26, "float32": 28, "float16": 28,
     **{
-        name: 2 + 2 * sum(VALUE_BYTES[field.dtype] / field.per for field in rule.record("bfloat16").fields)
+        name: 2 * (2 if rule.takes_matrices else 1)
+        + 2 * sum(VALUE_BYTES[field.dtype] / field.per for field in rule.record("bfloat16").fields)
         for name, rule in RULES.items()
     },
 }  # fmt: skip
@@ -114,10 +118,12 @@ class Arrays:
         return torch.frombuffer(lease.memory, dtype=dtype, count=number).zero_()
 
     def record(self, rule: Rule) -> list[tuple[torch.Tensor, int]]:
-        """The fields of a rule and a gradient, with plausible values, each with the parameters of one value."""
+        """The fields of a rule, a direction if it needs one, and a gradient, with plausible values, each with the
+        parameters of one value."""
         fields = rule.record("bfloat16").fields
         found = [(self.tensor(VALUE_DTYPES[each.dtype], per=each.per), each.per) for each in fields]
-        found.append((self.tensor(torch.bfloat16).normal_(0.0, 1e-3), 1))
+        given = 2 if rule.takes_matrices else 1
+        found.extend((self.tensor(torch.bfloat16).normal_(0.0, 1e-3), 1) for _ in range(given))
         found[0][0].normal_(0.0, 0.02)
         return found
 
@@ -178,13 +184,16 @@ def rule_contestants(
 ) -> Iterator[TimedUpdate]:
     """The stream limit and the kernel of another rule than AdamW, on the instruction set that is chosen here."""
     fields, zeros = arrays.record(rule), arrays.tensor(torch.bfloat16)
+    adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     settings: dict[str, OptimizerSettings] = {
-        "adamw_8bit": AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01),
+        "adamw_8bit": adamw,
         "lion": LionSettings(beta1=0.9, beta2=0.99, weight_decay=0.01),
+        "muon": MuonSettings(adamw=adamw, momentum=0.95, nesterov=True, adjustment="match_rms_adamw"),
     }
     others = SgdSettings(momentum=0.9, nesterov=False, weight_decay=0.01)
     update = UpdateNumbers(number=10, learning_rate=LEARNING_RATE, gradient_scale=1.0)
-    scalars = settings.get(rule.name, others).scalars(update, LEARNING_RATE, _native.native_square_root())
+    block = lay_out_block(index=0, name="block", parameters=[("matrix", (1, 1), True)], dtype="bfloat16", rule=rule)
+    scalars = settings.get(rule.name, others).scalars(update, block, _native.native_square_root())
     edge = -(-num_parameters // (num_threads * UNIT_8BIT)) * UNIT_8BIT
     parts = [(first, min(first + edge, num_parameters)) for first in range(0, num_parameters, edge)]
     for prefix, name in (("stream_", "stream"), ("", rule.name)):

@@ -88,7 +88,7 @@ def test_optimizers_of_torchtune(optimizer: str, expected: tuple[object, ...]) -
     assert not [each for each in imported.outcomes if each.fate == "undecided"]
     Path("run.yaml").write_text(imported.text)
     config = load_config(Path("run.yaml")).config
-    options = None if config.optim_args is None else (config.optim_args.momentum, config.optim_args.nesterov)
+    options = None if config.optim_args is None else (config.optim_args.momentum, bool(config.optim_args.nesterov))
     assert (config.optimizer, config.weight_decay, config.adam_beta2, options) == expected
     row = next(each for each in imported.outcomes if each.written == "optimizer._component_")
     assert ("moments in fp32" in row.ours) is (optimizer.endswith("4bit") or "Lion8bit" in optimizer)

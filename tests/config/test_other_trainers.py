@@ -219,6 +219,7 @@ def test_strategies(load: Load, lines: str, save: int | None, evaluate: int | No
         ("adamw_8bit", "adamw_8bit adamw_bnb_8bit paged_adamw_8bit ao_adamw_8bit adamw_torch_8bit"),
         ("lion", "lion lion_32bit paged_lion_32bit lion_pytorch lion_8bit paged_lion_8bit"),
         ("sgd", "sgd SGD"),
+        ("muon", "muon"),
     ],
 )
 def test_optimizers_under_other_names(load: Load, optimizer: str, names: str) -> None:
@@ -251,6 +252,35 @@ def test_an_error_names_the_option_of_an_optimizer(complain: Complain) -> None:
     assert "`optim_args.nesterov` must be true or false" in error
     [error] = complain(MINIMAL + "optim: sgd\noptim_args: momentum=2\n")
     assert "`optim_args.momentum`" in error
+
+
+@pytest.mark.parametrize("optimizer", ["", "optim: adamw_torch\n"])
+def test_muon_of_llama_factory(load: Load, optimizer: str) -> None:
+    loaded = load(MINIMAL + f"{optimizer}use_muon: true\n")
+    assert loaded.config.optimizer == "muon"
+    assert any("`use_muon: true` is read as `optimizer: muon`" in notice for notice in loaded.notices)
+    assert load(MINIMAL + f"{optimizer}use_muon: false\n").config.optimizer == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option", "is_read"),
+    [
+        ("sgd", "momentum: 0.9", True),
+        ("sgd", "adjust_lr_fn: original", False),
+        ("muon", "momentum: 0.9, nesterov: false, adjust_lr_fn: original", True),
+        ("lion", "momentum: 0.9", False),
+        ("adamw", "adjust_lr_fn: original", False),
+    ],
+)
+def test_an_option_that_an_optimizer_does_not_read(
+    load: Load, complain: Complain, optimizer: str, option: str, is_read: bool
+) -> None:
+    text = MINIMAL + f"optimizer: {optimizer}\noptim_args: {{{option}}}\n"
+    if is_read:
+        assert load(text).config.optim_args is not None
+        return
+    [error] = complain(text)
+    assert f"`optimizer: {optimizer}` does not use `optim_args.{option.split(':', maxsplit=1)[0]}`" in error
 
 
 @pytest.mark.parametrize(

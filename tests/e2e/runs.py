@@ -430,7 +430,7 @@ def recipe_of(config: Path) -> Recipe:
     return Recipe(
         dtype=DTYPES[settings.dtype],
         optimizer=settings.optimizer,
-        momentum=0.0 if settings.optim_args is None else settings.optim_args.momentum,
+        momentum=(None if settings.optim_args is None else settings.optim_args.momentum) or 0.0,
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,

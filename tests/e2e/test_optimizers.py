@@ -36,6 +36,7 @@ KEYS: dict[str, dict[str, object]] = {
     "lion": {"optimizer": "lion", "learning_rate": 1e-4, "weight_decay": 0.1},
     "sgd": {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.01},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
+    "muon": {"optimizer": "muon", "weight_decay": 0.1},
 }
 
 
@@ -70,7 +71,7 @@ def test_the_export_is_what_pytorch_trains(
     assert ratel("verify", config).code == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "momentum"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "momentum", "muon"])
 def test_a_killed_run_goes_on(make_config: MakeConfig, wide_base: Path, optimizer: str) -> None:
     keys = {**KEYS[optimizer], "base_model": str(wide_base), "max_steps": 4}
     undisturbed, config = make_config("undisturbed", **keys), make_config(**keys)

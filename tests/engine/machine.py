@@ -15,7 +15,13 @@ from ratel_cli import _native
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.optimizer.settings import AdamWSettings, LionSettings, OptimizerSettings, SgdSettings
+from ratel_cli.engine.optimizer.settings import (
+    AdamWSettings,
+    LionSettings,
+    MuonSettings,
+    OptimizerSettings,
+    SgdSettings,
+)
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.ranks.commits import commit_together
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
@@ -241,7 +247,10 @@ def settings_of(recipe: Recipe) -> OptimizerSettings:
         return LionSettings(beta1=0.9, beta2=0.999, weight_decay=decay)
     if recipe.optimizer == "sgd":
         return SgdSettings(momentum=recipe.momentum, nesterov=False, weight_decay=decay)
-    return AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=decay)
+    adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=decay)
+    if recipe.optimizer == "muon":
+        return MuonSettings(adamw=adamw, momentum=0.95, nesterov=True, adjustment="match_rms_adamw")
+    return adamw
 
 
 def progress_at(step: int) -> Progress:

@@ -25,6 +25,7 @@ RECIPES = {
     "lion": Recipe(optimizer="lion", learning_rate=1e-4),
     "sgd": Recipe(optimizer="sgd", learning_rate=0.1),
     "sgd with momentum": Recipe(optimizer="sgd", momentum=0.9, learning_rate=0.1),
+    "muon": Recipe(optimizer="muon"),
 }
 _RESIDENT = replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK)
 WAYS: dict[str, dict[str, object]] = {
@@ -69,7 +70,7 @@ def test_where_states_rest_and_when_updates_run_changes_no_bit(
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum", "muon"])
 def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> None:
     """An embedding of 3 * 256 Ki elements, and a part of a chunk. Groups and the parts of threads are whole chunks."""
     config = larger_config("llama", vocab_size=(3 * CHUNK_ELEMENTS + 20_000) // larger_config("llama").hidden_size)
@@ -87,7 +88,8 @@ def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
 @pytest.mark.parametrize(
-    ("optimizer", "values"), [("adamw_8bit", 6 + 1 / 8 + 2 * 4 / 256), ("lion", 65 / 8), ("sgd", 33 / 8)]
+    ("optimizer", "values"),
+    [("adamw_8bit", 6 + 1 / 8 + 2 * 4 / 256), ("lion", 65 / 8), ("sgd", 33 / 8), ("muon", 65 / 8)],
 )
 def test_a_step_moves_the_bytes_of_the_record(
     tmp_path: Path, optimizer: str, values: float, max_grad_norm: float | None
@@ -100,7 +102,7 @@ def test_a_step_moves_the_bytes_of_the_record(
         moved = moved_by_last_step(ratel, recipe, random_steps(3, 2))
         wanted = step_traffic(spec, Placement(), NOTHING_SPILLED, holds_gradients=max_grad_norm is not None)
     assert moved == (wanted.read_bytes, wanted.written_bytes)
-    record = spec.layers[0].blocks[0].record
+    record = spec.layers[0].blocks[-1 if optimizer == "muon" else 0].record
     assert record.num_bytes(CHUNK_ELEMENTS) == values * CHUNK_ELEMENTS
 
 

@@ -53,6 +53,12 @@ def test_fp16_with_a_scaled_loss(tmp_path: Path) -> None:
     check_training(gpu_machine, tmp_path, gpu_config("llama"), recipe, num_steps=3, placement=AHEAD)
 
 
+@pytest.mark.parametrize(("dtype", "max_grad_norm"), [("bfloat16", None), ("float32", 0.5)])
+def test_muon_multiplies_its_matrices_on_the_gpu(tmp_path: Path, dtype: DtypeName, max_grad_norm: float | None) -> None:
+    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm, optimizer="muon")
+    check_training(gpu_machine, tmp_path, gpu_config("llama"), recipe, num_steps=3, placement=AHEAD)
+
+
 def test_an_overflow_is_seen_and_the_step_not_applied(tmp_path: Path) -> None:
     config = gpu_config("llama")
     recipe = Recipe(dtype=torch.float16, loss_scale=2.0**24)

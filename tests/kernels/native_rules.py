@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from ratel_cli import _native
-from tests.kernels.rules import LEARNING_RATE, UNIT, Layout, Numbers, RuleName, fields_of
+from tests.kernels.rules import LEARNING_RATE, UNIT, Layout, Numbers, RuleName, direction_of, fields_of
 
-AnyScalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars
+AnyScalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars | _native.MuonScalars
 
 
 def kernel(rule: RuleName, layout: Layout, *, prefix: str = "") -> Callable[..., object]:
@@ -39,6 +39,13 @@ def scalars_of(rule: RuleName, numbers: Numbers, step: int, *, gradient_scale: f
             gradient_scale=gradient_scale,
             is_first=step == 1,
             is_nesterov=numbers.nesterov,
+        )
+    if rule == "muon":
+        return _native.MuonScalars(
+            decay_factor=1 - rate * numbers.weight_decay,
+            one_minus_momentum=1 - numbers.momentum,
+            step_size=rate,
+            gradient_scale=gradient_scale,
         )
     return _native.AdamWScalars(
         decay_factor=1 - rate * numbers.weight_decay,
@@ -78,7 +85,8 @@ class Native:
 
     def step(self, gradient: torch.Tensor, scalars: AnyScalars) -> None:
         """One update."""
-        kernel(self.rule, self.layout)(*self.fields.values(), gradient, scalars=scalars, isa=self._isa)
+        given = (direction_of(gradient), gradient) if self.rule == "muon" else (gradient,)
+        kernel(self.rule, self.layout)(*self.fields.values(), *given, scalars=scalars, isa=self._isa)
 
     @property
     def master(self) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The update rules in plain PyTorch, as the oracles of the kernels, and the arrays of each rule's record.
 
 Invariant: nothing here uses the kernels. A rule's reference is torch's own optimizer where there is one; Lion's is the
-code of its authors, that of 8-bit moments what `docs/store-format.md` says.
+code of its authors, that of 8-bit moments what `docs/store-format.md` says. Muon's is what `torch.optim.Muon` does
+element by element, along any direction.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 Layout = Literal["bfloat16", "float32", "float16"]
 LAYOUTS: tuple[Layout, ...] = ("bfloat16", "float32", "float16")
-RuleName = Literal["adamw", "adamw_8bit", "lion", "sgd", "sgd_momentum"]
+RuleName = Literal["adamw", "adamw_8bit", "lion", "sgd", "sgd_momentum", "muon"]
 UNIT = 256
 PAGE_BYTES = 4096
 LEARNING_RATE = 1e-3
@@ -53,6 +54,7 @@ _MOMENTS: dict[RuleName, tuple[FieldOf, ...]] = {
     "lion": (_M32,),
     "sgd": (),
     "sgd_momentum": (_M32,),
+    "muon": (_M32,),
 }
 RULES = tuple(_MOMENTS)
 
@@ -116,6 +118,11 @@ class Numbers:
     nesterov: bool = False
 
 
+def direction_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Some direction, bf16, in an update by this gradient: what makes the right one is for other tests."""
+    return gradient.float().flip(0).sin().bfloat16()
+
+
 class Reference:
     """One fp32 parameter, updated in plain PyTorch. `moments` are named as in the record."""
 
@@ -139,6 +146,7 @@ class Reference:
             "lion": self._lion,
             "sgd": self._sgd,
             "sgd_momentum": self._sgd,
+            "muon": self._muon,
         }
         self._update = updates[rule]
         self._parameter = torch.nn.Parameter(self.weight)
@@ -177,6 +185,11 @@ class Reference:
         update = m * numbers.beta1 + gradient * (1 - numbers.beta1)
         self.weight.add_(update.sign_(), alpha=-LEARNING_RATE)
         m.mul_(numbers.beta2).add_(gradient, alpha=1 - numbers.beta2)
+
+    def _muon(self, gradient: torch.Tensor) -> None:
+        self.moments["m32"].lerp_(gradient, 1 - self.numbers.momentum)
+        self.weight.mul_(1 - LEARNING_RATE * self.numbers.weight_decay)
+        self.weight.add_(direction_of(gradient), alpha=-LEARNING_RATE)
 
     def _sgd(self, gradient: torch.Tensor) -> None:
         self._parameter.grad = gradient

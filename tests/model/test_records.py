@@ -12,7 +12,7 @@ from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES
 from tests.kernels.rules import restored, signed_map, unsigned_map
 
 TRAINED = [name for name, rule in RULES.items() if not rule.is_frozen]
-KEYS = {"adamw": 3, "adamw_8bit": 3, "lion": 2, "sgd": 1, "sgd_momentum": 2}
+KEYS = {"adamw": 3, "adamw_8bit": 3, "lion": 2, "sgd": 1, "sgd_momentum": 2, "muon": 2}
 """The master and the moments."""
 
 

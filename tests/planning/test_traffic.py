@@ -255,6 +255,7 @@ def test_checksums_take_what_the_store_gives_them(dtype: DtypeName, num_layers: 
         ("lion", False, 2 + 2 * (8 + 1 / 8), 0),
         ("sgd", False, 2 + 2 * (4 + 1 / 8), 0),
         ("sgd", True, 2 + 2 * (8 + 1 / 8), 0),
+        ("muon", False, 2 + 2 * (8 + 1 / 8), 2 + 2 * 12),
     ],
 )
 def test_the_bytes_of_a_rule_are_those_of_its_record(

@@ -26,7 +26,7 @@ def test_smoke() -> None:
     peers = ["torch"] if find_spec("deepspeed") is None else ["torch", "deepspeed"]
     assert names == {f"{kind} {isa}" for kind in ("stream", "adamw") for isa in isas} | {
         f"{peer} {what}" for peer in peers for what in ("fused", "three passes")
-    } | {f"{rule} {isas[-1]}" for rule in ("adamw_8bit", "lion", "sgd", "sgd_momentum")}
+    } | {f"{rule} {isas[-1]}" for rule in ("adamw_8bit", "lion", "sgd", "sgd_momentum", "muon")}
     assert {name.partition("_")[0] for name in report["speedup_over_three_passes"]} == set(peers)
     assert all(result["seconds"] > 0 for result in report["results"])
     assert ("deepspeed takes no part: it is not installed" in lines) == ("deepspeed" not in peers)

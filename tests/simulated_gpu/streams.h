@@ -74,6 +74,7 @@ inline std::map<int64_t, Stream> streams;
 inline std::list<Sent> sent;
 inline int64_t num_streams = 1, last_number = 0;
 inline thread_local int64_t current_stream = kComputes;
+inline thread_local int64_t last_computed_here = 0;  // number of the last computing by this thread
 inline std::minstd_rand draws;
 inline double eagerness = 0;
 
@@ -219,17 +220,18 @@ inline bool is_queued(const Block& block) {
 }
 
 // The computing stream is never behind here, but on a GPU it is, and a copy must wait for it: a download, for all work
-// that may have written the bytes; an upload, for all work that may have used the memory before it was allocated.
+// of this thread, which may have written the bytes; an upload, for all work that may have used the memory before it was
+// allocated.
 inline void check_order(const void* pointer, bool goes_up) {
     const auto block = std::prev(blocks.upper_bound(pointer));
-    const int64_t wanted = goes_up ? block->second.allocated_after : last_computed;
+    const int64_t wanted = goes_up ? block->second.allocated_after : last_computed_here;
     TORCH_CHECK(streams[current_stream].behind >= wanted, "a copy does not wait for what was computed before it");
 }
 
 // Note that something is computed. Returns when it can begin.
 inline double begin_computing() {
     std::lock_guard guard(mutex);
-    last_computed = ++last_number;
+    last_computed = last_computed_here = ++last_number;
     return streams[kComputes].ready();
 }
 

@@ -33,6 +33,8 @@ inline const RuleKernels<Sgd>& rule_of(const Kernels& kernels, Sgd) { return ker
 
 inline const RuleKernels<SgdMomentum>& rule_of(const Kernels& kernels, SgdMomentum) { return kernels.sgd_momentum; }
 
+inline const RuleKernels<Muon>& rule_of(const Kernels& kernels, Muon) { return kernels.muon; }
+
 // Those of them for a state's layout.
 template <class Rule>
 const LayoutKernels<typename Rule::Bfloat16, typename Rule::Scalars>& layout_of(const RuleKernels<Rule>& kernels,

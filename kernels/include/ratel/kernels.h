@@ -74,6 +74,12 @@ struct OneMoment {
   float* m32;
 };
 
+// A moment, and what the weights move along, which the update reads and does not write: bf16.
+struct DirectedMoment {
+  float* m32;
+  const uint16_t* direction;
+};
+
 struct NoMoments {};
 
 template <class Weights_, class Moments_>
@@ -118,6 +124,13 @@ struct SgdScalars {
   bool is_nesterov;
 };
 
+struct MuonScalars {
+  float decay_factor;
+  float one_minus_momentum;
+  float negative_step_size;
+  float gradient_scale;
+};
+
 // Update rules: the states of the three layouts, and the numbers. Elements that belong together are `kUnit`.
 
 struct AdamW {
@@ -160,6 +173,14 @@ struct SgdMomentum {
   using Float16 = State<Float16Weights, OneMoment>;
 };
 
+struct Muon {
+  static constexpr size_t kUnit = 1;
+  using Scalars = MuonScalars;
+  using Bfloat16 = State<TiedWeights, DirectedMoment>;
+  using Float32 = State<Float32Weights, DirectedMoment>;
+  using Float16 = State<Float16Weights, DirectedMoment>;
+};
+
 // The kernels of one rule and layout. `count` elements from the first one of a unit on.
 template <class State, class Scalars>
 struct LayoutKernels {
@@ -183,6 +204,7 @@ struct Kernels {
   RuleKernels<Lion> lion;
   RuleKernels<Sgd> sgd;
   RuleKernels<SgdMomentum> sgd_momentum;
+  RuleKernels<Muon> muon;
 
   // v32: its sign says how ties were rounded. Its other bits stay.
   void (*split_signed)(const float* w32, HalvedWeights weights, float* v32, size_t count);

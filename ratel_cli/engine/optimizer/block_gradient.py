@@ -55,7 +55,7 @@ class BlockGradient:
         """For each parameter with a gradient: the 2-norm of the scaled gradient, as torch computes it in fp32."""
         self.dtype_name = _DTYPE_NAMES[dtype]
         """The name of the gradient dtype."""
-        self._dtype = dtype
+        self.dtype = dtype
         self._bytes_per_element = dtype.itemsize
         self._rows = rows
         self._lease: Lease | None = lease
@@ -101,7 +101,7 @@ class BlockGradient:
         `[elements of the packed block]`; undefined for parameters that have none."""
         assert self._lease is not None, "the gradient is in the scratch file"
         assert self._download is None, "the download has not ended"
-        return view(self._lease.memory, self._dtype)
+        return view(self._lease.memory, self.dtype)
 
     @property
     def memory(self) -> memoryview:
@@ -141,7 +141,7 @@ class BlockGradient:
     @contextmanager
     def _spread(self, rows: EmbeddingRows, start: int, num_bytes: int, pool: BufferPool) -> Iterator[memoryview]:
         with pool.lease(num_bytes, f"gradient of {self.block.name}", crosses_link=False) as lease:
-            rows.spread(self.flat, start, view(lease.memory, self._dtype))
+            rows.spread(self.flat, start, view(lease.memory, self.dtype))
             yield lease.memory
 
     def _wait_download(self) -> None:

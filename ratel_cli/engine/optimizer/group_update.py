@@ -17,10 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import torch
+
 from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
+from ratel_cli.engine.optimizer.muon import Directions
 from ratel_cli.engine.optimizer.settings import (
+    MuonSettings,
     OptimizerSettings,
     Scalars,
     UpdateNumbers,
@@ -28,6 +32,7 @@ from ratel_cli.engine.optimizer.settings import (
     square_root_of_torch,
 )
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.rules import M32
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
 from ratel_cli.units import align_up
@@ -71,9 +76,15 @@ class GroupChecksums:
 class GroupUpdater(Closing):
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
-    def __init__(self, settings: OptimizerSettings, *, num_threads: int = 1) -> None:
+    def __init__(
+        self, settings: OptimizerSettings, *, num_threads: int = 1, device: torch.device | None = None
+    ) -> None:
+        """`device`: where a rule that takes matrices multiplies them; None: the CPU."""
         assert num_threads > 0
         self._settings = settings
+        self._directions = (
+            Directions(settings, device or torch.device("cpu")) if isinstance(settings, MuonSettings) else None
+        )
         self._kernel_of = kernel_of
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ratel-update") if num_threads > 1 else None
@@ -90,14 +101,16 @@ class GroupUpdater(Closing):
         start: int,
         stop: int,
         checksums: GroupChecksums | None = None,
+        direction: memoryview | None = None,
     ) -> None:
         """Update elements `[start, stop)` of the gradient's block in place.
 
-        `memories` holds every field of the record for these elements, `values` their gradients.
+        `memories` holds every field of the record for these elements, `values` their gradients. `direction`: of a rule
+        that takes matrices, what the weights move along, in bf16.
         `checksums` takes the checksums of their chunks; None takes none. Raises IntegrityFailure if the bytes that were
         read are not those that were written.
         """
-        block, scalars = gradient.block, self._scalars(update, update.rate_of(gradient.block))
+        block, scalars = gradient.block, self._scalars(update, gradient.block)
         kernel = self._kernel_of(block.rule, block.dtype)
         chunk_elements, before, after = _WITHOUT_CHECKSUMS, None, None
         if checksums is not None:
@@ -110,6 +123,7 @@ class GroupUpdater(Closing):
             ), "a part has whole chunks"
             mismatches = kernel(
                 *[field.part(memories[field.name], first - start, last - start) for field in block.record.fields],
+                *([] if direction is None else [_elements(direction, stop - start, first - start, last - start)]),
                 _elements(values, stop - start, first - start, last - start),
                 scalars=scalars,
                 segments=_segments(block, gradient.present, first, last),
@@ -131,16 +145,38 @@ class GroupUpdater(Closing):
         for part in parts:
             part.result()
 
+    def make_direction(
+        self,
+        memories: Mapping[str, memoryview],
+        gradient: BlockGradient,
+        update: UpdateNumbers,
+        *,
+        values: memoryview,
+        into: memoryview,
+    ) -> None:
+        """What `update` needs as the direction of a block whose rule takes matrices; undefined without a gradient."""
+        matrix = gradient.block.matrix
+        assert self._directions is not None and matrix is not None
+        if gradient.present[0]:
+            self._directions.make(
+                matrix.shape,
+                momentum=memories[M32.name],
+                gradient=values,
+                gradient_dtype=gradient.dtype,
+                gradient_scale=update.gradient_scale,
+                into=into,
+            )
+
     def close(self) -> None:
         """End the threads. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _scalars(self, update: UpdateNumbers, learning_rate: float) -> Scalars:
+    def _scalars(self, update: UpdateNumbers, block: BlockSpec) -> Scalars:
         """The scalars of an update. All groups of a block have the same one."""
         if self._last is not None and self._last[0] is update:
             return self._last[1]
-        scalars = self._settings.scalars(update, learning_rate, self._square_root)
+        scalars = self._settings.scalars(update, block, self._square_root)
         self._last = update, scalars
         return scalars
 

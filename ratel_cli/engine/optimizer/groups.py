@@ -12,7 +12,8 @@ or handed on that was made of bytes other than those that were sealed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -131,7 +132,10 @@ class GroupWork:
             compute = block.record.compute_field
             group.memories[compute.name] = compute.part(update.weights.memory, group.start, group.stop)
         began = perf_counter()
-        with update.gradient.elements(group.start, group.stop, self._pool) as values:
+        with (
+            update.gradient.elements(group.start, group.stop, self._pool) as values,
+            self._direction(group, update, values) as direction,
+        ):
             self._updater.update(
                 group.memories,
                 update.gradient,
@@ -140,6 +144,7 @@ class GroupWork:
                 start=group.start,
                 stop=group.stop,
                 checksums=group.checksums,
+                direction=direction,
             )
         label = SpanLabel.of(block.rule.title, block, "update", group.number)
         self._timeline.record("optimizer", label, began, perf_counter())
@@ -211,6 +216,19 @@ class GroupWork:
         for block in forgotten:
             for lease in self._states.pop(block).values():
                 lease.release()
+
+    @contextmanager
+    def _direction(self, group: Group, update: BlockUpdate, values: memoryview) -> Iterator[memoryview | None]:
+        """What the group's weights move along, where its rule takes matrices."""
+        block = group.block
+        if block.matrix is None:
+            yield None
+            return
+        with self._lease(block.direction_bytes, f"direction of {block.name}") as lease:
+            self._updater.make_direction(
+                group.memories, update.gradient, update.numbers, values=values, into=lease.memory
+            )
+            yield lease.memory
 
     def _wait_read(self, group: Group) -> None:
         read, group.read = group.read, None

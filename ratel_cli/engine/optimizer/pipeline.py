@@ -252,7 +252,7 @@ class UpdatePipeline(Closing):
             if not self._can_begin():
                 return None
             block, start, number = self._order[0], self._next_start, self._next_number
-            stop = min(start + self._group_elements, block.num_elements)
+            stop = min(start + block.group_elements(self._group_elements), block.num_elements)
             update = self._updates.get(block.index)
             if stop < block.num_elements:
                 self._next_start, self._next_number = stop, number + 1

@@ -6,6 +6,7 @@ the kernel rounds them to fp32 once. Which fields a rule has says `ratel_cli/sch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,11 +15,11 @@ import torch
 
 from ratel_cli import _native
 from ratel_cli.schedule.blocks import BlockSpec
-from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, Rule
+from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, LION, MUON, SGD, SGD_MOMENTUM, Rule
 from ratel_cli.sizes import WeightDtype
 
 SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
-Scalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars
+Scalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars | _native.MuonScalars
 Kernel = Callable[..., list[tuple[int, int]]]
 """As `_native._Update`: with the scalars of its own rule."""
 
@@ -38,6 +39,9 @@ _KERNELS: dict[tuple[Rule, WeightDtype], Kernel] = {
     (SGD_MOMENTUM, "bfloat16"): _native.update_sgd_momentum_bfloat16,
     (SGD_MOMENTUM, "float32"): _native.update_sgd_momentum_float32,
     (SGD_MOMENTUM, "float16"): _native.update_sgd_momentum_float16,
+    (MUON, "bfloat16"): _native.update_muon_bfloat16,
+    (MUON, "float32"): _native.update_muon_float32,
+    (MUON, "float16"): _native.update_muon_float16,
 }
 
 
@@ -79,8 +83,8 @@ class UpdateNumbers:
 class OptimizerSettings(Protocol):
     """The settings of all rules of a run."""
 
-    def scalars(self, update: UpdateNumbers, learning_rate: float, square_root: SquareRoot) -> Scalars:
-        """The kernel's numbers of one update with this learning rate."""
+    def scalars(self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot) -> Scalars:
+        """The kernel's numbers of one update of this block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +96,9 @@ class AdamWSettings:
     epsilon: float
     weight_decay: float
 
-    def scalars(self, update: UpdateNumbers, learning_rate: float, square_root: SquareRoot) -> _native.AdamWScalars:
+    def scalars(self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot) -> _native.AdamWScalars:
         """As `torch.optim.AdamW` computes them."""
+        learning_rate = update.rate_of(block)
         bias_correction1 = 1 - self.beta1**update.number
         bias_correction2 = 1 - self.beta2**update.number
         return _native.AdamWScalars(
@@ -118,8 +123,9 @@ class LionSettings:
     beta2: float
     weight_decay: float
 
-    def scalars(self, update: UpdateNumbers, learning_rate: float, square_root: SquareRoot) -> _native.LionScalars:  # noqa: ARG002
+    def scalars(self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot) -> _native.LionScalars:  # noqa: ARG002
         """As the code of Lion's authors computes them."""
+        learning_rate = update.rate_of(block)
         return _native.LionScalars(
             decay_factor=1 - learning_rate * self.weight_decay,
             beta1=self.beta1,
@@ -139,13 +145,46 @@ class SgdSettings:
     nesterov: bool
     weight_decay: float
 
-    def scalars(self, update: UpdateNumbers, learning_rate: float, square_root: SquareRoot) -> _native.SgdScalars:  # noqa: ARG002
+    def scalars(self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot) -> _native.SgdScalars:  # noqa: ARG002
         """As `torch.optim.SGD` computes them."""
         return _native.SgdScalars(
             weight_decay=self.weight_decay,
             momentum=self.momentum,
-            learning_rate=learning_rate,
+            learning_rate=update.rate_of(block),
             gradient_scale=update.gradient_scale,
             is_first=update.number == 1,
             is_nesterov=self.nesterov,
         )
+
+
+RateAdjustment = Literal["match_rms_adamw", "original"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonSettings:
+    """The settings of Muon for a whole run, and those of AdamW, which updates what is no matrix of a layer."""
+
+    adamw: AdamWSettings
+    momentum: float
+    nesterov: bool
+    adjustment: RateAdjustment
+    """How a matrix's shape changes its learning rate (`torch.optim.Muon`)."""
+
+    def scalars(
+        self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot
+    ) -> _native.AdamWScalars | _native.MuonScalars:
+        """As `torch.optim.Muon` computes them, or `torch.optim.AdamW`."""
+        if block.matrix is None:
+            return self.adamw.scalars(update, block, square_root)
+        learning_rate = update.rate_of(block)
+        return _native.MuonScalars(
+            decay_factor=1 - learning_rate * self.adamw.weight_decay,
+            one_minus_momentum=1 - self.momentum,
+            step_size=learning_rate * self._ratio(*block.matrix.shape),
+            gradient_scale=update.gradient_scale,
+        )
+
+    def _ratio(self, num_rows: int, num_columns: int) -> float:
+        if self.adjustment == "original":  # Jordan et al., 2024
+            return math.sqrt(max(1, num_rows / num_columns))
+        return 0.2 * math.sqrt(max(num_rows, num_columns))  # Liu et al., 2025, arXiv 2502.16982, equation 4

@@ -90,7 +90,8 @@ def description_file(config: RunConfig) -> Path:
     software = software_versions("ratel-cli", "torch", "transformers", *with_peft)
     of_task = [] if config.task == "causal_lm" else [config.task, *(config.labels or ())]
     rules = rules_in(config)
-    rule_names = [] if rules == ALL_ADAMW else [rules.main.name]
+    names = [each.name for each in (rules.main, rules.of_matrices) if each is not None]
+    rule_names = [] if rules == ALL_ADAMW else names
     chosen = [*(getattr(config, key) for key in (*CHOOSES_PARAMETERS, *OF_RATES)), *rule_names]
     return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, chosen, *of_task])
 

@@ -25,3 +25,9 @@ def reject_unsupported(config: RunConfig, num_ranks: int) -> None:
             "storage.durability: none is not supported with several ranks: one that ends would cost the stores of all",
             "set storage.durability: step",
         )
+    if config.optimizer == "muon":
+        raise OfAllRanks(
+            "optimizer: muon is not supported with several ranks: each updates a slice of every matrix, and Muon needs "
+            "whole ones",
+            "use another optimizer",
+        )

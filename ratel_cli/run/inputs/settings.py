@@ -101,7 +101,7 @@ def settings_hash(config: RunConfig) -> str:
 
 def rules_in(config: RunConfig) -> RuleChoice:
     """Which rule each trained parameter of a run has."""
-    return rules_of(config.optimizer, has_momentum=config.optim_args is not None and config.optim_args.momentum > 0)
+    return rules_of(config.optimizer, has_momentum=config.optim_args is not None and bool(config.optim_args.momentum))
 
 
 def as_recorded(config: RunConfig) -> RunConfig:

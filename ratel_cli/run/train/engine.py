@@ -13,7 +13,13 @@ from ratel_cli.config.optimizers import OptimizerConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.optimizer.settings import AdamWSettings, LionSettings, OptimizerSettings, SgdSettings
+from ratel_cli.engine.optimizer.settings import (
+    AdamWSettings,
+    LionSettings,
+    MuonSettings,
+    OptimizerSettings,
+    SgdSettings,
+)
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
 from ratel_cli.engine.step import StepEngine
@@ -32,15 +38,25 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
     """What the update rules of a run compute with."""
     if config.optimizer == "lion":
         return LionSettings(beta1=config.adam_beta1, beta2=config.adam_beta2, weight_decay=config.weight_decay)
+    given = config.optim_args or OptimizerConfig()
     if config.optimizer == "sgd":
-        given = config.optim_args or OptimizerConfig()
-        return SgdSettings(momentum=given.momentum, nesterov=given.nesterov, weight_decay=config.weight_decay)
-    return AdamWSettings(
+        return SgdSettings(
+            momentum=given.momentum or 0.0, nesterov=bool(given.nesterov), weight_decay=config.weight_decay
+        )
+    adamw = AdamWSettings(
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
         epsilon=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
+    if config.optimizer == "muon":
+        return MuonSettings(
+            adamw=adamw,
+            momentum=0.95 if given.momentum is None else given.momentum,
+            nesterov=True if given.nesterov is None else given.nesterov,
+            adjustment=given.adjust_lr_fn or "match_rms_adamw",
+        )
+    return adamw
 
 
 def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
