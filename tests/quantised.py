@@ -41,13 +41,15 @@ def quantised_bytes(matrix: torch.Tensor, form: Form) -> list[torch.Tensor]:
     return [part.reshape(-1).contiguous().view(torch.uint8) for part in parts]
 
 
-def quantised_names(model: PreTrainedModel) -> set[str]:
-    """The weights of all linear layers but the head, and those with tied weights."""
-    return {
+def quantised_names(model: PreTrainedModel, *, with_experts: bool = False) -> set[str]:
+    """The weights of all linear layers but the head, and those with tied weights. `with_experts`: and theirs."""
+    stacks = {name for name, each in model.named_parameters() if "expert" in name and each.ndim > 2}
+    layers = {
         f"{name}.weight"
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D) and layer is not model.get_output_embeddings()
     }
+    return layers | stacks if with_experts else layers
 
 
 class GPT2OfLinearLayers(GPT2LMHeadModel):
@@ -63,13 +65,18 @@ class GPT2OfLinearLayers(GPT2LMHeadModel):
 
 
 def dequantised_weights(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], form: Form, dtype: torch.dtype
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    form: Form,
+    dtype: torch.dtype,
+    *,
+    with_experts: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The weights, fp32, with those of linear layers as they are after quantising, `[outputs, inputs]`."""
     found = dict(weights)
-    for name in quantised_names(model):
-        is_turned = isinstance(model.get_submodule(name.removesuffix(".weight")), Conv1D)
+    for name in quantised_names(model, with_experts=with_experts):
+        is_turned = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
         matrix = weights[name].to(dtype)
         matrix = matrix.T.contiguous() if is_turned else matrix
-        found[name] = dequantised(matrix, form).float()
+        found[name] = dequantised(matrix.reshape(-1, matrix.shape[-1]), form).view_as(matrix).float()
     return found

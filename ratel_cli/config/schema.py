@@ -127,6 +127,9 @@ class RunConfig(Section):
     quantised."""
     bnb_4bit_use_double_quant: bool = True
     """With `load_in_4bit`: also quantise the scales of NF4, which saves 0.05 bytes for each weight."""
+    quantize_moe_experts: bool = False
+    """With `load_in_4bit` or `load_in_8bit`: also quantise stacks of experts, which are most of the weights of a
+    mixture of experts. Those of a layer are expanded together while it computes. Experts then get no adapter."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
@@ -569,7 +572,7 @@ def _preference_contradiction(config: RunConfig) -> Contradiction | None:
 def _adapter_contradiction(config: RunConfig) -> Contradiction | None:
     """What cannot be trained beside a frozen model; None if there is nothing."""
     if config.adapter is None:
-        for key in ("load_in_4bit", "load_in_8bit"):
+        for key in ("load_in_4bit", "load_in_8bit", "quantize_moe_experts"):
             if getattr(config, key):
                 message = f"`{key}` is set without `adapter`: quantised weights cannot be trained"
                 hint = "add `adapter: lora`, or remove it"
@@ -583,23 +586,40 @@ def _adapter_contradiction(config: RunConfig) -> Contradiction | None:
         if getattr(config, key):
             message = f"`adapter` and `{key}` are both set: {reason}"
             return Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")
-    if config.peft_use_dora and (config.load_in_4bit or config.load_in_8bit):
-        key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
-        message = f"`{key}` and `peft_use_dora` are both set: DoRA beside a quantised model is not supported"
-        return Contradiction(keys=("peft_use_dora", key), message=message, hint="remove one of them")
     if isinstance(config.lora_target_modules, str) and config.lora_layers_to_transform:
         message = (
             "`lora_layers_to_transform` is set, and `lora_target_modules` is a regular expression, which has layers"
         )
         hint = "put the layers into the expression, or write a list of names"
         return Contradiction(keys=("lora_target_modules", "lora_layers_to_transform"), message=message, hint=hint)
-    if config.load_in_4bit and config.load_in_8bit:
-        message = "`load_in_4bit` and `load_in_8bit` are both set"
-        return Contradiction(keys=("load_in_8bit", "load_in_4bit"), message=message, hint="remove one of them")
+    if (found := _quantisation_contradiction(config)) is not None:
+        return found
     if config.task in ("denoising", "classification"):
         message = "`adapter` is for language models, and not for classifiers, whose new head must be trained"
         hint = "remove it; `unfrozen_parameters` trains a part of any model"
         return Contradiction(keys=("adapter",), message=message, hint=hint)
+    return None
+
+
+def _quantisation_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be quantised so; None if there is nothing."""
+    if config.peft_use_dora and (config.load_in_4bit or config.load_in_8bit):
+        key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
+        message = f"`{key}` and `peft_use_dora` are both set: DoRA beside a quantised model is not supported"
+        return Contradiction(keys=("peft_use_dora", key), message=message, hint="remove one of them")
+    if config.quantize_moe_experts and not (config.load_in_4bit or config.load_in_8bit):
+        message = "`quantize_moe_experts` is set without `load_in_4bit` or `load_in_8bit`, which say how"
+        return Contradiction(keys=("quantize_moe_experts",), message=message, hint="add one of them, or remove it")
+    if config.quantize_moe_experts and config.lora_target_parameters:
+        message = (
+            "`quantize_moe_experts` and `lora_target_parameters` are both set: PEFT adds to the experts' matrices as "
+            "they are"
+        )
+        hint = "remove one of them; `lora_target_modules` adapts all else"
+        return Contradiction(keys=("lora_target_parameters", "quantize_moe_experts"), message=message, hint=hint)
+    if config.load_in_4bit and config.load_in_8bit:
+        message = "`load_in_4bit` and `load_in_8bit` are both set"
+        return Contradiction(keys=("load_in_8bit", "load_in_4bit"), message=message, hint="remove one of them")
     return None
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ratel_cli.model.quantised import QuantisedLinear
+from ratel_cli.model.quantised import Quantised, QuantisedLayout
 from ratel_cli.model.rate_groups import ENDS, GROUP_NAMES, ONE_RATE, RateGroups
 from ratel_cli.model.spec import decays
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
@@ -61,11 +61,11 @@ class PlacedParameter:
     @property
     def dtype(self) -> WeightDtype:
         """What it computes in; of a quantised one, bytes."""
-        return _NAMES_OF_DTYPES[self.unbound.dtype] if self._quantised is None else "uint8"
+        return _NAMES_OF_DTYPES[self.unbound.dtype] if self._layout is None else "uint8"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.unbound.shape) if self._quantised is None else (self._quantised.layout.num_bytes,)
+        return tuple(self.unbound.shape) if self._layout is None else (self._layout.num_bytes,)
 
     @property
     def is_embedding(self) -> bool:
@@ -74,9 +74,8 @@ class PlacedParameter:
 
     @property
     def quantised_shape(self) -> tuple[int, ...] | None:
-        """The shape of the matrix that it holds, quantised; None: it is none of these."""
-        found = self._quantised
-        return None if found is None else (found.out_features, found.in_features)
+        """The shape of the matrix or stack that it holds, quantised; None: it is none of these."""
+        return None if self._layout is None else self._layout.shape
 
     @property
     def computed_shape(self) -> tuple[int, ...]:
@@ -85,14 +84,15 @@ class PlacedParameter:
 
     def without_values(self) -> torch.Tensor:
         """What the model's code computes with, on the meta device: of a quantised parameter, its matrix."""
-        found = self._quantised
-        dtype = self.unbound.dtype if found is None else found.dtype
+        module = self.places[0].module
+        dtype = module.dtype if self._layout is not None and isinstance(module, Quantised) else self.unbound.dtype
         return torch.empty(self.computed_shape, dtype=dtype, device="meta")
 
     @property
-    def _quantised(self) -> QuantisedLinear | None:
-        module = self.places[0].module
-        return module if isinstance(module, QuantisedLinear) and self.places[0].attribute == "weight" else None
+    def _layout(self) -> QuantisedLayout | None:
+        """Where the parts of a quantised one lie."""
+        place = self.places[0]
+        return place.module.layouts.get(place.attribute) if isinstance(place.module, Quantised) else None
 
     def put(self, parameter: nn.Parameter) -> None:
         """Put a parameter into its places."""

@@ -1,4 +1,4 @@
-"""Quantised matrices of linear layers: their bytes, as bitsandbytes defines them, and a layer that computes with them.
+"""Quantised matrices: their bytes, as bitsandbytes defines them, and modules that compute with them.
 
 A quantised matrix is one flat array of bytes, so that store, link and plan carry it as they carry any frozen parameter.
 It holds what bitsandbytes has in several tensors:
@@ -9,16 +9,19 @@ It holds what bitsandbytes has in several tensors:
     int8    an element in a byte; then the largest magnitude of each row in fp32 (LLM.int8(), arXiv:2208.07339,
             section 2.1)
 
-Each part begins at a multiple of `_PART_ALIGNMENT` bytes, and the bytes between are zero.
+Each part begins at a multiple of `_PART_ALIGNMENT` bytes, and the bytes between are zero. A stack of matrices, such as
+that of experts, is quantised as one matrix with all their rows, which is how bitsandbytes sees it.
 
 Invariants: (1) the bytes are those that bitsandbytes makes on the CPU of the matrix in the model's dtype, and the
 matrix that is computed with is the one that it makes of them, bit for bit; (2) no autograd graph has that matrix, nor
-its bytes: a backward takes the bytes that are bound to the layer then.
+its bytes: a backward takes the bytes that are bound to the module then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -54,7 +57,23 @@ class QuantisedLayout:
 
     form: QuantisedForm
     rows: int
+    """Of all matrices of a stack."""
     columns: int
+    num_stacked: int = 0
+    """How many matrices it is; 0: one that is no stack."""
+
+    @classmethod
+    def of(cls, form: QuantisedForm, shape: Sequence[int]) -> QuantisedLayout:
+        """Of a matrix `[rows, columns]` or a stack `[matrices, rows, columns]`."""
+        *stacked, rows, columns = shape
+        return cls(form, math.prod(stacked) * rows, columns, num_stacked=stacked[0] if stacked else 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of what it holds."""
+        if not self.num_stacked:
+            return self.rows, self.columns
+        return self.num_stacked, self.rows // self.num_stacked, self.columns
 
     @property
     def num_elements(self) -> int:
@@ -84,6 +103,24 @@ class QuantisedLayout:
         """Size of the quantised matrix."""
         return self.starts[-1]
 
+    def of_rows(self, data: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, QuantisedLayout] | None:
+        """The bytes of rows `[first, last)` alone, and their layout; None if they share a magnitude with others."""
+        part = QuantisedLayout(self.form, last - first, self.columns)
+        begin, end = first * self.columns, last * self.columns
+        of_group = {"int8": 1, "nf4": _NF4_ELEMENTS, "nf4 double": _NF4_ELEMENTS * _DOUBLE_ELEMENTS}[self.form]
+        if begin % of_group or (last != self.rows and end % of_group):
+            return None
+        groups = begin // _NF4_ELEMENTS
+        starts = {
+            "int8": (begin, 4 * first),
+            "nf4": (begin // 2, 4 * groups),
+            "nf4 double": (begin // 2, groups, 4 * (groups // _DOUBLE_ELEMENTS), 0),
+        }[self.form]
+        found = data.new_zeros(part.num_bytes)
+        for target, source, start in zip(part.parts(found), self.parts(data), starts, strict=True):
+            target.copy_(source[start : start + len(target)])
+        return found, part
+
     def parts(self, data: torch.Tensor) -> list[torch.Tensor]:
         """Views of the bytes of each part."""
         return [data[start : start + size] for start, size in zip(self.starts[:-1], self._part_bytes, strict=True)]
@@ -96,17 +133,22 @@ class QuantisedLayout:
 
 
 def quantise(matrix: torch.Tensor, form: QuantisedForm) -> torch.Tensor:
-    """The bytes of a matrix `[rows, columns]` that is in the model's dtype, on the CPU."""
-    layout = QuantisedLayout(form, *matrix.shape)
+    """The bytes of a matrix, or of a stack, that is in the model's dtype, on the CPU."""
+    values = matrix.reshape(-1)
+    return quantise_from(lambda start, stop: values[start:stop], QuantisedLayout.of(form, matrix.shape))
+
+
+def quantise_from(read: Callable[[int, int], torch.Tensor], layout: QuantisedLayout) -> torch.Tensor:
+    """The same of a matrix whose elements `read` gives, from one to another, in the model's dtype."""
     data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     codes, *others = layout.parts(data)
+    form, number = layout.form, layout.num_elements
     if form == "int8":
-        _quantise_rows(matrix, codes.view(torch.int8).view(matrix.shape), others[0].view(torch.float32))
+        _quantise_rows(read, codes.view(torch.int8).view(layout.rows, layout.columns), others[0].view(torch.float32))
         return data
-    values = matrix.reshape(-1)
     magnitudes = torch.empty(layout.num_magnitudes)
-    for start in range(0, len(values), _CODED_ELEMENTS):
-        part = values[start : start + _CODED_ELEMENTS].float()
+    for start in range(0, number, _CODED_ELEMENTS):
+        part = read(start, min(start + _CODED_ELEMENTS, number)).float()
         of_groups = magnitudes[start // _NF4_ELEMENTS :][: -(-len(part) // _NF4_ELEMENTS)]
         _native.quantise_nf4(part, codes[start // 2 :][: -(-len(part) // 2)], of_groups)
     if form == "nf4":
@@ -119,13 +161,63 @@ def quantise(matrix: torch.Tensor, form: QuantisedForm) -> torch.Tensor:
 
 
 def dequantised(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix `[rows, columns]` of these bytes, in `dtype`: one operator, whatever it is made of."""
+    """The matrix or stack of these bytes, in `dtype`: one operator, whatever it is made of."""
     found: torch.Tensor = torch.ops.ratel.dequantise(data, layout.form, layout.rows, layout.columns, dtype)
-    return found
+    return found.view(layout.shape)
 
 
-class QuantisedLinear(nn.Linear):
-    """A linear layer whose weight is quantised: a flat array of bytes, which never has a gradient."""
+class Quantised(nn.Module):
+    """A module with quantised parameters: flat arrays of bytes, which never have a gradient."""
+
+    dtype: torch.dtype
+    """That it computes in."""
+
+    @property
+    def layouts(self) -> Mapping[str, QuantisedLayout]:
+        """By the name of a parameter."""
+        raise NotImplementedError
+
+    def values(self, name: str) -> torch.Tensor:
+        """The matrix or stack as it is bound now. What stands in for it in a trial is one already."""
+        weight = self._parameters[name]
+        assert weight is not None
+        return dequantised(weight, self.layouts[name], self.dtype) if weight.dtype == torch.uint8 else weight
+
+    def _noting(self, made: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
+        """A context in which autograd gets a note of how it would see one of these, and asks for it again. What else it
+        saves goes to whoever asked for that: torch has no way to say so, and asks the innermost alone."""
+        names = {each.untyped_storage()._cdata: name for name, each in made.items()}
+        top: Callable[[bool], tuple[Callable[..., object], Callable[..., torch.Tensor]] | None]
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009 (its stub is wrong)
+        hooks = top(False)
+        keep: Callable[..., object] = hooks[0] if hooks else _itself
+        give: Callable[..., torch.Tensor] = hooks[1] if hooks else _itself
+
+        def note(saved: torch.Tensor) -> object:
+            name = names.get(saved.untyped_storage()._cdata)
+            if name is None:
+                return keep(saved)
+            return _Seen(name, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+        def again(noted: object) -> torch.Tensor:
+            return self._again(noted) if isinstance(noted, _Seen) else give(noted)
+
+        return torch.autograd.graph.saved_tensors_hooks(note, again)
+
+    def _again(self, noted: _Seen) -> torch.Tensor:
+        layout, weight = self.layouts[noted.name], self._parameters[noted.name]
+        assert weight is not None
+        first, last = noted.rows(layout.columns)
+        if weight.dtype == torch.uint8 and last - first < layout.rows:
+            part = layout.of_rows(weight, first, last)
+            if part is not None:
+                found = dequantised(*part, self.dtype)
+                return found.as_strided(noted.size, noted.stride, noted.offset - first * layout.columns)
+        return self.values(noted.name).as_strided(noted.size, noted.stride, noted.offset)
+
+
+class QuantisedLinear(Quantised, nn.Linear):
+    """A linear layer whose weight is quantised."""
 
     def __init__(self, layout: QuantisedLayout, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         """A layer without its weight. `dtype`: that it computes in."""
@@ -135,37 +227,85 @@ class QuantisedLinear(nn.Linear):
         self.weight = nn.Parameter(torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False)
         self.register_parameter("bias", bias)
 
-    def matrix(self) -> torch.Tensor:
-        """The weight `[outputs, inputs]` as it is bound now. What stands in for it in a trial is one already."""
-        weight = self.weight
-        return dequantised(weight, self.layout, self.dtype) if weight.dtype == torch.uint8 else weight
+    @property
+    def layouts(self) -> Mapping[str, QuantisedLayout]:
+        """See Quantised."""
+        return {"weight": self.layout}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
-        """The layer's output. Autograd gets a note of how it would see the matrix, and asks for it again."""
-        matrix = self.matrix()
-        storage = matrix.untyped_storage()._cdata
-
-        def note(saved: torch.Tensor) -> torch.Tensor | _Seen:
-            if saved.untyped_storage()._cdata != storage:
-                return saved
-            return _Seen(saved.size(), saved.stride(), int(saved.storage_offset()))
-
-        with torch.autograd.graph.saved_tensors_hooks(note, self._again):
+        """The layer's output."""
+        matrix = self.values("weight")
+        with self._noting({"weight": matrix}):
             return nn.functional.linear(input, matrix, self.bias)
 
-    def _again(self, noted: torch.Tensor | _Seen) -> torch.Tensor:
-        if isinstance(noted, torch.Tensor):
-            return noted
-        return self.matrix().as_strided(noted.size, noted.stride, noted.offset)
+
+class QuantisedExperts(Quantised):
+    """What the class of a module becomes whose stacks of matrices are quantised: `quantise_experts`."""
+
+    stacks: Mapping[str, QuantisedLayout]
+
+    @property
+    def layouts(self) -> Mapping[str, QuantisedLayout]:
+        """See Quantised."""
+        return self.stacks
+
+    def forward(self, *arguments: object, **options: object) -> object:
+        """What the module's own code computes with the stacks. All of them exist meanwhile."""
+        bound = {name: self._parameters[name] for name in self.stacks}
+        made = {name: self.values(name) for name in self.stacks}
+        self._parameters.update(made)  # type: ignore[arg-type]
+        try:
+            with self._noting(made):
+                return super().forward(*arguments, **options)
+        finally:
+            self._parameters.update(bound)
+
+
+def quantise_experts(module: nn.Module, names: Sequence[str], form: QuantisedForm) -> None:
+    """Let these stacks of a module be quantised, with their values if they are not on the meta device."""
+    stacks = dict[str, QuantisedLayout]()
+    for name in names:
+        values = module.get_parameter(name)
+        stacks[name] = layout = QuantisedLayout.of(form, values.shape)
+        data = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
+        if not values.is_meta:
+            data = quantise(values.detach(), form)
+        module.dtype = values.dtype  # type: ignore[assignment]
+        module._parameters[name] = nn.Parameter(data, requires_grad=False)
+    module.__class__ = _quantised_class(type(module))
+    module.stacks = stacks  # type: ignore[assignment]
+
+
+def _quantised_class(plain: type[nn.Module]) -> type[nn.Module]:
+    if plain not in _CLASSES:
+        _CLASSES[plain] = type(f"Quantised{plain.__name__}", (QuantisedExperts, plain), {})
+    return _CLASSES[plain]
+
+
+_CLASSES: Final[dict[type[nn.Module], type[nn.Module]]] = {}
+"""By the class of a module that was not quantised."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """How autograd sees a layer's matrix, such as transposed."""
+    """How autograd sees a module's matrix, such as transposed, or one of a stack."""
 
+    name: str
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
+
+    def rows(self, columns: int) -> tuple[int, int]:
+        """The first of the rows that it has elements of, and the one behind the last, of a matrix with these
+        columns."""
+        if 0 in self.size:
+            return 0, 0
+        last = self.offset + sum((number - 1) * step for number, step in zip(self.size, self.stride, strict=True))
+        return self.offset // columns, last // columns + 1
+
+
+def _itself(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 def _mean(magnitudes: torch.Tensor) -> torch.Tensor:
@@ -195,11 +335,13 @@ def _quantise_magnitudes(values: torch.Tensor, codes: torch.Tensor, magnitudes: 
     codes.copy_(found.view(-1)[: len(values)])
 
 
-def _quantise_rows(matrix: torch.Tensor, codes: torch.Tensor, magnitudes: torch.Tensor) -> None:
+def _quantise_rows(read: Callable[[int, int], torch.Tensor], codes: torch.Tensor, magnitudes: torch.Tensor) -> None:
     """8-bit codes of a matrix, and the magnitude of each row. It is rounded to fp16 first, as bitsandbytes does."""
-    rows = max(1, EXPANDED_ELEMENTS // matrix.shape[1])
-    for start in range(0, len(matrix), rows):
-        values = matrix[start : start + rows].to(torch.float16)
+    number, columns = codes.shape
+    rows = max(1, EXPANDED_ELEMENTS // columns)
+    for start in range(0, number, rows):
+        stop = min(start + rows, number)
+        values = read(start * columns, stop * columns).view(-1, columns).to(torch.float16)
         found = values.abs().amax(dim=1).float()
         magnitudes[start : start + rows] = found
         codes[start : start + rows] = torch.round(values * (127.0 / found.unsqueeze(1))).to(torch.int8)

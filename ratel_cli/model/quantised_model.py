@@ -2,13 +2,14 @@
 
 Which layers: those that transformers quantises with bitsandbytes, so all linear layers but the head, those with tied
 weights, and those that the model keeps in fp32. GPT-2's layers, whose matrices are `[inputs, outputs]`, become linear
-layers with the matrix turned.
+layers with the matrix turned. Stacks of experts are no layers; they are quantised if that is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,17 +20,28 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.quantised import QuantisedLayout, QuantisedLinear, quantise
+from ratel_cli.model.quantised import (
+    Quantised,
+    QuantisedLayout,
+    QuantisedLinear,
+    quantise,
+    quantise_experts,
+    quantise_from,
+)
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import QuantisedForm
 
+_STACK_DIMENSIONS = 3
 _READ_ELEMENTS = 1 << 23
 """A matrix is read in parts of this many elements."""
 
 
-def quantise_layers(model: PreTrainedModel, form: QuantisedForm) -> None:
+def quantise_layers(model: PreTrainedModel, form: QuantisedForm, *, with_experts: bool = False) -> None:
     """Let quantised layers take the place of the model's linear layers, with their weights if these are not on the
-    meta device. Raises BadInput if it has none that can be quantised."""
+    meta device. `with_experts`: its stacks of experts' matrices are quantised, too. Raises BadInput if it has none
+    that can be quantised."""
+    if with_experts:
+        _quantise_stacks(model, form)
     chosen = dict(_quantised_layers(model))
     if not chosen:
         raise BadInput(
@@ -59,9 +71,36 @@ def plain_spec(spec: ModelSpec, plain: nn.Module) -> ModelSpec:
     return replace(spec, blocks=tuple(blocks))
 
 
-def quantised_weights(model: nn.Module) -> dict[str, QuantisedLinear]:
-    """The quantised layers of a model, by the names of their weights."""
-    return {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}
+class QuantisedWeight(NamedTuple):
+    """A quantised parameter in its module."""
+
+    module: Quantised
+    attribute: str
+
+    @property
+    def layout(self) -> QuantisedLayout:
+        """Where its parts lie."""
+        return self.module.layouts[self.attribute]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That it computes in."""
+        return self.module.dtype
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its bytes."""
+        return self.module.get_parameter(self.attribute)
+
+
+def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
+    """The quantised parameters of a model, by name."""
+    return {
+        f"{name}.{attribute}": QuantisedWeight(each, attribute)
+        for name, each in model.named_modules()
+        if isinstance(each, Quantised)
+        for attribute in each.layouts
+    }
 
 
 def is_inputs_first(plain: nn.Module, name: str) -> bool:
@@ -70,16 +109,16 @@ def is_inputs_first(plain: nn.Module, name: str) -> bool:
 
 
 class QuantisingSource:
-    """The weights of a model whose linear layers are quantised, from those of the model before.
+    """The weights of a model whose matrices are quantised, from those of the model before.
 
-    Files that have the same codes already are taken as they are. Memory is one matrix in the model's dtype, and its
-    bytes. Those of the last one are kept.
+    Files that have the same codes already are taken as they are. Memory is the bytes of one matrix, which are kept for
+    the last one, and of one that is turned its values.
     """
 
     def __init__(
         self,
         base: WeightSource,
-        layers: Mapping[str, QuantisedLinear],
+        layers: Mapping[str, QuantisedWeight],
         plain: nn.Module,
         *,
         stored: Callable[[str, QuantisedLayout], torch.Tensor | None] = lambda *_: None,
@@ -101,15 +140,31 @@ class QuantisingSource:
     def _quantised(self, name: str) -> torch.Tensor:
         layer, shape = self._layers[name], self._plain.get_parameter(name).shape
         is_turned = is_inputs_first(self._plain, name)
-        stored = None if is_turned else self._stored(name, layer.layout)
-        if stored is not None:
-            return stored
+        if not is_turned:
+            stored = self._stored(name, layer.layout)
+            if stored is not None:
+                return stored
+            return quantise_from(lambda start, stop: self._base.read(name, start, stop).to(layer.dtype), layer.layout)
         matrix = torch.empty(shape, dtype=layer.dtype)
         flat = matrix.view(-1)
         for start in range(0, len(flat), _READ_ELEMENTS):
             stop = min(start + _READ_ELEMENTS, len(flat))
             flat[start:stop] = self._base.read(name, start, stop)
-        return quantise(matrix.T.contiguous() if is_turned else matrix, layer.layout.form)
+        return quantise(matrix.T.contiguous(), layer.layout.form)
+
+
+def _quantise_stacks(model: PreTrainedModel, form: QuantisedForm) -> None:
+    """Quantise the parameters of three dimensions that experts have, by the names of their modules."""
+    found = False
+    for path, module in model.named_modules():
+        names = [name for name, each in module.named_parameters(recurse=False) if each.ndim == _STACK_DIMENSIONS]
+        if names and "expert" in path.lower():
+            quantise_experts(module, names, form)
+            found = True
+    if not found:
+        raise BadInput(
+            f"{type(model).__name__} has no stacks of experts that could be quantised", "remove quantize_moe_experts"
+        )
 
 
 def _quantised_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
@@ -126,7 +181,7 @@ def _quantised_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear |
 
 def _quantised(layer: nn.Linear | Conv1D, form: QuantisedForm) -> QuantisedLinear:
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    made = QuantisedLinear(QuantisedLayout(form, *weight.shape), layer.bias, weight.dtype)
+    made = QuantisedLinear(QuantisedLayout.of(form, weight.shape), layer.bias, weight.dtype)
     if not weight.is_meta:
         made.weight = nn.Parameter(quantise(weight.detach().contiguous(), form), requires_grad=False)
     return made.train(layer.training)

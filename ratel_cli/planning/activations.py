@@ -221,9 +221,11 @@ def expanded_bytes(spec: ModelSpec, segment: Segment) -> int:
 
 def _quantised_bytes(spec: ModelSpec, segment: Segment) -> int:
     """A quantised matrix, fp32 magnitudes with their codes, and what a group of elements takes on the way. One exists
-    at a time."""
-    largest = max((each.num_computed for each in segment.parameters if each.quantised_shape is not None), default=0)
-    return largest * spec.dtype_bytes + -(-largest // 8) + min(8 * largest, EXPANDING_BYTES)
+    at a time, or all stacks of experts."""
+    quantised = [each for each in segment.parameters if each.quantised_shape is not None]
+    largest = max((each.num_computed for each in quantised), default=0)
+    stacked = sum(each.num_computed for each in quantised if len(each.computed_shape) > 2)
+    return max(largest, stacked) * spec.dtype_bytes + -(-largest // 8) + min(8 * largest, EXPANDING_BYTES)
 
 
 def _scaled_bytes(segment: Segment) -> int:

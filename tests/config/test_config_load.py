@@ -20,7 +20,7 @@ OF_THE_INTERFACE = """
     adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_target_parameters
     lora_layers_to_transform
     peft_use_rslora peft_use_dora lora_modules_to_save peft_init_lora_weights
-    load_in_4bit load_in_8bit bnb_4bit_use_double_quant
+    load_in_4bit load_in_8bit bnb_4bit_use_double_quant quantize_moe_experts
     datasets test_datasets streaming chat_template chat_template_jinja
     special_tokens train_on_inputs sequence_len excess_length_strategy sample_packing mlm_probability
     shuffle

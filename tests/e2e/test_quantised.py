@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
@@ -27,8 +28,11 @@ from tests.e2e.runs import (
     store_of,
     succeed,
     succeed_ranks,
+    write_config,
 )
 from tests.e2e.test_adapters import CHANGES, IN_PEFT, LINEAR, NUM_STEPS, adapter_of, saved_name
+from tests.engine.architectures import tiny_config
+from tests.engine.machine import attention_of
 from tests.quantised import Form, dequantised_weights
 from tests.reference import Trained, train_in_memory
 
@@ -102,6 +106,61 @@ def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, d
         is_adapted = name.removesuffix(".weight").endswith(tuple(LINEAR))
         assert torch.equal(values, wanted[name] if is_adapted else before[name]), name
     assert ratel("verify", merged).code == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "form"), [("mixtral", "nf4 double"), ("gpt_oss", "int8"), ("qwen3_moe", "nf4")])
+def test_experts_are_quantised_too(base: Path, rows: Path, tmp_path: Path, family: str, form: Form) -> None:
+    """Killed, verified, evaluated with the store and without it, and merged into the experts of the files."""
+    own, settings = tmp_path / "own", tiny_config(family, vocab_size=400)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(own)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, own)
+    changes = {**CHANGES, **KEYS[form], "quantize_moe_experts": True, "sequence_len": 16, "dtype": "bfloat16"}
+    changes |= {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    config = write_config(tmp_path, base=own, rows=rows, **changes)
+    run_until_killed(config, kill_at="commit.written:3")
+    succeed(config)
+    model = AutoModelForCausalLM.from_pretrained(own, dtype=torch.bfloat16)
+    before = {name: each.detach().float() for name, each in model.named_parameters()}
+    data, lora = load_data(config), {**IN_PEFT, "target_modules": changes["lora_target_modules"]}
+    wanted = train_in_memory(
+        AutoConfig.from_pretrained(own),
+        dequantised_weights(model, before, form, torch.bfloat16, with_experts=True),
+        [data.step(step) for step in range(NUM_STEPS)],
+        replace(recipe_of(config), lora=tuple(lora.items()), attn_implementation=attention_of(settings)),
+    )
+    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
+    found = adapter_of(config)
+    for name, values in wanted.weights.items():
+        assert "lora_" not in name or torch.equal(found[saved_name(name)], values), name
+    assert ratel("verify", config).code == 0
+    ended = ratel("merge", config, "-o", tmp_path / "merged")
+    assert ended.code == 0, ended.stderr
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(merged[name], values) for name, values in model.state_dict().items() if "expert" in name)
+    losses = []
+    for _ in range(2):
+        ended = ratel("eval", output_of(config), rows, "--json")
+        assert ended.code == 0, ended.stderr
+        losses.append(json.loads(ended.stdout)["loss"])
+        assert ratel("clean", output_of(config), "--store", "--yes").code == 0
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"quantize_moe_experts": True}, "`quantize_moe_experts` is set without `load_in_4bit` or `load_in_8bit`"),
+        (
+            {"load_in_4bit": True, "quantize_moe_experts": True, "lora_target_parameters": ["mlp.experts.down_proj"]},
+            "`quantize_moe_experts` and `lora_target_parameters` are both set",
+        ),
+        ({"load_in_4bit": True, "quantize_moe_experts": True}, "has no stacks of experts that could be quantised"),
+    ],
+)
+def test_experts_that_cannot_be_quantised(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
+    assert_rejected(finetune(make_config(**CHANGES, **keys)), 2, message)
 
 
 @pytest.mark.full

@@ -262,13 +262,18 @@ def _the_cpu(timeline: Timeline) -> AbstractContextManager[Device]:
 
 
 def adapted(
-    skeleton: PreTrainedModel, adapter: AdapterSettings, quantised: QuantisedForm | None, *, seed: int
+    skeleton: PreTrainedModel,
+    adapter: AdapterSettings,
+    quantised: QuantisedForm | None,
+    *,
+    seed: int,
+    with_experts: bool = False,
 ) -> Mapping[str, torch.Tensor]:
     """Put the adapter into the skeleton, which is quantised first if that is asked for. Returns how it begins."""
     config = skeleton.config
     plain = build_skeleton(config, dtype=NAMES_OF_DTYPES[config.dtype], attn_implementation=attention_of(config))
     if quantised is not None:
-        quantise_layers(skeleton, quantised)
+        quantise_layers(skeleton, quantised, with_experts=with_experts)
     inject(skeleton, adapter)
     return drawn_adapter(plain, adapter, seed=seed)
 
@@ -313,6 +318,7 @@ def machine(
     rates: RateGroups = ONE_RATE,
     group_rates: tuple[float, ...] = (),
     quantised: QuantisedForm | None = None,
+    quantises_experts: bool = False,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 
@@ -323,7 +329,7 @@ def machine(
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
         if adapter is not None:
-            drawn = adapted(skeleton, adapter, quantised, seed=recipe.seed)
+            drawn = adapted(skeleton, adapter, quantised, seed=recipe.seed, with_experts=quantises_experts)
         if recipe.unfrozen is not None:
             freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]

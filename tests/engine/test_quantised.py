@@ -30,6 +30,7 @@ from tests.tiers import rotating
 
 LORA = [name for name, each in ADAPTERS.items() if not each.has_magnitudes]
 """DoRA is refused: PEFT reads the matrix as it is."""
+ATTENTION = AdapterSettings(rank=4, alpha=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 FORMS: tuple[QuantisedForm, ...] = ("nf4 double", "nf4", "int8")
 
 
@@ -43,6 +44,7 @@ def check_quantised(
     dtype: DtypeName = "bfloat16",
     num_micro_batches: int = 2,
     max_grad_norm: float | None = 0.5,
+    with_experts: bool = False,
     **options: object,
 ) -> None:
     config = tiny_config(architecture)
@@ -54,15 +56,15 @@ def check_quantised(
     weights = initial_weights(config)
     plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     steps = random_steps(2, num_micro_batches, packed=packs(config))
-    with open_machine(
-        directory, config, recipe, dtype=dtype, weights=weights, adapter=adapter, quantised=form, **options
-    ) as ratel:
+    options |= {"weights": weights, "adapter": adapter, "quantised": form, "quantises_experts": with_experts}
+    with open_machine(directory, config, recipe, dtype=dtype, **options) as ratel:
         outcomes, found = ratel.train(steps, recipe), ratel.weights()
         recipe = replace(recipe, device=ratel.device)
-    wanted = train_in_memory(config, dequantised_weights(plain, weights, form, DTYPES[dtype]), steps, recipe)
+    before = dequantised_weights(plain, weights, form, DTYPES[dtype], with_experts=with_experts)
+    wanted = train_in_memory(config, before, steps, recipe)
     assert [outcome.loss for outcome in outcomes] == list(wanted.losses)
     assert [outcome.grad_norm for outcome in outcomes] == list(wanted.norms)
-    quantised = quantised_names(plain)
+    quantised = quantised_names(plain, with_experts=with_experts)
     for name, values in found.items():
         own = name.replace(".base_layer", "")
         if own not in quantised:
@@ -99,8 +101,33 @@ def test_quantised_layers_outside_the_stack(tmp_path: Path, form: QuantisedForm)
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_experts_stay_as_they_are(tmp_path: Path, architecture: str) -> None:
     """Stacks of experts are no linear layers, which transformers does not quantise with bitsandbytes either."""
-    attention = AdapterSettings(rank=4, alpha=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
-    check_quantised(machine, tmp_path, architecture, "nf4 double", attention, dtype="float32")
+    check_quantised(machine, tmp_path, architecture, "nf4 double", ATTENTION, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "num_micro_batches", "placement"),
+    rotating(
+        ["mixtral", "qwen3_moe", "gpt_oss"],
+        FORMS,
+        [1, 3],
+        [Placement(), replace(AHEAD, swapped=EVERYTHING)],
+        full_pairs=True,
+    ),
+)
+def test_quantised_experts(
+    tmp_path: Path, architecture: str, form: QuantisedForm, num_micro_batches: int, placement: Placement
+) -> None:
+    check_quantised(
+        machine,
+        tmp_path,
+        architecture,
+        form,
+        ATTENTION,
+        dtype="float32",
+        with_experts=True,
+        num_micro_batches=num_micro_batches,
+        placement=placement,
+    )
 
 
 @pytest.mark.parametrize(("placement", "form"), rotating(list(PLACEMENTS), FORMS, every=5))

@@ -12,7 +12,7 @@ from ratel_cli.sizes import DtypeName, QuantisedForm
 from tests import quantised as oracle
 from tests.engine.exactness import AHEAD, PLACEMENTS
 from tests.engine.test_adapters import ADAPTERS
-from tests.engine.test_quantised import FORMS, LORA, check_quantised
+from tests.engine.test_quantised import ATTENTION, FORMS, LORA, check_quantised
 from tests.gpu.machine import NEEDS_GPU, gpu_machine, gpu_of_this_process
 from tests.tiers import rotating
 
@@ -53,6 +53,13 @@ def test_equals_peft_beside_what_bitsandbytes_makes(
         dtype=dtype,
         num_micro_batches=num_micro_batches,
         placement=AHEAD,
+    )
+
+
+@pytest.mark.parametrize(("architecture", "form"), [("mixtral", "nf4 double"), ("gpt_oss", "int8")])
+def test_quantised_experts(tmp_path: Path, architecture: str, form: QuantisedForm) -> None:
+    check_quantised(
+        gpu_machine, tmp_path, architecture, form, ATTENTION, dtype="float32", with_experts=True, placement=AHEAD
     )
 
 

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.quantised import QUANTISED_FORMS, QuantisedLayout, QuantisedLinear, dequantised, quantise
+from ratel_cli.model.quantised import (
+    QUANTISED_FORMS,
+    QuantisedLayout,
+    QuantisedLinear,
+    dequantised,
+    quantise,
+    quantise_experts,
+)
 from ratel_cli.model.quantised_model import quantise_layers
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm
@@ -105,8 +112,8 @@ class Watched(QuantisedLinear):
 
     made: list[weakref.ref[torch.UntypedStorage]]
 
-    def matrix(self) -> torch.Tensor:
-        found = super().matrix()
+    def values(self, name: str) -> torch.Tensor:
+        found = super().values(name)
         self.made.append(weakref.ref(found.untyped_storage()))
         return found
 
@@ -121,6 +128,64 @@ def test_no_graph_has_the_matrix(form: QuantisedForm) -> None:
     assert [each() for each in layer.made] == [None, None]
 
 
+class Experts(nn.Module):
+    """Two stacks, which a row of inputs goes through by its expert, one after another."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(each.clone(), requires_grad=False) for each in (first, second))
+
+    def forward(self, inputs: torch.Tensor, experts: list[int]) -> torch.Tensor:
+        found = []
+        for row, expert in zip(inputs, experts, strict=True):
+            found.append(nn.functional.linear(row, self.first[expert]).relu() @ self.second[expert])
+        return torch.stack(found) if found else inputs
+
+
+def stack(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    return drawn((shape[0] * shape[1], shape[2]), dtype).view(shape)
+
+
+@pytest.mark.parametrize("form", QUANTISED_FORMS)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 5, 7), (4, 64, 64), (3, 128, 128), (2, 256, 128)])
+def test_stacks_are_those_of_bitsandbytes(shape: tuple[int, int, int], form: QuantisedForm) -> None:
+    """As one matrix with all rows. Rows that share no magnitude with others can be had alone."""
+    values = stack(shape, torch.bfloat16)
+    layout, data = QuantisedLayout.of(form, shape), quantise(values, form)
+    wanted = oracle.dequantised(values.view(-1, shape[2]), form)
+    found = dequantised(data, layout, torch.bfloat16)
+    assert found.shape == shape and torch.equal(found.view_as(wanted), wanted)
+    group = {"int8": 1, "nf4": 64, "nf4 double": 64 * 256}[form]
+    for first, last in ((0, shape[1]), ((shape[0] - 1) * shape[1], layout.rows), (layout.rows // 2, layout.rows)):
+        part = layout.of_rows(data, first, last)
+        is_apart = first * shape[2] % group == 0 and (last == layout.rows or last * shape[2] % group == 0)
+        assert (part is not None) == is_apart
+        if part is not None:
+            assert torch.equal(dequantised(*part, torch.bfloat16), wanted[first:last])
+
+
+@pytest.mark.parametrize("form", QUANTISED_FORMS)
+@pytest.mark.parametrize("size", [6, 128])
+@pytest.mark.parametrize("experts", [[], [2], [0, 2, 2, 1]])
+def test_experts_take_the_bytes_that_are_bound_in_backward(form: QuantisedForm, size: int, experts: list[int]) -> None:
+    first, second = (stack((3, size, size), torch.bfloat16) for _ in range(2))
+    module = Experts(first, second)
+    quantise_experts(module, ["first", "second"], form)
+    assert isinstance(module, Experts) and [each.dtype for each in module.parameters()] == [torch.uint8] * 2
+    inputs = torch.randn(len(experts), size).bfloat16().requires_grad_()
+    output = module(inputs, experts)
+    for name in ("first", "second"):
+        data = module.get_parameter(name).detach().clone()
+        module.get_parameter(name).data.fill_(255)  # the buffer is used for something else
+        setattr(module, name, nn.Parameter(data, requires_grad=False))
+    plain = Experts(*(oracle.dequantised(each.view(-1, size), form).view_as(each) for each in (first, second)))
+    wanted = plain(inputs, experts)
+    assert torch.equal(output, wanted)
+    if experts:
+        [found], [expected] = (torch.autograd.grad(each.sum(), inputs, retain_graph=True) for each in (output, wanted))
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "mixtral", "llama_tied"])
 def test_layers_are_those_of_transformers(architecture: str) -> None:
     skeleton = build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa")
@@ -128,6 +193,12 @@ def test_layers_are_those_of_transformers(architecture: str) -> None:
     quantise_layers(skeleton, "nf4")
     found = {f"{name}.weight" for name, each in skeleton.named_modules() if isinstance(each, QuantisedLinear)}
     assert found == wanted != set()
+
+
+def test_a_model_without_experts() -> None:
+    skeleton = build_skeleton(tiny_config("llama"), dtype="bfloat16", attn_implementation="sdpa")
+    with pytest.raises(BadInput, match="LlamaForCausalLM has no stacks of experts that could be quantised"):
+        quantise_layers(skeleton, "nf4", with_experts=True)
 
 
 def test_a_model_without_linear_layers() -> None:

@@ -67,6 +67,8 @@ class AdaptedBase(LanguageBase):
     peft_config: LoraConfig
     form: QuantisedForm | None = None
     """How the language model is quantised; None: it is not."""
+    with_experts: bool = False
+    """Whether its stacks of experts' matrices are, too."""
 
     def __post_init__(self) -> None:
         """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind;
@@ -163,12 +165,12 @@ class AdaptedBase(LanguageBase):
             return load_adapted(loaded, directory)
         if quantisation is not None:
             loaded.config.quantization_config = quantisation  # it says which layers are not quantised
-        quantise_layers(loaded, self.form)
+        quantise_layers(loaded, self.form, with_experts=self.with_experts)
         if quantisation is not None:
             with ExitStack() as resources:  # the codes of the files, which are not made of what they stand for
                 source = self._open_base(resources)
                 for name, layer in quantised_weights(loaded).items():
-                    layer.weight.copy_(source.read(name, 0, layer.weight.numel()))
+                    layer.data.copy_(source.read(name, 0, layer.data.numel()))
         return load_adapted(loaded, directory)
 
     def loaded_bytes(self, directory: Path) -> int:
@@ -197,5 +199,12 @@ def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[
     what makes the base of it. Raises BadInput."""
     settings, form = adapter_of(config, task), quantised_form(config)
     if form is not None:
-        quantise_layers(skeleton, form)
-    return partial(AdaptedBase, settings=settings, form=form, peft_config=inject(skeleton, settings))
+        quantise_layers(skeleton, form, with_experts=config.quantize_moe_experts)
+    peft_config = inject(skeleton, settings)
+    return partial(
+        AdaptedBase,
+        settings=settings,
+        form=form,
+        with_experts=config.quantize_moe_experts,
+        peft_config=peft_config,
+    )
