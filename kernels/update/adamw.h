@@ -33,6 +33,9 @@ RATEL_INLINE Floats mkl_sse_square_root(Floats value) {
   const Floats half_reciprocal = half * error + half;
   const Floats refined = (value - root * root) * half_reciprocal + root;
   const auto is_common = (value >= all_lanes(0x1p-126f)) & (value <= all_lanes(0x1.ffep+127f));
+  if (__builtin_expect(sign_bits((Words)is_common) == (1u << kLanes) - 1u, 1)) {
+    return refined;  // the processor's root takes as long as all of the above
+  }
   return is_common ? refined : correct_square_root(value);
 }
 

@@ -21,89 +21,71 @@ constexpr const float* values_of(Map map) { return map == Map::of_signed ? kSign
 // Half way from a code's value to that of the next one.
 constexpr float bound(Map map, size_t code) { return (values_of(map)[code] + values_of(map)[code + 1]) / 2.0f; }
 
-constexpr size_t kNumDecades = 7;
+// A cell is all numbers with the same exponent and first bits of the fraction. It is so narrow that it has one bound at
+// most, so the place of a number, counted from 0 on, is that of its cell, or one more.
+constexpr uint32_t kFirstBits = 104u << 23;  // 2^-23, below all bounds
+constexpr uint32_t kLastBits = 127u << 23;   // 1, above them
 
-// The positive numbers of a map lie in decades, each cut into equal parts, whose middles are the values. `place` counts
-// the values from 0 on; a number in a decade has the place scale * number + shift, rounded down.
-struct Decades {
-  float edges[kNumDecades + 1];  // the bound below each decade, and below 1
-  float scale[8];                // from here on by 1 + number of the decade; the first is for all that is in none
-  float shift[8];
-  float most[8];                 // in the middle of the decade's last part
+constexpr uint32_t fraction_bits_of_cell(Map map) { return map == Map::of_signed ? 17 : 16; }
+
+template <Map map>
+struct Cells {
+  static constexpr uint32_t kShift = fraction_bits_of_cell(map);
+  static constexpr size_t kNumber = ((kLastBits - kFirstBits) >> kShift) + 1;
+  uint32_t entries[kNumber];  // the place below the bound, and from bit 8 on the rest of the bound's fraction
+  bool is_fine_enough;
 };
 
-constexpr size_t first_place(Map map, size_t decade) {
-  return map == Map::of_signed ? size_t{1} << decade : (size_t{2} << decade) - 1;
+constexpr uint32_t kNoBound = 1u << 18;  // above all rests
+
+// Of a normal positive number.
+constexpr uint32_t bits_of(float number) {
+  uint32_t exponent = 127;
+  for (; number < 1.0f; number *= 2.0f) {
+    --exponent;
+  }
+  return exponent << 23 | static_cast<uint32_t>((number - 1.0f) * 0x1p23f);
 }
 
-constexpr Decades decades_of(Map map) {
-  Decades found{};
+template <Map map>
+constexpr Cells<map> cells_of() {
+  Cells<map> found{};
+  found.is_fine_enough = true;
   const size_t zero = map == Map::of_signed ? 127 : 0;
-  double top = 1e-6;
-  for (size_t decade = 0; decade <= kNumDecades; ++decade, top *= 10) {
-    found.edges[decade] = bound(map, zero + first_place(map, decade) - 1);
-    if (decade < kNumDecades) {
-      const double num_parts = static_cast<double>(first_place(map, decade + 1) - first_place(map, decade));
-      found.scale[decade + 1] = static_cast<float>(num_parts / (0.9 * top));
-      found.shift[decade + 1] = static_cast<float>(static_cast<double>(first_place(map, decade)) - num_parts / 9);
-      found.most[decade + 1] = static_cast<float>(first_place(map, decade + 1)) - 0.5f;
-    }
+  size_t code = zero;
+  for (size_t cell = 0; cell < Cells<map>::kNumber; ++cell) {
+    const uint32_t first = kFirstBits + (static_cast<uint32_t>(cell) << Cells<map>::kShift);
+    const uint32_t end = first + (1u << Cells<map>::kShift);
+    const uint32_t place = static_cast<uint32_t>(code - zero);
+    const bool has_bound = code < 255 && bits_of(bound(map, code)) < end;
+    found.entries[cell] = place | (has_bound ? bits_of(bound(map, code)) - first : kNoBound) << 8;
+    code += has_bound;
+    found.is_fine_enough = found.is_fine_enough && (code == 255 || bits_of(bound(map, code)) >= end);
   }
-  found.shift[0] = found.most[0] = 0.5f;
   return found;
 }
 
 template <Map map>
-constexpr Decades kDecades = decades_of(map);
+constexpr Cells<map> kCells = cells_of<map>();
 
-// Nearer than this to a bound, rounding may give the next place. It is wrong by less than 1e-4.
-constexpr float kDoubtful = 2e-4f;
+static_assert(kCells<Map::of_signed>.is_fine_enough && kCells<Map::of_unsigned>.is_fine_enough, "one bound in a cell");
 
-struct Codes {
-  Words codes;
-  Floats doubt;  // above 0.5 - kDoubtful, or NaN, where the code is not certain
-};
-
+// NaN has the last code.
 template <Map map>
-RATEL_INLINE Codes likely_codes(Floats scaled) {
-  constexpr bool is_signed = map == Map::of_signed;
+RATEL_INLINE Words codes_of(Floats scaled) {
   const Words word = as_words(scaled);
-  const Words magnitude = word & 0x7fffffffu;
-  const Words is_negative = word >> 31;
-  const Integers compared = (Integers)(is_signed ? magnitude + is_negative : magnitude);  // ties go to the lower code
-  // The bits of a float are its logarithm, nearly: from 0 to 0.026 below that to base 10. Each edge is from 0 to 0.44
-  // decades above a power of ten, or little below 1. So the decade is the rough one or the next, as the edge says.
-  const Floats rough = __builtin_convertvector((Integers)magnitude, Floats) * 0x1.344136p-25f - (127 * 0.30103f - 7.05f);
-  const Words lower = (Words)__builtin_convertvector(rough > 0.0f ? rough : Floats{}, Integers);
-  const Integers edge = (Integers)as_words(entry_of_eight(kDecades<map>.edges, lower));
-  const Words decade = lower - (Words)(compared > edge);
-  const Floats free = as_floats(magnitude) * entry_of_eight(kDecades<map>.scale, decade) +
-                      entry_of_eight(kDecades<map>.shift, decade);
-  const Floats most_place = entry_of_eight(kDecades<map>.most, decade);
-  const Floats exact = most_place < free ? most_place : free;
-  const Integers whole = __builtin_convertvector(exact, Integers);
-  const Floats doubt = exact - __builtin_convertvector(whole, Floats) - 0.5f;
-  const Words place = (Words)whole;
-  const Words one = decade >> 3;  // above the last bound
-  if (!is_signed) {
-    return {place | ((Words{} - one) & 0xffu), doubt};
+  const Integers magnitude = (Integers)(word & 0x7fffffffu);
+  const Integers least = magnitude > (Integers)(Words{} + kFirstBits) ? magnitude : (Integers)(Words{} + kFirstBits);
+  const Words bits = (Words)(least < (Integers)(Words{} + kLastBits) ? least : (Integers)(Words{} + kLastBits));
+  const Words entry = table_entries(kCells<map>.entries, (bits - kFirstBits) >> Cells<map>::kShift);
+  const Words rest = bits & ((1u << Cells<map>::kShift) - 1u);
+  if (map == Map::of_unsigned) {
+    return (entry & 0xffu) - (Words)((Integers)rest > (Integers)(entry >> 8));
   }
-  const Words most = place + (one << 7) - (one & is_negative);  // there is no -1
-  return {127u + ((most ^ (Words{} - is_negative)) + is_negative), doubt};
-}
-
-// By search, for all numbers. NaN has the last code.
-template <Map map>
-__attribute__((noinline, cold)) void store_certain_codes(uint8_t* codes, const float* values, float inverse,
-                                                         size_t count) {
-  for (size_t place = 0; place < count; ++place) {
-    const float scaled = values[place] * inverse;
-    size_t code = 0;
-    for (size_t step = 128; step > 0; step /= 2) {
-      code += code + step <= 255 && !(scaled <= bound(map, code + step - 1)) ? step : 0;
-    }
-    codes[place] = static_cast<uint8_t>(code);
-  }
+  const Words is_negative = (word >> 31) & (Words)(scaled == scaled);
+  const Words place = (entry & 0xffu) - (Words)((Integers)(rest + is_negative) > (Integers)(entry >> 8));
+  const Words most = place - (place >> 7 & is_negative);  // ties go to the lower code; there is no -1
+  return 127u + ((most ^ (Words{} - is_negative)) + is_negative);
 }
 
 // Of the caches, where nothing need be fetched.
@@ -136,13 +118,7 @@ RATEL_INLINE void encode(const float* values, uint8_t* codes, float* scale, size
   *scale = largest;
   const float inverse = 1.0f / (largest < 1e-38f ? 1e-38f : largest);
   for_each_vector(count, [&](size_t at, size_t length) RATEL_LAMBDA {
-    const Codes found = likely_codes<map>(load_near(values + at, length) * inverse);
-    const Floats distance = as_floats(as_words(found.doubt) & 0x7fffffffu);
-    if (__builtin_expect(sign_bits((Words)(distance < 0.5f - kDoubtful)) == (1u << kLanes) - 1u, 1)) {
-      store(codes + at, narrow_to_bytes(found.codes), length);
-    } else {
-      store_certain_codes<map>(codes + at, values + at, inverse, length);
-    }
+    store(codes + at, narrow_to_bytes(codes_of<map>(load_near(values + at, length) * inverse)), length);
   });
 }
 

@@ -37,8 +37,8 @@ RATEL_INLINE Floats table_entries(const float* table, Words places) {
   return (Floats)_mm256_i32gather_ps(table, (__m256i)places, 4);
 }
 
-RATEL_INLINE Floats entry_of_eight(const float* table, Words places) {
-  return (Floats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)places);
+RATEL_INLINE Words table_entries(const uint32_t* table, Words places) {
+  return (Words)_mm256_i32gather_epi32((const int*)table, (__m256i)places, 4);
 }
 
 RATEL_INLINE bool has_nan(Floats floats) {

@@ -21,8 +21,8 @@ RATEL_INLINE Floats table_entries(const float* table, Words places) {
   return (Floats)_mm512_i32gather_ps((__m512i)places, table, 4);
 }
 
-RATEL_INLINE Floats entry_of_eight(const float* table, Words places) {
-  return (Floats)_mm512_permutexvar_ps((__m512i)(places & 7u), _mm512_castps256_ps512(_mm256_loadu_ps(table)));
+RATEL_INLINE Words table_entries(const uint32_t* table, Words places) {
+  return (Words)_mm512_i32gather_epi32((__m512i)places, table, 4);
 }
 
 RATEL_INLINE bool has_nan(Floats floats) {

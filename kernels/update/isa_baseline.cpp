@@ -121,7 +121,13 @@ RATEL_INLINE Floats table_entries(const float* table, Words places) {
   return found;
 }
 
-RATEL_INLINE Floats entry_of_eight(const float* table, Words places) { return table_entries(table, places & 7u); }
+RATEL_INLINE Words table_entries(const uint32_t* table, Words places) {
+  Words found;
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    found[lane] = table[places[lane]];
+  }
+  return found;
+}
 
 class Divisor {
  public:
