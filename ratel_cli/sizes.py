@@ -15,7 +15,9 @@ WeightDtype = Literal["bfloat16", "float32", "float16", "uint8"]
 """Names of the dtypes of weights as they are stored and bound: compute dtypes, and bytes that hold quantised ones."""
 
 QuantisedForm = Literal["nf4", "nf4 double", "int8"]
-"""How the bytes of a quantised matrix stand for it (model/quantised.py). `nf4 double`: with double quantisation."""
+"""How a matrix is quantised (model/quantised.py). `nf4 double`: with double quantisation."""
+StoredForm = Literal["nf4", "nf4 double", "int8", "mxfp4"]
+"""How the bytes of a quantised matrix stand for it: the above, or what only files have."""
 
 ValueType = Literal["bfloat16", "float16", "float32", "int16", "uint8"]
 """Types of the values that a store holds."""

@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant("frozen gradients are computed", "planning/analytic.py", "if product.parameter in frozen)", "if False)", "the plan leaves out gradients of frozen matrices", "e2e/test_frozen_parts.py"),
     Mutant("a graph has a quantised matrix", "model/quantised.py", "            if name is None:\n                return keep(saved)", "            if True:\n                return keep(saved)", "no graph has the matrix or its bytes", "model/test_quantised.py"),
     Mutant("nobody else hears of what experts save", "model/quantised.py", "keep: Callable[..., object] = hooks[0] if hooks else _itself", "keep: Callable[..., object] = _itself", "experts have their gradients however they are recomputed", "engine/test_quantised.py"),
-    Mutant("an expert's rows are those of the first one", "model/quantised.py", "noted.offset - first * layout.columns)", "noted.offset)", "an expert is expanded alone", "model/test_quantised.py"),
+    Mutant("an expert's rows are those of the first one", "model/quantised.py", "noted.offset - first * of_matrix)", "noted.offset)", "an expert is expanded alone", "model/test_quantised.py"),
     Mutant("codes of magnitudes are rounded down", "model/quantised.py", "* (0.5 * (_TABLE_PLACES - 1)) + 0.5)", "* (0.5 * (_TABLE_PLACES - 1)))", "the bytes are those of bitsandbytes", "model/test_quantised.py"),
     Mutant("halves of a byte are swapped", "model/coded_tensors.py", "[packed >> 4, packed & 15]", "[packed & 15, packed >> 4]", "files of bitsandbytes are read as it reads them", "model/test_quantised_files.py"),
     Mutant("zero points are not less one", "model/coded_tensors.py", "return (codes + 1) & self._mask if is_less_one else codes", "return codes", "GPTQ is read by its definition", "model/test_quantised_files.py"),

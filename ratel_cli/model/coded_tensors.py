@@ -13,15 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ratel_cli.model.quantised import QuantisedLayout
+from ratel_cli.model.quantised import E2M1_VALUES, QuantisedLayout, power_of_two
 from ratel_cli.model.shards import ShardReader, TensorEntry
 from ratel_cli.units import align_up
 
 PART_ELEMENTS = 1 << 20
 """Elements that are decoded at once, if the files have them in their order."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the codes of 4 bits stand for (OCP Microscaling Formats 1.0, section 5.3.3)."""
-_EXPONENT_BIAS = 127
 
 
 @dataclass(kw_only=True)
@@ -129,6 +126,12 @@ class Int8Tensor(ScaledTensor):
 @dataclass(kw_only=True)
 class ExpertsTensor(CodedTensor):
     """Experts in MXFP4, turned: `[experts, outputs, groups, 16]` bytes become `[experts, inputs, outputs]`."""
+
+    def layout_bytes(self, layout: QuantisedLayout) -> torch.Tensor | None:
+        """See CodedTensor."""
+        if layout.form != "mxfp4" or self.entry.shape != layout.shape:
+            return None
+        return _joined(layout, [self.whole(name) for name in self.sources])
 
     def part(self, number: int) -> torch.Tensor:
         """See CodedTensor. A part is an expert."""
@@ -278,12 +281,7 @@ def fp4_codes(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """Two E2M1 codes of each byte, the first one in its lower half: fp32 `[rows, columns]`."""
     as_bytes = packed.view(torch.uint8)
     codes = torch.stack([as_bytes & 15, as_bytes >> 4], dim=-1).view(len(packed), columns)
-    return torch.tensor(_E2M1)[codes.int()]
-
-
-def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """fp32 of biased exponents (E8M0)."""
-    return torch.ldexp(torch.ones(exponents.shape), exponents.view(torch.uint8).int() - _EXPONENT_BIAS)
+    return torch.tensor(E2M1_VALUES)[codes.int()]
 
 
 def _joined(layout: QuantisedLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:

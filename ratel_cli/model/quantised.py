@@ -8,6 +8,9 @@ It holds what bitsandbytes has in several tensors:
             these in fp32, and their mean in fp32 (QLoRA, arXiv:2305.14314, sections 2 and 3)
     int8    an element in a byte; then the largest magnitude of each row in fp32 (LLM.int8(), arXiv:2208.07339,
             section 2.1)
+    mxfp4   two elements in a byte, the first one in its lower half; then an exponent for each 32 elements (OCP
+            Microscaling Formats 1.0). Of experts alone, whose files have them turned: `[outputs, inputs]` for
+            `[inputs, outputs]`
 
 Each part begins at a multiple of `_PART_ALIGNMENT` bytes, and the bytes between are zero. A stack of matrices, such as
 that of experts, is quantised as one matrix with all their rows, which is how bitsandbytes sees it.
@@ -31,7 +34,7 @@ import torch
 from torch import nn
 
 from ratel_cli import _native
-from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm
+from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm, StoredForm
 from ratel_cli.units import align_up
 
 QUANTISED_FORMS: Final[tuple[QuantisedForm, ...]] = get_args(QuantisedForm)
@@ -39,6 +42,8 @@ _NF4_ELEMENTS = 64
 """Elements that share a magnitude in NF4."""
 _DOUBLE_ELEMENTS = 256
 """Magnitudes that share one in double quantisation."""
+_MXFP4_ELEMENTS = 32
+"""Elements that share an exponent in MXFP4."""
 _PART_ALIGNMENT = 256
 _TABLE_PLACES = 1 << 16
 _CODED_ELEMENTS = 1 << 20
@@ -51,21 +56,27 @@ _NF4_VALUES = (
 """What the codes stand for: quantiles of the normal distribution (QLoRA, appendix E)."""
 
 
+E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the codes of MXFP4 stand for (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisedLayout:
     """Where the parts of a quantised matrix lie among its bytes."""
 
-    form: QuantisedForm
+    form: StoredForm
     rows: int
-    """Of all matrices of a stack."""
+    """Of all matrices of a stack, as they are stored."""
     columns: int
     num_stacked: int = 0
     """How many matrices it is; 0: one that is no stack."""
 
     @classmethod
-    def of(cls, form: QuantisedForm, shape: Sequence[int]) -> QuantisedLayout:
+    def of(cls, form: StoredForm, shape: Sequence[int]) -> QuantisedLayout:
         """Of a matrix `[rows, columns]` or a stack `[matrices, rows, columns]`."""
         *stacked, rows, columns = shape
+        if form == "mxfp4":
+            rows, columns = columns, rows
         return cls(form, math.prod(stacked) * rows, columns, num_stacked=stacked[0] if stacked else 0)
 
     @property
@@ -73,7 +84,8 @@ class QuantisedLayout:
         """That of what it holds."""
         if not self.num_stacked:
             return self.rows, self.columns
-        return self.num_stacked, self.rows // self.num_stacked, self.columns
+        rows, columns = self.rows // self.num_stacked, self.columns
+        return (self.num_stacked, columns, rows) if self.form == "mxfp4" else (self.num_stacked, rows, columns)
 
     @property
     def num_elements(self) -> int:
@@ -87,7 +99,9 @@ class QuantisedLayout:
 
     @property
     def num_magnitudes(self) -> int:
-        """Groups of elements that share a magnitude."""
+        """Groups of elements that share a magnitude, or an exponent."""
+        if self.form == "mxfp4":
+            return self.num_elements // _MXFP4_ELEMENTS
         return self.rows if self.form == "int8" else -(-self.num_elements // _NF4_ELEMENTS)
 
     @property
@@ -103,18 +117,21 @@ class QuantisedLayout:
         """Size of the quantised matrix."""
         return self.starts[-1]
 
-    def of_rows(self, data: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, QuantisedLayout] | None:
-        """The bytes of rows `[first, last)` alone, and their layout; None if they share a magnitude with others."""
-        part = QuantisedLayout(self.form, last - first, self.columns)
-        begin, end = first * self.columns, last * self.columns
-        of_group = {"int8": 1, "nf4": _NF4_ELEMENTS, "nf4 double": _NF4_ELEMENTS * _DOUBLE_ELEMENTS}[self.form]
-        if begin % of_group or (last != self.rows and end % of_group):
+    def of_matrices(self, data: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, QuantisedLayout] | None:
+        """The bytes of the matrices `[first, last)` of a stack alone, and their layout; None if they share a magnitude
+        with others."""
+        number = self.rows // self.num_stacked
+        part = QuantisedLayout(self.form, (last - first) * number, self.columns, num_stacked=last - first)
+        begin, end = first * number * self.columns, last * number * self.columns
+        of_group = {"int8": 1, "nf4": _NF4_ELEMENTS, "nf4 double": _NF4_ELEMENTS * _DOUBLE_ELEMENTS, "mxfp4": 1}
+        if begin % of_group[self.form] or (last != self.num_stacked and end % of_group[self.form]):
             return None
         groups = begin // _NF4_ELEMENTS
         starts = {
-            "int8": (begin, 4 * first),
+            "int8": (begin, 4 * first * number),
             "nf4": (begin // 2, 4 * groups),
             "nf4 double": (begin // 2, groups, 4 * (groups // _DOUBLE_ELEMENTS), 0),
+            "mxfp4": (begin // 2, begin // _MXFP4_ELEMENTS),
         }[self.form]
         found = data.new_zeros(part.num_bytes)
         for target, source, start in zip(part.parts(found), self.parts(data), starts, strict=True):
@@ -127,6 +144,8 @@ class QuantisedLayout:
 
     @property
     def _part_bytes(self) -> tuple[int, ...]:
+        if self.form == "mxfp4":
+            return self.code_bytes, self.num_magnitudes
         if self.form != "nf4 double":
             return self.code_bytes, 4 * self.num_magnitudes
         return self.code_bytes, self.num_magnitudes, 4 * -(-self.num_magnitudes // _DOUBLE_ELEMENTS), 4
@@ -162,8 +181,9 @@ def quantise_from(read: Callable[[int, int], torch.Tensor], layout: QuantisedLay
 
 def dequantised(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
     """The matrix or stack of these bytes, in `dtype`: one operator, whatever it is made of."""
-    found: torch.Tensor = torch.ops.ratel.dequantise(data, layout.form, layout.rows, layout.columns, dtype)
-    return found.view(layout.shape)
+    numbers = layout.rows, layout.columns, layout.num_stacked
+    found: torch.Tensor = torch.ops.ratel.dequantise(data, layout.form, *numbers, dtype)
+    return found
 
 
 class Quantised(nn.Module):
@@ -207,12 +227,13 @@ class Quantised(nn.Module):
     def _again(self, noted: _Seen) -> torch.Tensor:
         layout, weight = self.layouts[noted.name], self._parameters[noted.name]
         assert weight is not None
-        first, last = noted.rows(layout.columns)
-        if weight.dtype == torch.uint8 and last - first < layout.rows:
-            part = layout.of_rows(weight, first, last)
+        if weight.dtype == torch.uint8 and layout.num_stacked:
+            of_matrix = layout.num_elements // layout.num_stacked
+            first, last = noted.matrices(of_matrix)
+            part = layout.of_matrices(weight, first, last) if last - first < layout.num_stacked else None
             if part is not None:
                 found = dequantised(*part, self.dtype)
-                return found.as_strided(noted.size, noted.stride, noted.offset - first * layout.columns)
+                return found.as_strided(noted.size, noted.stride, noted.offset - first * of_matrix)
         return self.values(noted.name).as_strided(noted.size, noted.stride, noted.offset)
 
 
@@ -261,15 +282,17 @@ class QuantisedExperts(Quantised):
             self._parameters.update(bound)
 
 
-def quantise_experts(module: nn.Module, names: Sequence[str], form: QuantisedForm) -> None:
-    """Let these stacks of a module be quantised, with their values if they are not on the meta device."""
+def quantise_experts(module: nn.Module, names: Sequence[str], form: StoredForm) -> None:
+    """Let these stacks of a module be quantised, with their values if they are not on the meta device; in MXFP4 they
+    are zeros then."""
     stacks = dict[str, QuantisedLayout]()
     for name in names:
         values = module.get_parameter(name)
         stacks[name] = layout = QuantisedLayout.of(form, values.shape)
         data = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
         if not values.is_meta:
-            data = quantise(values.detach(), form)
+            data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            data = data if form == "mxfp4" else quantise(values.detach(), form)
         module.dtype = values.dtype  # type: ignore[assignment]
         module._parameters[name] = nn.Parameter(data, requires_grad=False)
     module.__class__ = _quantised_class(type(module))
@@ -295,13 +318,12 @@ class _Seen:
     stride: Sequence[int]
     offset: int
 
-    def rows(self, columns: int) -> tuple[int, int]:
-        """The first of the rows that it has elements of, and the one behind the last, of a matrix with these
-        columns."""
+    def matrices(self, num_elements: int) -> tuple[int, int]:
+        """The first of the matrices of this size that it has elements of, and the one behind the last."""
         if 0 in self.size:
             return 0, 0
         last = self.offset + sum((number - 1) * step for number, step in zip(self.size, self.stride, strict=True))
-        return self.offset // columns, last // columns + 1
+        return self.offset // num_elements, last // num_elements + 1
 
 
 def _itself(saved: torch.Tensor) -> torch.Tensor:
@@ -379,13 +401,45 @@ def _pairs(device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=8)
+def _e2m1_pairs(device: torch.device) -> torch.Tensor:
+    """The two elements that each byte of MXFP4 stands for: fp32 `[256, 2]`."""
+    table = torch.tensor(E2M1_VALUES)
+    return torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1).to(device)
+
+
+@lru_cache(maxsize=8)
 def _code_values_on(device: torch.device) -> torch.Tensor:
     return _code_values().to(device)
 
 
-def _dequantise(data: torch.Tensor, form: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def _dequantise(
+    data: torch.Tensor, form: StoredForm, rows: int, columns: int, num_stacked: int, dtype: torch.dtype
+) -> torch.Tensor:
     """The kernel of the operator, for the CPU and a GPU."""
-    [layout] = [QuantisedLayout(each, rows, columns) for each in QUANTISED_FORMS if each == form]
+    layout = QuantisedLayout(form, rows, columns, num_stacked=num_stacked)
+    if form == "mxfp4":
+        return _turned_experts(data.contiguous(), layout, dtype)
+    return _expanded(data, layout, dtype).view(layout.shape)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """fp32 of biased exponents (E8M0)."""
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.view(torch.uint8).int() - 127)
+
+
+def _turned_experts(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
+    """A stack in MXFP4: products of values and powers of two in fp32, rounded once."""
+    found = torch.empty(layout.shape, dtype=dtype, device=data.device)
+    codes, exponents = (part.view(layout.num_stacked, -1) for part in layout.parts(data))
+    for number in range(layout.num_stacked):
+        values = _e2m1_pairs(data.device).index_select(0, codes[number].int()).view(-1, _MXFP4_ELEMENTS)
+        found[number].copy_(values.mul_(power_of_two(exponents[number]).unsqueeze(1)).view(-1, layout.columns).T)
+    return found
+
+
+def _expanded(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
+    """All rows of other forms: `[rows, columns]`."""
+    form, rows, columns = layout.form, layout.rows, layout.columns
     codes, *others = layout.parts(data.contiguous())
     if form == "int8":
         # As bitsandbytes has it in training: the product of code and scale in fp32, rounded once.
@@ -438,11 +492,13 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor, number: int) -> torch.Te
     return values
 
 
-def _shape_alone(data: torch.Tensor, form: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
-    return data.new_empty((rows, columns), dtype=dtype)
+def _shape_alone(
+    data: torch.Tensor, form: StoredForm, rows: int, columns: int, num_stacked: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return data.new_empty(QuantisedLayout(form, rows, columns, num_stacked=num_stacked).shape, dtype=dtype)
 
 
 _LIBRARY = torch.library.Library("ratel", "DEF")
-_LIBRARY.define("dequantise(Tensor data, str form, int rows, int columns, ScalarType dtype) -> Tensor")
+_LIBRARY.define("dequantise(Tensor data, str form, int rows, int columns, int num_stacked, ScalarType dtype) -> Tensor")
 _LIBRARY.impl("dequantise", _dequantise, "CompositeExplicitAutograd")
 torch.library.register_fake("ratel::dequantise", _shape_alone, lib=_LIBRARY)

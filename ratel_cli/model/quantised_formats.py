@@ -33,8 +33,8 @@ from ratel_cli.model.coded_tensors import (
     WordCodes,
     fp4_codes,
     plain_codes,
-    power_of_two,
 )
+from ratel_cli.model.quantised import power_of_two
 from ratel_cli.model.shards import ShardReader, TensorEntry
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -7,7 +7,8 @@ layers with the matrix turned. Stacks of experts are no layers; they are quantis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from ratel_cli.model.quantised import (
     quantise_experts,
     quantise_from,
 )
+from ratel_cli.model.quantised_formats import method_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import QuantisedForm
 
@@ -54,6 +56,29 @@ def quantise_layers(model: PreTrainedModel, form: QuantisedForm, *, with_experts
             made[layer] = _quantised(layer, form)
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, made[layer])
+
+
+def keep_experts_packed(model: PreTrainedModel) -> None:
+    """Let stacks of experts that the files have in MXFP4 stay so, if they have no adapter."""
+    settings = getattr(model.config, "quantization_config", None) or {}
+    if method_of(settings if isinstance(settings, dict) else settings.to_dict()) == "mxfp4":
+        for module, names in list(_stacks(model)):
+            quantise_experts(module, names, "mxfp4")
+
+
+def packed_names(model: nn.Module) -> list[str]:
+    """The names of stacks of experts in MXFP4."""
+    return [name for name, each in quantised_weights(model).items() if each.layout.form == "mxfp4"]
+
+
+def pack_experts(model: nn.Module, names: Iterable[str]) -> None:
+    """Let these stacks of a model have the bytes of MXFP4, which are zeros at first."""
+    by_module = defaultdict[str, list[str]](list)
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        by_module[path].append(attribute)
+    for path, attributes in by_module.items():
+        quantise_experts(model.get_submodule(path), attributes, "mxfp4")
 
 
 def plain_spec(spec: ModelSpec, plain: nn.Module) -> ModelSpec:
@@ -144,27 +169,35 @@ class QuantisingSource:
             stored = self._stored(name, layer.layout)
             if stored is not None:
                 return stored
+            if layer.layout.form == "mxfp4":
+                raise BadInput(f"the files have {name} not in MXFP4", "use the model from before quantisation")
             return quantise_from(lambda start, stop: self._base.read(name, start, stop).to(layer.dtype), layer.layout)
         matrix = torch.empty(shape, dtype=layer.dtype)
         flat = matrix.view(-1)
         for start in range(0, len(flat), _READ_ELEMENTS):
             stop = min(start + _READ_ELEMENTS, len(flat))
             flat[start:stop] = self._base.read(name, start, stop)
-        return quantise(matrix.T.contiguous(), layer.layout.form)
+        turned = matrix.T.reshape(-1)
+        return quantise_from(lambda start, stop: turned[start:stop], layer.layout)
 
 
 def _quantise_stacks(model: PreTrainedModel, form: QuantisedForm) -> None:
-    """Quantise the parameters of three dimensions that experts have, by the names of their modules."""
-    found = False
-    for path, module in model.named_modules():
-        names = [name for name, each in module.named_parameters(recurse=False) if each.ndim == _STACK_DIMENSIONS]
-        if names and "expert" in path.lower():
-            quantise_experts(module, names, form)
-            found = True
+    """Quantise the stacks of experts. Raises BadInput if there are none."""
+    found = list(_stacks(model))
     if not found:
         raise BadInput(
             f"{type(model).__name__} has no stacks of experts that could be quantised", "remove quantize_moe_experts"
         )
+    for module, names in found:
+        quantise_experts(module, names, form)
+
+
+def _stacks(model: PreTrainedModel) -> Iterator[tuple[nn.Module, list[str]]]:
+    """The modules with stacks of experts that have no adapter, and the names of the stacks."""
+    for path, module in model.named_modules():
+        names = [name for name, each in module.named_parameters(recurse=False) if each.ndim == _STACK_DIMENSIONS]
+        if names and "expert" in path.lower() and "base_layer" not in path:
+            yield module, names
 
 
 def _quantised_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear | Conv1D]]:

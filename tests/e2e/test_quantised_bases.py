@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Mxfp4Config
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import file_hash, load_data, output_of, ratel, recipe_of, succeed
+from tests.e2e.runs import file_hash, load_data, output_of, ratel, recipe_of, store_of, succeed
 from tests.e2e.test_adapters import CHANGES, IN_PEFT, NUM_STEPS, adapter_of, saved_name
+from tests.engine.architectures import tiny_config
 from tests.quantised import dequantised_weights
 from tests.reference import train_in_memory
 
@@ -115,6 +117,54 @@ def test_an_adapter_of_a_base_in_fp8(
     assert ratel("merge", output_of(runs[1]), "-o", tmp_path / "merged-plain").code == 0
     one, other = load_file(merged / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
     assert all(torch.equal(one[name], values) for name, values in other.items())
+
+
+def in_mxfp4(base: Path, directory: Path) -> tuple[Path, Path]:
+    """A gpt-oss whose experts are in MXFP4, with the tokenizer of the base model, and what transformers makes of it."""
+    config = tiny_config("gpt_oss", vocab_size=400, intermediate_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "own")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, directory / "own")
+    tensors, generator = load_file(directory / "own" / WEIGHTS), torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(116, 122, shape, generator=generator, dtype=torch.uint8)
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    quantised = copied(directory / "own", directory / "mxfp4", tensors, settings)
+    model = AutoModelForCausalLM.from_pretrained(
+        quantised, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    values = {name: each for name, each in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    values |= {name: each.contiguous() for name, each in model.state_dict().items() if f"{name}_blocks" in tensors}
+    return quantised, copied(directory / "own", directory / "plain", values)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("keys", "stays_packed"),
+    [({}, True), ({"load_in_4bit": True}, True), ({"lora_target_parameters": ["mlp.experts.down_proj"]}, False)],
+    ids=["experts as they are", "and layers in NF4", "an adapter of experts"],
+)
+def test_experts_in_mxfp4_stay_packed_beside_an_adapter(
+    make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object], stays_packed: bool
+) -> None:
+    """With the bits of the numbers that they stand for: on the drives and on the link they take a quarter."""
+    quantised, plain = in_mxfp4(base, tmp_path)
+    keys = {**CHANGES, "lora_target_modules": ["q_proj", "v_proj"], **keys, "dtype": "bfloat16", "sequence_len": 16}
+    runs = [make_config(name, base=each, **keys) for name, each in (("a", quantised), ("b", plain))]
+    assert_same_adapters(runs)
+    sizes = [store_of(each).stat().st_size for each in runs]
+    assert (sizes[0] < sizes[1] - 40_000) is stays_packed
+    for name, each in (("merged", runs[0]), ("merged-plain", runs[1])):
+        ended = ratel("merge", output_of(each), "-o", tmp_path / name)
+        assert ended.code == 0, ended.stderr
+    one, other = load_file(tmp_path / "merged" / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
+    assert all(torch.equal(one[name], values) for name, values in other.items())
+    assert ratel("clean", output_of(runs[0]), "--store", "--yes").code == 0
+    ended = ratel("verify", output_of(runs[0]))
+    assert ended.code == 0, ended.stdout + ended.stderr
 
 
 def test_a_base_in_nf4_keeps_its_codes(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:

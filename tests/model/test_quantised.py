@@ -8,6 +8,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.quantised import (
@@ -149,19 +150,35 @@ def stack(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("form", QUANTISED_FORMS)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 5, 7), (4, 64, 64), (3, 128, 128), (2, 256, 128)])
 def test_stacks_are_those_of_bitsandbytes(shape: tuple[int, int, int], form: QuantisedForm) -> None:
-    """As one matrix with all rows. Rows that share no magnitude with others can be had alone."""
+    """As one matrix with all rows. Matrices that share no magnitude with others can be had alone."""
     values = stack(shape, torch.bfloat16)
     layout, data = QuantisedLayout.of(form, shape), quantise(values, form)
     wanted = oracle.dequantised(values.view(-1, shape[2]), form)
     found = dequantised(data, layout, torch.bfloat16)
     assert found.shape == shape and torch.equal(found.view_as(wanted), wanted)
-    group = {"int8": 1, "nf4": 64, "nf4 double": 64 * 256}[form]
-    for first, last in ((0, shape[1]), ((shape[0] - 1) * shape[1], layout.rows), (layout.rows // 2, layout.rows)):
-        part = layout.of_rows(data, first, last)
-        is_apart = first * shape[2] % group == 0 and (last == layout.rows or last * shape[2] % group == 0)
-        assert (part is not None) == is_apart
+    group, size = {"int8": 1, "nf4": 64, "nf4 double": 64 * 256}[form], shape[1] * shape[2]
+    for first, last in ((0, 1), (shape[0] - 1, shape[0]), (shape[0] // 2, shape[0])):
+        part = layout.of_matrices(data, first, last)
+        assert (part is not None) == (first * size % group == 0 and (last == shape[0] or last * size % group == 0))
         if part is not None:
-            assert torch.equal(dequantised(*part, torch.bfloat16), wanted[first:last])
+            assert torch.equal(dequantised(*part, torch.bfloat16), found[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 32, 1), (3, 64, 5), (4, 32, 96)])
+def test_experts_in_mxfp4_are_those_of_transformers(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    number, inputs, outputs = shape
+    generator, layout = torch.Generator().manual_seed(inputs + outputs), QuantisedLayout.of("mxfp4", shape)
+    blocks = torch.randint(0, 256, (number, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(116, 134, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+    data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for part, values in zip(layout.parts(data), (blocks, exponents), strict=True):
+        part.copy_(values.view(-1))
+    wanted = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)
+    assert layout.shape == shape and torch.equal(dequantised(data, layout, dtype), wanted)
+    for first, last in ((0, 1), (number - 1, number)):
+        part = layout.of_matrices(data, first, last)
+        assert part is not None and torch.equal(dequantised(*part, dtype), wanted[first:last])
 
 
 @pytest.mark.parametrize("form", QUANTISED_FORMS)

@@ -44,6 +44,9 @@ from ratel_cli.model.quantised_files import quantisation_of
 from ratel_cli.model.quantised_model import (
     QuantisingSource,
     is_inputs_first,
+    keep_experts_packed,
+    pack_experts,
+    packed_names,
     plain_spec,
     quantise_layers,
     quantised_weights,
@@ -161,11 +164,14 @@ class AdaptedBase(LanguageBase):
     def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         """See Base. As PEFT loads it onto what transformers loads."""
         loaded, quantisation = super().load(self.directory, dtype), quantisation_of(self.directory)
-        if self.form is None:
+        packed = [base_name(name) for name in packed_names(self.model.skeleton)]
+        if self.form is None and not packed:
             return load_adapted(loaded, directory)
         if quantisation is not None:
             loaded.config.quantization_config = quantisation  # it says which layers are not quantised
-        quantise_layers(loaded, self.form, with_experts=self.with_experts)
+        if self.form is not None:
+            quantise_layers(loaded, self.form, with_experts=self.with_experts)
+        pack_experts(loaded, packed)
         if quantisation is not None:
             with ExitStack() as resources:  # the codes of the files, which are not made of what they stand for
                 source = self._open_base(resources)
@@ -183,9 +189,9 @@ class AdaptedBase(LanguageBase):
         source = CheckpointSource(self.directory, plain, plain_spec(base_spec(self.model.spec), plain))
         resources.enter_context(source)
         install_buffers(skeleton, source.read_buffers())
-        if self.form is None:
-            return source
         layers = {base_name(name): layer for name, layer in quantised_weights(skeleton).items()}
+        if not layers:
+            return source
         return QuantisingSource(source, layers, plain, stored=source.quantised)
 
     def _plain(self) -> PreTrainedModel:
@@ -201,6 +207,8 @@ def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[
     if form is not None:
         quantise_layers(skeleton, form, with_experts=config.quantize_moe_experts)
     peft_config = inject(skeleton, settings)
+    if not config.quantize_moe_experts:
+        keep_experts_packed(skeleton)
     return partial(
         AdaptedBase,
         settings=settings,

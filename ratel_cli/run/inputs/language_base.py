@@ -124,5 +124,7 @@ def _of_quantised_files(settings: Mapping[str, object], config: RunConfig) -> st
     fact = f"the base model is quantised ({method}): its weights are read as the numbers that they stand for"
     if quantised_form(config) is not None:
         return f"{fact}, and quantised again unless they are in that form already"
+    if config.adapter is not None and method == "mxfp4":
+        return f"{fact}, in {config.dtype}; experts without an adapter stay as they are on the drives and in memory"
     hint = "; load_in_4bit or load_in_8bit would keep them small" if config.adapter is not None else ""
     return f"{fact}, in {config.dtype}; an export has these{hint}"
