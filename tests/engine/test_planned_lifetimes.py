@@ -65,9 +65,10 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("late_writes")
 @pytest.mark.parametrize(
-    ("family", "part", "clipping", "ahead", "pending", "in_flight", "resident", "defers", "overlap"),
+    ("family", "optimizer", "part", "clipping", "ahead", "pending", "in_flight", "resident", "defers", "overlap"),
     pairwise(
         ["llama", "gpt2", SHARING],
+        ["adamw", "muon"],
         [None, "the last layer", "attention", "the middle"],
         ["never", "unclipped", "clipped"],
         [0, 1, 2],
@@ -82,6 +83,7 @@ def test_leases_take_no_more_than_the_plan_has(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
+    optimizer: str,
     part: str | None,
     clipping: str,
     ahead: int,
@@ -93,13 +95,14 @@ def test_leases_take_no_more_than_the_plan_has(
 ) -> None:
     pending = 0 if overlap == "separate" else pending
     config: PretrainedConfig = mixed_config(family) if family == SHARING else tiny_config(family)
-    groups = GroupShape(elements=4096, in_flight=in_flight)
+    # Groups are whole pages of every field, of bits too.
+    groups = GroupShape(elements=4096 if optimizer == "adamw" else 8 * 4096, in_flight=in_flight)
     placement = Placement(prefetch_blocks=ahead, pending_updates=pending, resident_weights=resident, groups=groups)
     if defers and clipping == "never" and overlap != "separate":  # the head and the last two layers
         placement = replace(
             placement, deferred=frozenset(range(config.num_hidden_layers - 1, config.num_hidden_layers + 2))
         )
-    recipe = mixed_recipe(family, "bfloat16", max_grad_norm=CLIPPING[clipping])
+    recipe = replace(mixed_recipe(family, "bfloat16", max_grad_norm=CLIPPING[clipping]), optimizer=optimizer)
     if part is not None:
         recipe = replace(recipe, unfrozen=names_of(config, part))
     steps = random_steps(NUM_STEPS, NUM_MICRO_BATCHES, packed=False)
