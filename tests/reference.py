@@ -48,7 +48,11 @@ class Recipe:
     gradient_dtype: torch.dtype | None = None
     optimizer: str = "adamw"
     momentum: float = 0.0
-    """Of `sgd`."""
+    """Of `sgd`, and of `muon` unless it is 0, which is its default there."""
+    nesterov: bool = False
+    """Of `sgd`; `muon` has it unless this is set."""
+    adjust_lr_fn: str = "match_rms_adamw"
+    """Of `muon`."""
     learning_rate: float = 1e-3
     group_rates: tuple[tuple[str, float], ...] = ()
     """Regular expressions, each with the learning rate of the parameters whose names have it; the first one counts."""
@@ -223,8 +227,10 @@ def _trained(
         groups,
         learning_rate=recipe.learning_rate,
         momentum=recipe.momentum,
+        nesterov=recipe.nesterov,
+        adjust_lr_fn=recipe.adjust_lr_fn,
         embeddings=[trained[name] for name in looked_up if name in trained],
-        heads=[trained[name] for name in ("lm_head.weight", "score.weight") if name in trained],
+        others=[each for name, each in trained.items() if not re.search(r"\.\d+\..*\.weight$", name)],
         device=recipe.device,
     )
     losses, norms, parameter_norms = [], [], []

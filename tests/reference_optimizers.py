@@ -113,14 +113,15 @@ def optimizers_of(
     momentum: float = 0.0,
     nesterov: bool = False,
     embeddings: Collection[torch.Tensor] = (),
-    heads: Collection[torch.Tensor] = (),
+    others: Collection[torch.Tensor] = (),
     device: str = "cpu",
+    adjust_lr_fn: str = "match_rms_adamw",
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of a run, which step one after another, with the defaults of Ratel's config. Groups have
     parameters and their weight decay. `embeddings`: with 8-bit moments, these have them in fp32, as transformers'
-    Trainer has it. Muon updates matrices that are neither these nor `heads`, and
-    multiplies them on `device`."""
-    looked_up, above = set(map(id, embeddings)), set(map(id, heads))
+    Trainer has it. Muon updates matrices that are neither these nor `others`,
+    such as biases and what is in no layer, and multiplies them on `device`."""
+    looked_up, left_out = set(map(id, embeddings)), set(map(id, others))
 
     def only(has: Callable[[torch.Tensor], bool], *, wanted: bool) -> list[dict[str, Any]]:
         return [{**group, "params": [each for each in group["params"] if has(each) is wanted]} for group in groups]
@@ -142,10 +143,17 @@ def optimizers_of(
     if name == "muon":
 
         def is_hidden(parameter: torch.Tensor) -> bool:
-            return parameter.ndim == 2 and id(parameter) not in looked_up | above
+            return parameter.ndim == 2 and id(parameter) not in looked_up | left_out
 
         return [
-            Muon(only(is_hidden, wanted=True), lr=learning_rate, adjust_lr_fn="match_rms_adamw", device=device),
+            Muon(
+                only(is_hidden, wanted=True),
+                lr=learning_rate,
+                momentum=momentum or 0.95,
+                nesterov=not nesterov,
+                adjust_lr_fn=adjust_lr_fn,
+                device=device,
+            ),
             torch.optim.AdamW(only(is_hidden, wanted=False), lr=learning_rate, foreach=False),
         ]
     assert name == "adamw", name

@@ -307,7 +307,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (
         _OPTIMIZER,
-        """use_galore use_apollo use_muon use_adam_mini use_lomo optim_target_modules adam_beta3 adam_epsilon2
+        """use_galore use_apollo use_adam_mini use_lomo optim_target_modules adam_beta3 adam_epsilon2
         torchao_optimizer dion_learning_rate dion_momentum dion_lr dion_rank_fraction dion_rank_multiple_of
         muon_momentum muon_learning_rate use_dion""",
     ),

@@ -49,7 +49,7 @@ _VALUE_HINTS: Mapping[str, str] = {
             "lomo",
             "adalomo",
         ),
-        "Ratel has adamw, adamw_8bit, lion, muon and sgd; of those that adapt the rate adamw_8bit has the least state",
+        "Ratel has adamw, adamw_8bit, lion, muon and sgd; adamw_8bit has the smallest state of the adaptive ones",
     ),
 }
 _CHOICE_HINTS: Mapping[str, str] = {

@@ -13,11 +13,11 @@ from pydantic import Field
 from ratel_cli.config.sections import Contradiction, Section
 
 OptimizerChoice = Literal["adamw", "adamw_8bit", "lion", "sgd", "muon"]
-_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "sgd": ("momentum", "nesterov"),
-    "muon": ("momentum", "nesterov", "adjust_lr_fn"),
+_OPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
+    "sgd": {"momentum": 0.0, "nesterov": False},
+    "muon": {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"},
 }
-"""What the optimizers read."""
+"""What the optimizers read, with the defaults."""
 
 
 class OptimizerConfig(Section):
@@ -35,6 +35,17 @@ class OptimizerConfig(Section):
     paper. Default: `match_rms_adamw`."""
 
 
+def resolved_options(name: OptimizerChoice, options: OptimizerConfig | None) -> dict[str, object]:
+    """What the optimizer computes with: its options, with its defaults for what is not set."""
+    given = {} if options is None else {key: value for key, value in options if value is not None}
+    return {key: given.get(key, default) for key, default in _OPTIONS.get(name, {}).items()}
+
+
+def has_default_options(name: OptimizerChoice, options: OptimizerConfig | None) -> bool:
+    """Whether these are the optimizer's defaults, written out or not."""
+    return resolved_options(name, options) == _OPTIONS.get(name, {})
+
+
 def optimizer_contradictions(name: OptimizerChoice, options: OptimizerConfig) -> list[Contradiction]:
     """What is wrong about the options of this optimizer: keys that it does not read, or cannot use."""
     keys = ("optim_args", "optimizer")
@@ -45,7 +56,7 @@ def optimizer_contradictions(name: OptimizerChoice, options: OptimizerConfig) ->
             hint="remove it; `adam_beta1` and `adam_beta2` are keys of their own",
         )
         for key, value in options
-        if value and key not in _OPTIONS.get(name, ())
+        if value is not None and key not in _OPTIONS.get(name, ())
     ]
     if name == "sgd" and options.nesterov and not options.momentum:
         found.append(Contradiction(keys=keys, message="`optim_args.nesterov` needs `optim_args.momentum`, which is 0"))

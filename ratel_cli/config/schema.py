@@ -209,8 +209,8 @@ class RunConfig(Section):
     parameter with `dtype: bfloat16`. `adamw_8bit`: AdamW with moments in 8 bit, in blocks of 256, as in bitsandbytes,
     but for embeddings, as in transformers' Trainer; 6.2 bytes. `lion`: Lion, whose only moment is
     fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with momentum. `muon`: Muon for the matrices of layers,
-    whose momentum is made orthogonal, 8.1 bytes; AdamW for all else, with the same learning rate. With the smaller
-    states, drives have as much less to read and write in a step."""
+    whose momentum is made orthogonal, 8.1 bytes; AdamW for biases, vectors, stacks of experts, embedding and head, with
+    the same learning rate. With the smaller states, drives have as much less to read and write in a step."""
     optim_args: Annotated[OptimizerConfig | None, AfterValidator(without_defaults)] = None
     """What else the optimizer needs to know, such as `momentum` for `sgd`. Default: the optimizer's own defaults."""
     adam_beta1: Decay = 0.9

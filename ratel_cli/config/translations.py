@@ -238,11 +238,14 @@ def _old_lion(entries: Entries, report: Report) -> None:
 
 
 def _muon(entries: Entries, report: Report) -> None:
-    """LLaMA-Factory's `use_muon`, which sets aside what `optim` names."""
+    """LLaMA-Factory's `use_muon`, which overrides `optim`."""
     entry = entries.get("use_muon")
-    if entry is None or entry.value.content is not True:
+    if entry is None:
         return
     del entries["use_muon"]
+    if entry.value.content in (None, False, "", "false"):
+        report.drop(entry, "it is off")
+        return
     for key in ("optimizer", "optim"):
         if key in entries:
             report.drop(entries.pop(key), "`use_muon` decides the optimizer")

@@ -196,7 +196,8 @@ def cut_into_blocks(
         if not parameter.is_trained:
             return FROZEN
         is_in_layer = 0 < segment < len(segments) - 1
-        return rules.of(parameter.shape, is_embedding=parameter.is_embedding, is_in_layer=is_in_layer)
+        is_weight = is_in_layer and parameter.name.endswith(".weight")
+        return rules.of(parameter.shape, is_embedding=parameter.is_embedding, is_weight_of_layer=is_weight)
 
     for index, (name, parameters) in enumerate(segments):
         of_segment = [each for each in parameters if users[each.name][0] == index]

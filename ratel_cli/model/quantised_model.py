@@ -59,11 +59,14 @@ def quantise_layers(model: PreTrainedModel, form: QuantisedForm, *, with_experts
 
 
 def keep_experts_packed(model: PreTrainedModel) -> None:
-    """Let stacks of experts that the files have in MXFP4 stay so, if they have no adapter."""
+    """Let stacks of experts that the files have in MXFP4 stay so, if they are not trained and no module of theirs has
+    an adapter."""
     settings = getattr(model.config, "quantization_config", None) or {}
     if method_of(settings if isinstance(settings, dict) else settings.to_dict()) == "mxfp4":
         for module, names in list(_stacks(model)):
-            quantise_experts(module, names, "mxfp4")
+            frozen = [name for name in names if not module.get_parameter(name).requires_grad]
+            if frozen:
+                quantise_experts(module, frozen, "mxfp4")
 
 
 def packed_names(model: nn.Module) -> list[str]:
@@ -193,10 +196,12 @@ def _quantise_stacks(model: PreTrainedModel, form: QuantisedForm) -> None:
 
 
 def _stacks(model: PreTrainedModel) -> Iterator[tuple[nn.Module, list[str]]]:
-    """The modules with stacks of experts that have no adapter, and the names of the stacks."""
+    """The modules with stacks of experts that have no adapter, and the names of the stacks. Such a module, or its
+    class, is called after experts."""
     for path, module in model.named_modules():
         names = [name for name, each in module.named_parameters(recurse=False) if each.ndim == _STACK_DIMENSIONS]
-        if names and "expert" in path.lower() and "base_layer" not in path:
+        is_of_experts = "expert" in path.lower() or "expert" in type(module).__name__.lower()
+        if names and is_of_experts and "base_layer" not in path:
             yield module, names
 
 

@@ -88,7 +88,7 @@ def spec_from_shape(
         by_rule = defaultdict[Rule, list[tuple[str, tuple[int, ...]]]](list)
         for parameter in parameters:
             is_in_layer = 0 < segment < len(groups) - 1
-            by_rule[rules.of(parameter[1], is_embedding=not segment, is_in_layer=is_in_layer)].append(parameter)
+            by_rule[rules.of(parameter[1], is_embedding=not segment, is_weight_of_layer=is_in_layer)].append(parameter)
         for rule, chosen in by_rule.items():
             blocks = [[each] for each in chosen] if rule.takes_matrices else [chosen]
             cut.extend((segment, rule, block_name, each) for each in blocks)

@@ -163,8 +163,11 @@ def group_shape(problem: Problem) -> GroupShape:
     while shape != GroupShape():
         if shape.buffer_bytes(problem.own.blocks) <= most_bytes:
             return shape
-        is_least = shape.elements == GROUP_ELEMENTS
-        shape = GroupShape() if is_least else replace(shape, elements=shape.elements // 2)
+        smaller = replace(shape, elements=max(GROUP_ELEMENTS, shape.elements // 2))
+        takes_less = smaller.buffer_bytes(problem.own.blocks) < shape.buffer_bytes(problem.own.blocks)
+        shape = smaller if takes_less else replace(shape, in_flight=GroupShape().in_flight)
+        if not takes_less and shape.buffer_bytes(problem.own.blocks) > most_bytes:
+            return GroupShape()
     return shape
 
 

@@ -59,6 +59,9 @@ class ParameterSpec:
         return self.start + self.num_elements
 
 
+_BF16_BYTES, _FP32_BYTES = 2, 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
     """What a segment needs of one dtype and one rule (`ratel_cli/schedule/segments.py`)."""
@@ -175,12 +178,16 @@ class BlockSpec:
         return 0 if self.matrix is None else self.num_elements * _BF16_BYTES
 
     def products_bytes(self, *, is_in_fp32: bool) -> int:
-        """What making that takes at its peak, besides: two matrices, and two products of one with itself. `is_in_fp32`:
-        whether these are, next to a bf16 one of each; a CPU may have it so."""
+        """What the iteration takes at its peak besides the direction. `is_in_fp32`: a CPU without bf16 multiplies so.
+
+        A product has the matrix, the factor and the result; a CPU copies what it multiplies, too. Before that, products
+        of the matrix with itself are there, one of them in both dtypes.
+        """
         if self.matrix is None:
             return 0
         long, short = sorted(self.matrix.shape, reverse=True)
-        return (long * short + short**2) * (10 if is_in_fp32 else 4)
+        value_bytes = _FP32_BYTES if is_in_fp32 else _BF16_BYTES
+        return value_bytes * (3 * long * short + 2 * short**2)
 
     @cached_property
     def products_flops(self) -> int:
@@ -193,9 +200,6 @@ class BlockSpec:
     def group_elements(self, at_most: int) -> int:
         """Elements that the optimizer updates as one group: `at_most`, or all of what it needs as a whole."""
         return self.num_elements if self.rule.takes_matrices else min(at_most, self.num_elements)
-
-
-_BF16_BYTES = 2
 
 
 def lay_out_block(

@@ -83,13 +83,14 @@ class RuleChoice:
     of_embeddings: Rule | None = None
     """Of what is looked up; None: as of any other."""
     of_matrices: Rule | None = None
-    """Of matrices within layers, looked-up ones left out; None: as of any other."""
+    """Of matrices that layers multiply by, looked-up ones left out; None: as of any other."""
 
-    def of(self, shape: tuple[int, ...], *, is_embedding: bool = False, is_in_layer: bool = False) -> Rule:
-        """The rule of a parameter. `is_in_layer`: of neither the first segment nor the last one."""
+    def of(self, shape: tuple[int, ...], *, is_embedding: bool = False, is_weight_of_layer: bool = False) -> Rule:
+        """The rule of a parameter. `is_weight_of_layer`: a module's `weight`, of neither the first segment nor the
+        last one. What has another name is a bias, or a table of some kind."""
         if is_embedding and self.of_embeddings is not None:
             return self.of_embeddings
-        if self.of_matrices is not None and is_in_layer and not is_embedding and len(shape) == 2:
+        if self.of_matrices is not None and is_weight_of_layer and not is_embedding and len(shape) == 2:
             return self.of_matrices
         return self.main if math.prod(shape) >= self.least_elements else self.of_small
 

@@ -188,7 +188,7 @@ def rule_contestants(
     settings: dict[str, OptimizerSettings] = {
         "adamw_8bit": adamw,
         "lion": LionSettings(beta1=0.9, beta2=0.99, weight_decay=0.01),
-        "muon": MuonSettings(adamw=adamw, momentum=0.95, nesterov=True, adjustment="match_rms_adamw"),
+        "muon": MuonSettings(adamw=adamw, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"),
     }
     others = SgdSettings(momentum=0.9, nesterov=False, weight_decay=0.01)
     update = UpdateNumbers(number=10, learning_rate=LEARNING_RATE, gradient_scale=1.0)

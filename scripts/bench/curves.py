@@ -51,7 +51,9 @@ def curve(directory: Path, optimizer: str, num_steps: int | None) -> list[float]
     changes = [f"optimizer={optimizer}", f"learning_rate={RATES[optimizer]}", f"output_dir={optimizer}"]
     changes += [] if num_steps is None else [f"max_steps={num_steps}"]
     command = [sys.executable, "-m", "ratel_cli", "finetune", str(ROOT / "configs" / "demo.yaml"), *changes]
-    subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ended = subprocess.run(command, cwd=directory, check=False, capture_output=True, text=True)
+    if ended.returncode != 0:
+        sys.exit(f"{optimizer}: {ended.stderr}")
     lines = (directory / optimizer / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 

@@ -144,8 +144,13 @@ def in_mxfp4(base: Path, directory: Path) -> tuple[Path, Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("keys", "stays_packed"),
-    [({}, True), ({"load_in_4bit": True}, True), ({"lora_target_parameters": ["mlp.experts.down_proj"]}, False)],
-    ids=["experts as they are", "and layers in NF4", "an adapter of experts"],
+    [
+        ({}, True),
+        ({"load_in_4bit": True}, True),
+        ({"lora_target_parameters": ["mlp.experts.down_proj"]}, False),
+        ({"lora_modules_to_save": ["mlp.experts"]}, False),
+    ],
+    ids=["experts as they are", "and layers in NF4", "an adapter of experts", "experts trained whole"],
 )
 def test_experts_in_mxfp4_stay_packed_beside_an_adapter(
     make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object], stays_packed: bool

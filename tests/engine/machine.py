@@ -249,7 +249,11 @@ def settings_of(recipe: Recipe) -> OptimizerSettings:
         return SgdSettings(momentum=recipe.momentum, nesterov=False, weight_decay=decay)
     adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=decay)
     if recipe.optimizer == "muon":
-        return MuonSettings(adamw=adamw, momentum=0.95, nesterov=True, adjustment="match_rms_adamw")
+        momentum = recipe.momentum or 0.95
+        assert recipe.adjust_lr_fn in ("match_rms_adamw", "original")
+        return MuonSettings(
+            adamw=adamw, momentum=momentum, nesterov=not recipe.nesterov, adjust_lr_fn=recipe.adjust_lr_fn
+        )
     return adamw
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim import _muon
 
+from ratel_cli.engine.optimizer.muon import orthogonal
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.traffic import step_traffic
-from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT
+from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, MUON
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
-from tests.engine.architectures import larger_config
+from tests.engine.architectures import larger_config, tiny_config
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, check_training
-from tests.engine.machine import initial_weights, machine, random_steps
+from tests.engine.machine import attention_of, initial_weights, machine, random_steps
 from tests.engine.test_step import NOTHING_SPILLED, moved_by_last_step
 from tests.kernels.oracle import needs_fused_torch
 from tests.reference import Recipe
@@ -26,6 +28,9 @@ RECIPES = {
     "sgd": Recipe(optimizer="sgd", learning_rate=0.1),
     "sgd with momentum": Recipe(optimizer="sgd", momentum=0.9, learning_rate=0.1),
     "muon": Recipe(optimizer="muon"),
+    "muon otherwise": Recipe(
+        optimizer="muon", momentum=0.8, nesterov=True, adjust_lr_fn="original", learning_rate=0.02
+    ),
 }
 _RESIDENT = replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK)
 WAYS: dict[str, dict[str, object]] = {
@@ -104,6 +109,32 @@ def test_a_step_moves_the_bytes_of_the_record(
     assert moved == (wanted.read_bytes, wanted.written_bytes)
     record = spec.layers[0].blocks[-1 if optimizer == "muon" else 0].record
     assert record.num_bytes(CHUNK_ELEMENTS) == values * CHUNK_ELEMENTS
+
+
+@needs_fused_torch
+@pytest.mark.parametrize("architecture", ["gpt_oss", "llama_tied", "opt"])
+def test_what_muon_leaves_to_adamw(tmp_path: Path, architecture: str) -> None:
+    """Embeddings, heads, vectors, stacks of experts, and their biases, which are of two dimensions."""
+    recipe = replace(RECIPES["muon"], dtype=torch.bfloat16, attn_implementation=attention_of(tiny_config(architecture)))
+    check_training(machine, tmp_path, tiny_config(architecture), recipe, num_steps=3)
+    config = tiny_config(architecture)
+    with machine(tmp_path / "other", config, recipe, dtype="bfloat16", weights=initial_weights(config)) as found:
+        spec = found.model.spec
+    for block in spec.blocks:
+        assert block.rule in (ADAMW, MUON)
+        for parameter in block.parameters:
+            is_matrix = len(parameter.shape) == 2 and parameter.name.endswith("weight") and "layers" in parameter.name
+            assert (block.rule is MUON) == is_matrix, parameter.name
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 40), (40, 24), (1, 7), (7, 1)])
+def test_directions_are_those_of_torch(shape: tuple[int, int]) -> None:
+    """Next to which what is multiplied in fp32 is the same but for its rounding."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    wanted = _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
+    assert torch.equal(orthogonal(matrix.bfloat16()), wanted)
+    in_fp32 = orthogonal(matrix.bfloat16(), products_in=torch.float32)
+    assert in_fp32.dtype == torch.bfloat16 and torch.allclose(in_fp32.float(), wanted.float(), atol=0.03)
 
 
 def test_small_parameters_and_embeddings_have_moments_in_fp32(tmp_path: Path) -> None:

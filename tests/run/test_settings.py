@@ -47,10 +47,25 @@ def test_how_the_model_is_quantised_is_a_part_of_a_runs_identity() -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "written", "same"),
+    [
+        ("sgd", "{momentum: 0.0, nesterov: false}", ""),
+        ("sgd", "{momentum: 0.9, nesterov: false}", "{momentum: 0.9}"),
+        ("muon", "{momentum: 0.95, nesterov: true, adjust_lr_fn: match_rms_adamw}", ""),
+        ("muon", "{momentum: 0.9, nesterov: true}", "{momentum: 0.9}"),
+    ],
+)
+def test_options_of_an_optimizer_count_by_what_they_mean(optimizer: str, written: str, same: str) -> None:
+    texts = [f"optimizer: {optimizer}\n" + (f"optim_args: {each}\n" if each else "") for each in (written, same)]
+    texts.append(f"optimizer: {optimizer}\noptim_args: {{momentum: 0.5}}\n")
+    one, other, different = (settings_hash(trained_config(text)) for text in texts)
+    assert one == other != different
+
+
+@pytest.mark.parametrize(
     ("text", "key"),
     [
         ("optim_args: {}", "optim_args"),
-        ("optim_args: {momentum: 0.0, nesterov: false}", "optim_args"),
         ("lr_scheduler_kwargs: {min_lr: null}", "lr_scheduler_kwargs"),
     ],
 )

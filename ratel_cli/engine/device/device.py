@@ -78,7 +78,7 @@ class Download(Transfer, Protocol):
 
 
 class Device(Protocol):
-    """The device that computes. All methods are for the compute thread."""
+    """The device that computes. All methods but `joined` are for the compute thread."""
 
     torch_device: torch.device
     """Where the tensors are that the device computes with."""
@@ -121,6 +121,9 @@ class Device(Protocol):
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
         """Record the work that is queued inside as a span of computing."""
+
+    def joined(self) -> AbstractContextManager[object]:
+        """A context for any other thread: what it queues inside takes turns with what is computed."""
 
     def mark(self) -> Moment:
         """Return the moment at which all work that is queued so far will be done."""
@@ -175,6 +178,9 @@ class HostDevice:
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
         return self._recorded("compute", label)
+
+    def joined(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def mark(self) -> Moment:
         now = perf_counter()

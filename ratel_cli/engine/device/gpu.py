@@ -235,6 +235,11 @@ class GpuDevice(Closing):
         finally:
             self._interrupt_span()
 
+    def joined(self) -> AbstractContextManager[object]:
+        use_device(self.torch_device)
+        joined: AbstractContextManager[object] = self._module.stream(self._compute)
+        return joined
+
     def mark(self) -> Moment:
         clock, event = self._clock, _record(self._compute)
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import torch
-
 from ratel_cli import _native
 from ratel_cli.closing import Closing
+from ratel_cli.engine.device.device import Device, HostDevice
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.optimizer.muon import Directions
 from ratel_cli.engine.optimizer.settings import (
@@ -76,14 +75,12 @@ class GroupChecksums:
 class GroupUpdater(Closing):
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
-    def __init__(
-        self, settings: OptimizerSettings, *, num_threads: int = 1, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, settings: OptimizerSettings, *, num_threads: int = 1, device: Device | None = None) -> None:
         """`device`: where a rule that takes matrices multiplies them; None: the CPU."""
         assert num_threads > 0
         self._settings = settings
         self._directions = (
-            Directions(settings, device or torch.device("cpu")) if isinstance(settings, MuonSettings) else None
+            Directions(settings, device or HostDevice(None)) if isinstance(settings, MuonSettings) else None
         )
         self._kernel_of = kernel_of
         self._num_threads = num_threads

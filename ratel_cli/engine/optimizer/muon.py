@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.settings import MuonSettings
-from ratel_cli.io.pinning import use_device
 from ratel_cli.io.views import view
 from ratel_cli.schedule.rules import NEWTON_SCHULZ_STEPS
 
@@ -27,11 +27,11 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 class Directions:
     """Makes directions, on the optimizer thread."""
 
-    def __init__(self, settings: MuonSettings, device: torch.device) -> None:
+    def __init__(self, settings: MuonSettings, device: Device) -> None:
         """`device`: that of the matrix products."""
         self._settings = settings
         self._device = device
-        self._products_in = dtype_of_products(device)
+        self._products_in = dtype_of_products(device.torch_device)
 
     @torch.no_grad()
     def make(
@@ -55,9 +55,8 @@ class Directions:
             mean = means[piece].lerp(scaled, 1 - settings.momentum)
             found[piece] = scaled.lerp(mean, settings.momentum) if settings.nesterov else mean
         matrix = found.view(shape)
-        if self._device.type != "cpu":
-            use_device(self._device)
-        matrix.copy_(orthogonal(matrix.to(self._device), products_in=self._products_in))
+        with self._device.joined():
+            matrix.copy_(orthogonal(matrix.to(self._device.torch_device), products_in=self._products_in))
 
 
 def orthogonal(matrix: torch.Tensor, *, products_in: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -66,12 +65,16 @@ def orthogonal(matrix: torch.Tensor, *, products_in: torch.dtype = torch.bfloat1
     is_tall = matrix.size(0) > matrix.size(1)
     found = matrix.T if is_tall else matrix
     found.div_(found.norm().clamp(min=_LEAST_NORM))
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):  # what has been used makes room at once
         wide = found.to(products_in)
+        del found
         gram = (wide @ wide.T).bfloat16().to(products_in)
         factor = torch.addmm(gram, gram, gram, beta=_B, alpha=_C).bfloat16().to(products_in)
         del gram
-        found = torch.addmm(wide, factor, wide, beta=_A).bfloat16()
+        product = torch.addmm(wide, factor, wide, beta=_A)
+        del wide, factor
+        found = product.bfloat16()
+        del product
     return found.T if is_tall else found
 
 

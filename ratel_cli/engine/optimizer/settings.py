@@ -167,7 +167,7 @@ class MuonSettings:
     adamw: AdamWSettings
     momentum: float
     nesterov: bool
-    adjustment: RateAdjustment
+    adjust_lr_fn: RateAdjustment
     """How a matrix's shape changes its learning rate (`torch.optim.Muon`)."""
 
     def scalars(
@@ -185,6 +185,6 @@ class MuonSettings:
         )
 
     def _ratio(self, num_rows: int, num_columns: int) -> float:
-        if self.adjustment == "original":  # Jordan et al., 2024
+        if self.adjust_lr_fn == "original":  # Jordan et al., 2024
             return math.sqrt(max(1, num_rows / num_columns))
         return 0.2 * math.sqrt(max(num_rows, num_columns))  # Liu et al., 2025, arXiv 2502.16982, equation 4

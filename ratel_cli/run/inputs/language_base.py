@@ -27,6 +27,7 @@ from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.quantised_files import quantisation_of
 from ratel_cli.model.quantised_formats import method_of
+from ratel_cli.model.quantised_model import packed_names
 from ratel_cli.model.reload import load_language_model
 from ratel_cli.model.sidecars import BaseSidecars, Sidecars, check_sidecars
 from ratel_cli.run.inputs.base import Base, Weights
@@ -80,7 +81,7 @@ class LanguageBase(Base):
             log.notice(text)
         quantisation = quantisation_of(self.directory)
         if quantisation is not None and weights is not None:
-            log.notice(_of_quantised_files(quantisation, config))
+            log.notice(_of_quantised_files(quantisation, config, is_packed=bool(packed_names(self.model.skeleton))))
         errors.attempt(("base_model",), lambda: check_sidecars(self.directory))
 
     def sidecars(self, config: RunConfig) -> Sidecars:
@@ -118,13 +119,13 @@ class LanguageBase(Base):
         return batch, logits
 
 
-def _of_quantised_files(settings: Mapping[str, object], config: RunConfig) -> str:
-    """What becomes of a base model's quantised weights."""
+def _of_quantised_files(settings: Mapping[str, object], config: RunConfig, *, is_packed: bool) -> str:
+    """What becomes of a base model's quantised weights. `is_packed`: experts stay in the form of the files."""
     method = method_of(settings)
     fact = f"the base model is quantised ({method}): its weights are read as the numbers that they stand for"
+    if is_packed:
+        return f"the base model is quantised ({method}): experts stay so in the store, and compute in {config.dtype}"
     if quantised_form(config) is not None:
         return f"{fact}, and quantised again unless they are in that form already"
-    if config.adapter is not None and method == "mxfp4":
-        return f"{fact}, in {config.dtype}; experts without an adapter stay as they are on the drives and in memory"
     hint = "; load_in_4bit or load_in_8bit would keep them small" if config.adapter is not None else ""
     return f"{fact}, in {config.dtype}; an export has these{hint}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.optimizers import has_default_options, resolved_options
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
@@ -93,6 +94,8 @@ def settings_hash(config: RunConfig) -> str:
     """The part of a store's identity that says which settings its run has."""
     others = (key for key in CHOOSES_BITS if getattr(config, key) != RunConfig.model_fields[key].default)
     settings = config.model_dump(mode="json", include={*DECIDES_THE_BITS, *others})
+    if settings.pop("optim_args", None) is not None and not has_default_options(config.optimizer, config.optim_args):
+        settings["optim_args"] = resolved_options(config.optimizer, config.optim_args)  # however they are written
     form = quantised_form(config)
     if form is not None:  # two forms can take the same bytes, and then no block tells them apart
         settings["quantised_form"] = form
@@ -101,7 +104,8 @@ def settings_hash(config: RunConfig) -> str:
 
 def rules_in(config: RunConfig) -> RuleChoice:
     """Which rule each trained parameter of a run has."""
-    return rules_of(config.optimizer, has_momentum=config.optim_args is not None and bool(config.optim_args.momentum))
+    options = resolved_options(config.optimizer, config.optim_args)
+    return rules_of(config.optimizer, has_momentum=bool(options.get("momentum")))
 
 
 def as_recorded(config: RunConfig) -> RunConfig:

@@ -5,11 +5,11 @@ Invariant: engines and their scratch files end together; the store and the queue
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ratel_cli.config.optimizers import OptimizerConfig
+from ratel_cli.config.optimizers import resolved_options
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
@@ -38,11 +38,9 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
     """What the update rules of a run compute with."""
     if config.optimizer == "lion":
         return LionSettings(beta1=config.adam_beta1, beta2=config.adam_beta2, weight_decay=config.weight_decay)
-    given = config.optim_args or OptimizerConfig()
+    options: Mapping[str, Any] = resolved_options(config.optimizer, config.optim_args)
     if config.optimizer == "sgd":
-        return SgdSettings(
-            momentum=given.momentum or 0.0, nesterov=bool(given.nesterov), weight_decay=config.weight_decay
-        )
+        return SgdSettings(**options, weight_decay=config.weight_decay)
     adamw = AdamWSettings(
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
@@ -50,12 +48,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         weight_decay=config.weight_decay,
     )
     if config.optimizer == "muon":
-        return MuonSettings(
-            adamw=adamw,
-            momentum=0.95 if given.momentum is None else given.momentum,
-            nesterov=True if given.nesterov is None else given.nesterov,
-            adjustment=given.adjust_lr_fn or "match_rms_adamw",
-        )
+        return MuonSettings(adamw=adamw, **options)
     return adamw
 
 
