@@ -3,7 +3,8 @@
 Regime: `configs/demo.yaml` as it is, run by `ratel finetune` once for each optimizer, with the learning rate that suits
 it: those that take AdamW's have AdamW's. What is compared is the mean loss of each ten steps, which the demo prints,
 and the loss of each step: how far it is from AdamW's, as a share of that. With 8-bit moments it is the same algorithm,
-and its curve should be AdamW's; the other rules are there to see that they learn.
+and its curve should be AdamW's; the other rules are there to see that they learn. `shaken` is AdamW with an epsilon of
+1.1e-8 for 1e-8: how far two curves come apart for next to nothing, where the demo has learnt its rows by heart.
 
 Promise: no mean of ten steps is more than 1 % from AdamW's with `adamw_8bit`. The last line is JSON.
 
@@ -25,8 +26,15 @@ from scripts import make_demo
 from scripts.bench.contestants import print_promise
 
 ROOT = Path(__file__).parents[2]
-RATES = {"adamw": 1e-3, "adamw_8bit": 1e-3, "muon": 1e-3, "lion": 1e-4, "sgd": 0.1}
-"""By optimizer: the peak of the learning rate."""
+CONTESTANTS = {
+    "adamw": ("optimizer=adamw",),
+    "shaken": ("optimizer=adamw", "adam_epsilon=1.1e-8"),
+    "adamw_8bit": ("optimizer=adamw_8bit",),
+    "muon": ("optimizer=muon",),
+    "lion": ("optimizer=lion", "learning_rate=1e-4"),
+    "sgd": ("optimizer=sgd", "learning_rate=0.1"),
+}
+"""What each changes about the demo's config."""
 WINDOW = 10
 """Steps whose mean loss is one point of a curve."""
 PROMISED = 0.01
@@ -35,7 +43,7 @@ PROMISED = 0.01
 def main() -> None:
     """Run the demo with each optimizer, and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--optimizers", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--steps", type=int, help="of a run; default: the demo's")
     parser.add_argument("--directory", type=Path, help="directory for the demo's files; default: a temporary one")
     arguments = parser.parse_args()
@@ -48,7 +56,7 @@ def main() -> None:
 
 def curve(directory: Path, optimizer: str, num_steps: int | None) -> list[float]:
     """The loss of each step of the demo with this optimizer."""
-    changes = [f"optimizer={optimizer}", f"learning_rate={RATES[optimizer]}", f"output_dir={optimizer}"]
+    changes = [*CONTESTANTS[optimizer], f"output_dir={optimizer}"]
     changes += [] if num_steps is None else [f"max_steps={num_steps}"]
     command = [sys.executable, "-m", "ratel_cli", "finetune", str(ROOT / "configs" / "demo.yaml"), *changes]
     ended = subprocess.run(command, cwd=directory, check=False, capture_output=True, text=True)

@@ -237,3 +237,10 @@ def test_what_a_run_predicts_next_to_what_its_steps_take(tmp_path: Path) -> None
     assert found["seconds"] in found["step_seconds"][2:-1] or found["seconds"] > 0  # type: ignore[index, operator]
     assert "before step 1, the largest error" in output and "after step 1, the largest error" in output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_the_curve_of_8_bit_moments_begins_as_that_of_adamw(tmp_path: Path) -> None:
+    output, _ = run("bench.curves", "--steps", "3", "--optimizers", "adamw_8bit", "--directory", str(tmp_path))
+    assert "adamw_8bit from AdamW: +0.0" in output and output.count("met") == 1
+    assert list(tmp_path.iterdir()) == []
