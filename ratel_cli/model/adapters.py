@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from torch import nn
@@ -37,6 +37,7 @@ from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.adapter_settings import ALL_LINEAR, AdapterSettings
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import AdaptedMatrix, output_lengths
 from ratel_cli.model.shards import ShardReader
@@ -59,7 +60,8 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     if settings.layers and targets == ALL_LINEAR:
         targets = _linear_names(model)  # PEFT chooses layers only among names
     saved = _saved_modules(model, settings)
-    excluded = [*_other_parts(model), *(rf"(.*\.)?{re.escape(name)}(\..*)?" for name in settings.saved_modules)]
+    excluded = _other_parts(model, settings.task)
+    excluded += [rf"(.*\.)?{re.escape(name)}(\..*)?" for name in settings.saved_modules]
     config = LoraConfig(
         task_type=_TASK_TYPES[settings.task],
         r=settings.rank,
@@ -145,6 +147,7 @@ def _about(key: str, message: str, hint: str) -> BadInput:
 def _check_adapted(model: PreTrainedModel, settings: AdapterSettings) -> None:
     """Raise BadInput if something has an adapter that must have none, or the other way round."""
     layers = {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
+    _reject_other_functions(layers)
     for name in (name for name, each in layers.items() if settings.has_magnitudes and not isinstance(each, Linear)):
         raise BadInput(f"peft_use_dora: {name} is no linear layer", "set peft_use_dora: false, or name other modules")
     for missing in (each for each in settings.also_named if not any(name.endswith(each) for name in layers)):
@@ -154,6 +157,29 @@ def _check_adapted(model: PreTrainedModel, settings: AdapterSettings) -> None:
             raise BadInput(
                 f"lora_target_modules: {name}: embedding and head can have no adapter", "name modules of layers"
             )
+
+
+def _reject_other_functions(layers: Mapping[str, LoraLayer]) -> None:
+    """Raise BadInput for layers whose own code does something else with their weights than a linear layer does, such as
+    a router's, which returns several tensors: PEFT adds its adapter to what a linear layer would return."""
+    for name, layer in layers.items():
+        inner = layer.get_base_layer()
+        if (
+            not isinstance(layer, Linear)
+            or not isinstance(inner, nn.Linear)
+            or type(inner).forward is nn.Linear.forward
+        ):
+            continue
+        given = torch.zeros((2, inner.in_features), dtype=inner.weight.dtype, device=inner.weight.device)
+        try:
+            with torch.no_grad():
+                made = inner(given)
+        except (RuntimeError, ValueError, TypeError):
+            made = None
+        if not isinstance(made, torch.Tensor) or made.shape != (2, inner.out_features):
+            end = name.rpartition(".")[2]
+            message = f"adapter: {name}: {type(inner).__name__} is no linear layer, though it is made as one"
+            raise _about("lora_target_modules", message, f"name the other modules, and not {end}")
 
 
 def _saved_modules(model: PreTrainedModel, settings: AdapterSettings) -> list[nn.Module]:
@@ -180,17 +206,31 @@ def _saved_modules(model: PreTrainedModel, settings: AdapterSettings) -> list[nn
     return found
 
 
-def _other_parts(model: PreTrainedModel) -> list[str]:
+def _other_parts(model: PreTrainedModel, task: Task) -> list[str]:
     """A regular expression for the modules that text does not use, such as a vision tower's, if there are some. An
-    adapter there would not be trained."""
-    if model.config.is_encoder_decoder:
+    adapter there would not be trained. A model without such parts has one configuration for all that it has; outside of
+    its decoder is then a part of its head, as BERT's."""
+    if model.config.is_encoder_decoder or not model.config.sub_configs:
         return []
     names = {module: name for name, module in model.named_modules()}
     inside = names.get(model.get_decoder(), "")
     head = model.get_output_embeddings()
     linear = [name for module, name in names.items() if isinstance(module, nn.Linear | Conv1D) and module is not head]
     is_whole = not inside or all(name.startswith(f"{inside}.") for name in linear)
-    return [] if is_whole else [rf"(?!{re.escape(inside)}\.).*"]
+    return _unused_children(model, inside, task) if is_whole else [rf"(?!{re.escape(inside)}\.).*"]
+
+
+def _unused_children(model: PreTrainedModel, inside: str, task: Task) -> list[str]:
+    """The same for a decoder that has such parts inside, as models of pictures and of speech: those of its children of
+    which no block has anything."""
+    decoder = model.get_submodule(inside)
+    if not any(isinstance(module, PreTrainedModel) for module in decoder.modules() if module is not decoder):
+        return []
+    spec = find_blocks(copy.deepcopy(model), name=inside, task=task).spec
+    used = {each.name for block in spec.blocks for each in block.parameters}
+    children = [f"{inside}.{name}" for name, child in decoder.named_children() if list(child.parameters())]
+    unused = [child for child in children if not any(name.startswith(f"{child}.") for name in used)]
+    return [rf"{re.escape(child)}(\..*)?" for child in unused]
 
 
 def _of_experts(model: PreTrainedModel) -> BadInput:
@@ -338,17 +378,30 @@ def named_base(directory: Path) -> str:
 
 
 def load_adapted(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """A loaded base model with the adapter in a directory, as PEFT loads it. Raises IntegrityFailure if PEFT cannot."""
+    """A loaded base model with the adapter in a directory, as PEFT loads it. Raises IntegrityFailure if PEFT cannot, or
+    if a tensor is missing or unexpected."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded = PeftModel.from_pretrained(model, directory, local_files_only=True)
     except Exception as error:
         raise IntegrityFailure(f"{directory}: PEFT cannot load the adapter: {first_line(error)}") from error
+    _check_tensors(loaded, directory)
     found = loaded.base_model.model
     assert isinstance(found, PreTrainedModel)
     found.eval()
     return found
+
+
+def _check_tensors(loaded: PeftModel, directory: Path) -> None:
+    """Raise IntegrityFailure if the adapter's file lacks a tensor, or has one that has no place. PEFT only warns of the
+    first, and leaves what is missing as it draws it."""
+    with ShardReader(trusted_file(directory, ADAPTER_WEIGHTS_NAME)) as reader:
+        there = reader.tensors.keys()
+    wanted = get_peft_model_state_dict(loaded, save_embedding_layers=False).keys()
+    for names, problem in ((wanted - there, "is missing"), (there - wanted, "does not belong to the model")):
+        if names:
+            raise IntegrityFailure(f"{directory}: tensor {excerpt(min(names))} {problem}")
 
 
 def drawn_adapter(plain: PreTrainedModel, settings: AdapterSettings, *, seed: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""LoRA on the engine: the bits of PEFT in plain PyTorch, for every architecture, and bytes as planned."""
+"""LoRA on the engine: the bits of PEFT in plain PyTorch, for every architecture, and bytes as planned.
+
+`tests/e2e/test_adapters_of_families.py` draws families of transformers, with settings of which each pair occurs.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ import torch
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import inject
+from ratel_cli.model.adapters import inject, is_of_adapter
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.quantised_model import quantise_layers
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
+from scripts.family_configs import tiny_config as any_config
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import DROPOUT, PLACEMENTS, check_training
 from tests.engine.machine import initial_weights, machine, random_steps
@@ -74,8 +79,8 @@ def recipe_of(settings: AdapterSettings, dtype: DtypeName, *, max_grad_norm: flo
         ["bfloat16", "float32", "float16"],
         [1, 3],
         [None, 0.5],
-        every=3,
-        full_pairs=True,
+        every=4,
+        full_rotation=True,
     ),
 )
 def test_equals_peft(
@@ -141,6 +146,36 @@ def test_what_adapters_of_experts_cannot_have(adapter: str) -> None:
     with pytest.raises(BadInput, match=r"the experts of .* would get one, which can have no dropout") as raised:
         inject(skeleton, ADAPTERS[adapter])
     assert raised.value.hint is not None and "lora_target_modules: [q_proj" in raised.value.hint
+
+
+def test_a_head_of_several_layers(tmp_path: Path) -> None:
+    """BERT's has a linear layer before the one that makes logits, which PEFT takes, too."""
+    settings = ADAPTERS["all linear"]
+    recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
+    check_training(machine, tmp_path, tiny_config("bert"), recipe, num_micro_batches=3, adapter=settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [("llama4_text", "feed_forward.router: Llama4Router"), ("deepseek_v4", "o_a_proj: DeepseekV4G")],
+)
+def test_what_is_no_linear_layer_can_have_no_adapter(family: str, module: str) -> None:
+    """PEFT would fail in the first step: what such a layer returns is not what its adapter returns."""
+    skeleton = build_skeleton(any_config(family), dtype="bfloat16", attn_implementation="eager")
+    with pytest.raises(BadInput, match=rf"{module}\w* is no linear layer, though it is made as one") as raised:
+        inject(skeleton, ADAPTERS["all linear"])
+    end = module.partition(":")[0].rpartition(".")[2]
+    assert raised.value.hint == f"name the other modules, and not {end}"
+
+
+@pytest.mark.parametrize(("family", "part"), [("git", "git.image_encoder"), ("phi4_multimodal", "embed_tokens_extend")])
+def test_parts_within_the_decoder_that_text_does_not_use_get_none(family: str, part: str) -> None:
+    """They would be no part of the export, and PEFT would look for them."""
+    skeleton = build_skeleton(any_config(family), dtype="float32", attn_implementation="eager")
+    assert part in str(inject(skeleton, ADAPTERS["all linear"]).exclude_modules).replace("\\", "")
+    adapters = {name for name, _ in skeleton.named_parameters() if is_of_adapter(name)}
+    found = {each.name for block in find_blocks(skeleton, name="tiny").spec.blocks for each in block.parameters}
+    assert adapters and adapters <= found
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
