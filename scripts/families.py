@@ -86,11 +86,11 @@ class Result:
     versions: str = ""
 
 
-class _Fault(Exception):
+class Fault(Exception):
     """Ratel does something else than plain PyTorch, or ends with neither a result nor a refusal."""
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Ratel refuses the model, before it has written anything."""
 
 
@@ -148,16 +148,16 @@ def try_here(family: str, directory: Path) -> Result:
         base = save_base(family, directory / "base")
         architecture = json.loads((base / "config.json").read_text())["architectures"][0]
         result = replace(result, architecture=architecture)
-        trained = _train_plain(base, _recipe(base, "float32"))
+        trained = train_plain(base, recipe_of(base, "float32"))
     except Exception as error:  # noqa: BLE001  whatever it is, plain PyTorch cannot train this family
         return replace(result, verdict="not trainable", reason=_first_line(error))
     try:
         _compare(base, directory / "fp32", "float32", trained)
         packing = _compare_packed(_without_draws(base, directory / "still"), directory / "packed")
         result = replace(result, packing=packing, bfloat16=_try_bfloat16(base, directory / "bf16"))
-    except _Refused as refusal:
+    except Refused as refusal:
         return replace(result, verdict="refused", reason=str(refusal))
-    except _Fault as fault:
+    except Fault as fault:
         return replace(result, verdict="fault", reason=str(fault))
     return result
 
@@ -189,7 +189,7 @@ def save_base(family: str, directory: Path) -> Path:
     return directory
 
 
-def _recipe(base: Path, dtype: str) -> Recipe:
+def recipe_of(base: Path, dtype: str) -> Recipe:
     config = AutoConfig.from_pretrained(base)
     is_clipped = zlib.crc32(f"{config.model_type} {dtype}".encode()) % 2
     return Recipe(
@@ -232,7 +232,7 @@ def _rows(lengths: Iterable[int]) -> list[list[int]]:
     return [torch.randint(3, VOCAB_SIZE - 1, (length,), generator=draw).tolist() for length in lengths]
 
 
-def _batch(rows: Sequence[Sequence[int]]) -> _Batch:
+def batch_of(rows: Sequence[Sequence[int]]) -> _Batch:
     """Rows of one length as a micro-batch: the target of a token is the next one, the last one's is ignored."""
     ids = torch.tensor(rows)
     targets = torch.cat([ids[:, 1:], torch.full((len(rows), 1), -100)], dim=1)
@@ -249,10 +249,12 @@ def _loaded(base: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
 
 
-def _train_plain(base: Path, recipe: Recipe) -> Trained:
+def train_plain(base: Path, recipe: Recipe, *, num_micro_batches: int = _MICRO_BATCHES) -> Trained:
+    """What plain PyTorch makes of a saved model."""
     rows = training_rows()
-    batches = [_batch(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
-    steps = [batches[start : start + _MICRO_BATCHES] for start in range(0, len(batches), _MICRO_BATCHES)]
+    batches = [batch_of(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
+    starts = range(0, _STEPS * num_micro_batches, num_micro_batches)
+    steps = [batches[start : start + num_micro_batches] for start in starts]
     model = _loaded(base)
     # Copies: a mapped file gives tensors at addresses at which some kernels round otherwise.
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -263,8 +265,8 @@ def _train_plain(base: Path, recipe: Recipe) -> Trained:
     return train_in_memory(model.config, weights, steps, replace(recipe, kept=kept), buffers)
 
 
-def _finetune(base: Path, directory: Path, recipe: Recipe, rows: Sequence[Sequence[int]], **changes: object) -> str:
-    """Run `ratel finetune`; what it wrote to stderr. Raises _Refused, _Fault."""
+def finetune(base: Path, directory: Path, recipe: Recipe, rows: Sequence[Sequence[int]], **changes: object) -> str:
+    """Run `ratel finetune`; what it wrote to stderr. Raises Refused, Fault."""
     directory.mkdir()
     data = directory / "rows.jsonl"
     data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
@@ -293,20 +295,20 @@ def _finetune(base: Path, directory: Path, recipe: Recipe, rows: Sequence[Sequen
     config.write_text(yaml.safe_dump(settings))
     ended = ratel("finetune", config)
     if "Traceback" in ended.stderr or ended.code not in (0, 2):
-        raise _Fault(f"exit {ended.code}: {_last_line(ended.stderr)}")
+        raise Fault(f"exit {ended.code}: {_last_line(ended.stderr)}")
     if ended.code == 2:
         if ratel("check", config).code != 2:
-            raise _Fault(f"check does not refuse what finetune does: {_last_line(ended.stderr)}")
+            raise Fault(f"check does not refuse what finetune does: {_last_line(ended.stderr)}")
         left = sorted(path.name for path in directory.iterdir() if path not in (config, data))
         if left:
-            raise _Fault(f"refused after it had written {', '.join(left)}")
-        raise _Refused(ended.errors[0].removeprefix("error: ").replace(str(base), base.name))
+            raise Fault(f"refused after it had written {', '.join(left)}")
+        raise Refused(ended.errors[0].removeprefix("error: ").replace(str(base), base.name))
     return ended.stderr
 
 
 def _compare(base: Path, directory: Path, dtype: str, trained: Trained) -> None:
-    """Train with Ratel and compare. Raises _Refused, _Fault."""
-    _finetune(base, directory, _recipe(base, dtype), training_rows())
+    """Train with Ratel and compare. Raises Refused, Fault."""
+    finetune(base, directory, recipe_of(base, dtype), training_rows())
     out = directory / "out"
     losses = [json.loads(line)["loss"] for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     loaded = _reload(out, _DTYPES[dtype])
@@ -314,52 +316,52 @@ def _compare(base: Path, directory: Path, dtype: str, trained: Trained) -> None:
     num_other = sum(int((loaded[name] != weight).sum()) for name, weight in wanted.items())
     num_all = sum(weight.numel() for weight in wanted.values())
     if num_other:
-        raise _Fault(f"{dtype}: {num_other / num_all:.2g} of the weights have other bits")
+        raise Fault(f"{dtype}: {num_other / num_all:.2g} of the weights have other bits")
     if losses != list(trained.losses):
-        raise _Fault(f"{dtype}: losses {losses} instead of {list(trained.losses)}")
+        raise Fault(f"{dtype}: losses {losses} instead of {list(trained.losses)}")
 
 
 def _reload(out: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The export's parameters by the names of AutoModelForCausalLM. Raises _Fault if any tensor has no place."""
+    """The export's parameters by the names of AutoModelForCausalLM. Raises Fault if any tensor has no place."""
     architecture = json.loads((out / "config.json").read_text())["architectures"][0]
     _, found = getattr(transformers, architecture).from_pretrained(out, dtype=dtype, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[problem]:
-            raise _Fault(f"{architecture} finds {problem.replace('_', ' ')}: {min(found[problem])}")
+            raise Fault(f"{architecture} finds {problem.replace('_', ' ')}: {min(found[problem])}")
     return dict(_loaded(out, dtype).named_parameters())
 
 
 def _compare_packed(base: Path, directory: Path) -> str:
-    """The loss of one step on packed samples against each sample alone. Raises _Refused, _Fault."""
+    """The loss of one step on packed samples against each sample alone. Raises Refused, Fault."""
     rows = _rows(_RAGGED)
     recipe = Recipe(learning_rate=1e-3, weight_decay=0.1)
     # One micro-batch of all sequences, packed or not.
-    printed = _finetune(
+    printed = finetune(
         base, directory, recipe, rows, sample_packing=True, sequence_len=50, micro_batch_size=len(rows),
         gradient_accumulation_steps=1, max_steps=1,
     )  # fmt: skip
     line = json.loads((directory / "out" / "run" / "metrics.jsonl").read_text().splitlines()[0])
     model, total, num_targets = _loaded(base).train(), 0.0, 0
     for row in rows:
-        batch = _batch([row])
+        batch = batch_of([row])
         logits = model(input_ids=batch.input_ids, use_cache=False).logits.float()
         targets = batch.targets.reshape(-1)
         total += float(nn.functional.cross_entropy(logits[0], targets, ignore_index=-100, reduction="sum").detach())
         num_targets += batch.num_targets
     alone = total / num_targets
     if abs(line["loss"] - alone) > _PACKED_TOLERANCE * alone:
-        raise _Fault(f"packed samples leak: loss {line['loss']:.7f}, each alone {alone:.7f}")
+        raise Fault(f"packed samples leak: loss {line['loss']:.7f}, each alone {alone:.7f}")
     return "alone" if "separat" in printed else "packed"
 
 
 def _try_bfloat16(base: Path, directory: Path) -> str:
     try:
-        trained = _train_plain(base, _recipe(base, "bfloat16"))
+        trained = train_plain(base, recipe_of(base, "bfloat16"))
     except Exception as error:  # noqa: BLE001  whatever it is, plain PyTorch cannot train it so
         return f"not trainable: {_first_line(error)}"
     try:
         _compare(base, directory, "bfloat16", trained)
-    except _Refused as refusal:
+    except Refused as refusal:
         return f"refused: {refusal}"
     return "equal"
 

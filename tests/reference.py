@@ -407,6 +407,10 @@ def seed_of_draws(seed: int, *, step: int, block: int, micro_batch: int) -> int:
     return sum(byte << (8 * place) for place, byte in enumerate(digest.digest())) // 2
 
 
+_OF_OTHERS = re.compile("image|vision|visual|audio")
+"""Parts of a model that text does not use."""
+
+
 class _Seeding:
     """Seeds torch where block i of Ratel's step begins to draw: at the start, before each layer, and behind the
     last."""
@@ -414,7 +418,7 @@ class _Seeding:
     def __init__(self, model: nn.Module, seed: int, step: int, micro_batch: int) -> None:
         self._seed, self._step, self._micro_batch = seed, step, micro_batch
         self._layers = max(
-            (m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and "image" not in name),
+            (m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and not _OF_OTHERS.search(name)),
             key=lambda m: sum(p.numel() for p in m.parameters()),
         )
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
