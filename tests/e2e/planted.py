@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.e2e.latents import save_denoiser
 from tests.e2e.runs import output_of, save_base, succeed, write_config, write_rows
+from tests.e2e.trained import TRAINED
 
 Content = bytes | str | None
 """Of a file; where a link leads; None for a folder."""
@@ -17,7 +18,7 @@ NAMES = ("notes.txt", "deep/notes.txt", "model-00007-of-00009.safetensors", ".hi
 """The user's files in every directory."""
 MORE_NAMES = (
     "README.md", "config.json", "model.safetensors", "ratel.store", "prompts.txt", "hardware.json", "curve.svg",
-    "ratel.schema.json", "page.html", "class-2-0.png",
+    "ratel.schema.json", "page.html", "class-2-0.png", "adapter_config.json", "adapter_model.safetensors",
 )  # fmt: skip
 """The user's files where there are none of Ratel's with these names."""
 IN_RUN = ("", "trace.json", "rejects.jsonl", "origin.json", "metrics.jsonl")
@@ -28,7 +29,8 @@ it. The last one is a link to a file elsewhere."""
 class Tree:
     """The tree at its fixed place, and a copy of it to begin again with."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, what: str = "all weights", other: str = "lora") -> None:
+        """`what` and `other`: what the run trains, and what the other one trains."""
         self.work, self._copy = root / "work", root / "copy"
         self.cache, self.temporary = self.work / "cache", self.work / "tmp"
         self.models, self.mine, self.drive = self.work / "models", self.work / "mine", self.work / "drive"
@@ -40,8 +42,9 @@ class Tree:
         settings: dict[str, object] = {
             "max_steps": 2, "save_steps": 1, "save_total_limit": 2, "storage": storage, "dtype": "bfloat16",
         }  # fmt: skip
-        self.config = write_config(self.work / "a", base=self.base, rows=self.rows, **settings)
-        self.other = write_config(self.work / "b", base=self.base, rows=self.rows, **settings, seed=7)
+        data: dict[str, Path] = {"base": self.base, "rows": self.rows}
+        self.config = write_config(self.work / "a", **data, **{**settings, **TRAINED[what]})  # type: ignore[arg-type]
+        self.other = write_config(self.work / "b", **data, **{**settings, **TRAINED[other], "seed": 7})  # type: ignore[arg-type]
         for config in (self.config, self.other):
             succeed(config)
         self.run, self.other_run = output_of(self.config), output_of(self.other)

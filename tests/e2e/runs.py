@@ -386,14 +386,29 @@ def committed_step(config: Path) -> int:
         return store.progress.step
 
 
+def adapts(config: Path) -> bool:
+    """Whether the run trains an adapter."""
+    return "adapter" in yaml.safe_load(config.read_text())
+
+
+def weights_name(config: Path) -> str:
+    """The name of the file that has what a run trained: the model's weights, or the adapter's."""
+    return "adapter_model.safetensors" if adapts(config) else "model.safetensors"
+
+
+def weights_path(config: Path) -> Path:
+    """Where the run exports that file."""
+    return output_of(config) / weights_name(config)
+
+
 def exported(config: Path) -> Tensors:
-    """The weights that a run left."""
-    return load_file(output_of(config) / "model.safetensors")
+    """The weights that a run left, or its adapter."""
+    return load_file(weights_path(config))
 
 
 def export_hash(config: Path) -> str:
     """The hash of the export's weight file."""
-    return file_hash(output_of(config) / "model.safetensors")
+    return file_hash(weights_path(config))
 
 
 def tree(directory: Path) -> dict[str, bytes | None]:

@@ -31,19 +31,24 @@ from tests.e2e.runs import (
     run_until_killed,
     store_of,
     succeed,
-    write_config,
 )
+from tests.e2e.trained import LORA_IN_PEFT, TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
 from tests.reference import Recipe, train_in_memory
+from tests.tiers import rotating, sample
 
 SAVING: dict[str, object] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 3}
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """A run of six steps, of which 2, 4 and 6 are saved. Tests must not change it."""
-    config = write_config(tmp_path_factory.mktemp("source"), base=base, rows=rows, **SAVING)
-    succeed(config)
-    return config
+def source_of(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    """Of runs of six steps, of which 2, 4 and 6 are saved."""
+    return run_of_each(tmp_path_factory, base=base, rows=rows, **SAVING)
+
+
+@pytest.fixture
+def source(source_of: OfEach) -> Path:
+    """The config of such a run of all weights. Tests must not change it."""
+    return source_of("all weights")
 
 
 def trained_in_memory(source: Path, branch: Path, base: Path, *, step: int, num_steps: int) -> list[torch.Tensor]:
@@ -55,10 +60,13 @@ def trained_in_memory(source: Path, branch: Path, base: Path, *, step: int, num_
         learning_rates=tuple((before if index < step else after).learning_rate for index in range(num_steps)),
         weight_decay=before.weight_decay,
         max_grad_norm=before.max_grad_norm,
+        lora=LORA_IN_PEFT if before.adapter else None,
     )
     trained = train_in_memory(
         LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors"), steps, recipe
     ).weights
+    if before.adapter:
+        return [trained[name] for name in sorted(trained) if "lora_" in name]
     return [trained[name].to(recipe.dtype) for name in sorted(trained)]
 
 
@@ -73,10 +81,14 @@ def assert_same_weights(found: list[torch.Tensor], expected: list[torch.Tensor])
 
 
 @pytest.mark.full
-def test_another_rate_batch_and_length_from_a_saved_step(make_config: MakeConfig, source: Path, base: Path) -> None:
+@pytest.mark.parametrize("what", ["all weights", "lora"])
+def test_another_rate_batch_and_length_from_a_saved_step(
+    make_config: MakeConfig, source_of: OfEach, base: Path, what: str
+) -> None:
     """Moments and the number of updates are those of the other run, which is left as it was."""
+    source, keys = source_of(what), {**TRAINED[what], "learning_rate": 0.003, "gradient_accumulation_steps": 3}
     before = file_hash(store_of(source))
-    branch = make_config("branch", learning_rate=0.003, gradient_accumulation_steps=3, max_steps=7)
+    branch = make_config("branch", **keys, max_steps=7)
     stderr = succeed(branch, "--from", f"{output_of(source)}@4")
     assert "steps 5 to 7" in stderr
     assert [line["step"] for line in metrics(branch)] == [5, 6, 7]
@@ -99,9 +111,12 @@ def test_from_the_last_step_in_bfloat16_with_other_data(make_config: MakeConfig,
     assert_same_weights(weights_of(branch), trained_in_memory(begun, branch, base, step=3, num_steps=5))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, dtype: str) -> None:
-    first, branch, whole = (make_config(name, dtype=dtype, max_steps=5) for name in ("first", "branch", "whole"))
+@pytest.mark.parametrize(
+    ("what", "dtype"), rotating(WHOLE_OR_ADAPTER, ["float32", "bfloat16"], every=3, full_rotation=True)
+)
+def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, what: str, dtype: str) -> None:
+    keys = {**TRAINED[what], "dtype": dtype, "max_steps": 5}
+    first, branch, whole = (make_config(name, **keys) for name in ("first", "branch", "whole"))
     succeed(first, "max_steps=3")
     succeed(whole)
     stderr = succeed(branch, "--from", str(output_of(first)))
@@ -124,20 +139,24 @@ def test_a_fresh_optimizer_is_a_run_of_the_exported_weights(make_config: MakeCon
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("what", list(TRAINED))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_fresh_optimizer_keeps_the_masters(make_config: MakeConfig, dtype: str) -> None:
+def test_a_fresh_optimizer_keeps_the_masters(make_config: MakeConfig, dtype: str, what: str) -> None:
     """Their fp32 bits, which no export in the compute dtype has: without a step to do, both stores export the same."""
-    first, branch = make_config("first", dtype=dtype), make_config("branch", dtype=dtype, learning_rate=0.0)
+    keys = {**TRAINED[what], "dtype": dtype}
+    first, branch = make_config("first", **keys), make_config("branch", **keys, learning_rate=0.0)
     succeed(first)
     succeed(branch, "--from", str(first), "--fresh-optimizer")
     assert_same_weights(weights_of(branch), weights_of(first))
 
 
 @pytest.mark.full
-def test_the_same_command_resumes(make_config: MakeConfig, source: Path) -> None:
+@pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=2))
+def test_the_same_command_resumes(make_config: MakeConfig, source_of: OfEach, what: str) -> None:
     """Killed while it copies, and killed while it trains. Once there is a store, it resumes without --from too."""
+    source, keys = source_of(what), {**TRAINED[what], "max_steps": 8}
     arguments = ("--from", f"{output_of(source)}@4")
-    branch, whole = make_config("branch", max_steps=8), make_config("whole", max_steps=8)
+    branch, whole = make_config("branch", **keys), make_config("whole", **keys)
     run_until_killed(branch, *arguments, kill_at="commit.written:1")
     run_until_killed(branch, *arguments, kill_at="commit.written:3")
     assert [line["step"] for line in metrics(branch)] == [5, 6]
@@ -243,8 +262,9 @@ def test_runs_that_share_the_drives(make_config: MakeConfig, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_cleaning_leaves_nothing_of_it(make_config: MakeConfig, source: Path) -> None:
-    branch = make_config("branch", max_steps=7)
+@pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=2))
+def test_cleaning_leaves_nothing_of_it(make_config: MakeConfig, source_of: OfEach, what: str) -> None:
+    source, branch = source_of(what), make_config("branch", **TRAINED[what], max_steps=7)
     succeed(branch, "--from", str(output_of(source)))
     assert (output_of(branch) / "run" / "origin.json").exists()
     assert ratel("clean", branch, "--yes").code == 0

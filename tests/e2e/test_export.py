@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import signal
 from pathlib import Path
 
@@ -16,36 +16,46 @@ from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import (
     assert_rejected,
+    export_hash,
     file_hash,
     finetune,
     output_of,
     ratel,
     store_of,
     succeed,
-    write_config,
+    weights_name,
+    weights_path,
 )
+from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, load_export, run_of_each
+from tests.tiers import rotating, sample
 
 SAVING: dict[str, object] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
 WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run that has saved steps 4 and 6. Tests must not change it."""
-    config = write_config(tmp_path_factory.mktemp("saved"), base=base, rows=rows, **SAVING)
-    succeed(config)
-    return config
+def saved_of(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    """Of runs that have saved steps 4 and 6."""
+    return run_of_each(tmp_path_factory, base=base, rows=rows, **SAVING)
+
+
+@pytest.fixture
+def saved(saved_of: OfEach) -> Path:
+    """The config of such a run of all weights. Tests must not change it."""
+    return saved_of("all weights")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("by", ["config", "directory"])
-def test_the_last_step_is_the_runs_own_export(saved: Path, tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize(("what", "by"), rotating(WHOLE_OR_ADAPTER, ["config", "directory"], full_pairs=True))
+def test_the_last_step_is_the_runs_own_export(saved_of: OfEach, tmp_path: Path, what: str, by: str) -> None:
+    saved = saved_of(what)
     before = file_hash(store_of(saved))
     ended = ratel("export", saved if by == "config" else output_of(saved), "-o", tmp_path / "new" / "out")
     assert (ended.code, ended.stdout) == (0, "")
-    assert (
-        ended.stderr == f"exported step 6 to {tmp_path / 'new' / 'out'}; load it with transformers' from_pretrained\n"
-    )
+    library = "transformers'" if what == "all weights" else "PEFT's"
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("note: ")] == [
+        f"exported step 6 to {tmp_path / 'new' / 'out'}; load it with {library} from_pretrained"
+    ]
     names = {path.name for path in (tmp_path / "new" / "out").iterdir()}
     assert names == {path.name for path in output_of(saved).iterdir()} - {"run"}
     for name in names - {"ratel.files"}:
@@ -54,16 +64,18 @@ def test_the_last_step_is_the_runs_own_export(saved: Path, tmp_path: Path, by: s
 
 
 @pytest.mark.full
-def test_a_saved_step_is_the_export_of_a_shorter_run(saved: Path, make_config: MakeConfig, tmp_path: Path) -> None:
-    shorter = make_config("shorter", **{**SAVING, "max_steps": 4})
+@pytest.mark.parametrize("what", sample(TRAINED, every=2))
+def test_a_saved_step_is_the_export_of_a_shorter_run(
+    saved_of: OfEach, make_config: MakeConfig, tmp_path: Path, what: str
+) -> None:
+    saved, shorter = saved_of(what), make_config("shorter", **{**SAVING, "max_steps": 4}, **TRAINED[what])
     succeed(shorter)
     assert ratel("export", output_of(saved), "--step", 4, "-o", tmp_path / "four").code == 0
     assert ratel("export", output_of(saved), "--step", 6, "-o", tmp_path / "six").code == 0
-    assert file_hash(tmp_path / "four" / WEIGHTS) == file_hash(output_of(shorter) / WEIGHTS)
-    assert file_hash(tmp_path / "six" / WEIGHTS) == file_hash(output_of(saved) / WEIGHTS)
-    assert "4 optimizer updates" in (tmp_path / "four" / "README.md").read_text()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "four")
-    assert model.dtype == torch.bfloat16
+    assert file_hash(tmp_path / "four" / weights_name(saved)) == export_hash(shorter)
+    assert file_hash(tmp_path / "six" / weights_name(saved)) == export_hash(saved)
+    assert re.search("4 (optimizer )?updates", (tmp_path / "four" / "README.md").read_text())
+    load_export(saved, tmp_path / "four")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "four")) == 300
 
 
@@ -116,10 +128,11 @@ def test_a_store_that_is_missing_or_of_another_model(
 
 
 @pytest.mark.full
-def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(max_steps=2)
+@pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=2))
+def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path, what: str) -> None:
+    config = make_config(max_steps=2, **TRAINED[what])
     succeed(config)
-    before = file_hash(output_of(config) / WEIGHTS)
+    before = export_hash(config)
     data = store_of(config)
     content = bytearray(data.read_bytes())
     content[3 * 4096 :] = bytes(byte ^ 1 for byte in content[3 * 4096 :])
@@ -127,7 +140,7 @@ def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path
     for output in (tmp_path / "out", output_of(config)):
         assert_rejected(ratel("export", config, "-o", output), 4, "damaged")
     assert not (tmp_path / "out").exists()
-    assert file_hash(output_of(config) / WEIGHTS) == before
+    assert export_hash(config) == before
 
 
 def test_a_full_disk_and_a_read_only_disk(saved: Path, small_disk: Path) -> None:
@@ -144,16 +157,29 @@ def test_a_store_in_use(saved: Path, tmp_path: Path) -> None:
         assert_rejected(ratel("export", saved, "-o", tmp_path / "out"), 3, "is in use by process")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("call", [1, 3])
+COMMANDS = {
+    "export": ("export", "all weights"),
+    "export an adapter": ("export", "lora"),
+    "merge with a quantised model": ("merge", "qlora"),
+    "merge": ("merge", "lora"),
+}
+"""What writes a model or an adapter: the command, and what its run trains."""
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "command"),
+    rotating([1, 3], [signal.SIGINT, signal.SIGTERM], list(COMMANDS), offset=3, full_pairs=True),
+)
 def test_a_signal_leaves_the_earlier_export(
-    saved: Path, tmp_path: Path, signal_at: SignalAt, call: int, number: int, code: int
+    saved_of: OfEach, tmp_path: Path, signal_at: SignalAt, call: int, number: signal.Signals, command: str
 ) -> None:
-    out = Path(shutil.copytree(output_of(saved), tmp_path / "out"))
+    name, what = COMMANDS[command]
+    saved, out = saved_of(what), tmp_path / "out"
+    assert ratel(name, saved, "-o", out).code == 0
     before = {path.name: file_hash(path) for path in out.iterdir() if path.is_file()}
     signal_at(call, number)
-    ended = ratel("export", saved, "--step", 4, "-o", out, "--overwrite")
-    assert (ended.code, ended.stderr.splitlines()[-1]) == (code, "Stopped. Run the same command again.")
+    ended = ratel(name, saved, "--step", 4, "-o", out, "--overwrite")
+    assert (ended.code, ended.stderr.splitlines()[-1]) == (128 + number, "Stopped. Run the same command again.")
     assert {path.name: file_hash(path) for path in out.iterdir() if path.is_file()} == before
     assert not (out / ".export-in-progress").exists()
 
@@ -170,32 +196,36 @@ def failing_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "replace", fail)
 
 
-@pytest.mark.parametrize("name", ["README.md", WEIGHTS])
+@pytest.mark.parametrize(("kind", "command"), rotating(["card", "weights"], list(COMMANDS), full_pairs=True))
 def test_an_export_that_broke_off_is_finished_without_being_asked(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    saved_of: OfEach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, command: str
 ) -> None:
-    out = tmp_path / "out"
-    assert ratel("export", saved, "--step", 4, "-o", out).code == 0
+    name, what = COMMANDS[command]
+    saved, out = saved_of(what), tmp_path / "out"
+    weights = weights_name(saved) if name == "export" else WEIGHTS
+    assert ratel(name, saved, "-o", tmp_path / "whole").code == 0
+    assert ratel(name, saved, "--step", 4, "-o", out).code == 0
     (out / "notes.txt").write_text("mine")
     with monkeypatch.context() as broken:
-        failing_at(name, broken)
-        assert_rejected(ratel("export", saved, "-o", out, "--overwrite"), 3, "cannot be written")
-        assert_rejected(ratel("export", saved, "-o", out), 3, "the export that was begun", "cannot be finished")
-    assert_rejected(ratel("export", saved, "--step", 4, "-o", out), 2, "holds step 6")
-    ended = ratel("export", saved, "-o", out)
+        failing_at("README.md" if kind == "card" else weights, broken)
+        assert_rejected(ratel(name, saved, "-o", out, "--overwrite"), 3, "cannot be written")
+        assert_rejected(ratel(name, saved, "-o", out), 3, "the export that was begun", "cannot be finished")
+    assert_rejected(ratel(name, saved, "--step", 4, "-o", out), 2, "holds step 6")
+    ended = ratel(name, saved, "-o", out)
     assert ended.code == 0 and f"{out}: finished the export of step 6, which was interrupted" in ended.stderr
-    assert file_hash(out / WEIGHTS) == file_hash(output_of(saved) / WEIGHTS)
+    assert file_hash(out / weights) == file_hash(tmp_path / "whole" / weights)
     assert (out / "notes.txt").read_text() == "mine" and not (out / ".export-in-progress").exists()
 
 
 @pytest.mark.full
-def test_a_run_finishes_its_export(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(max_steps=1)
+@pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=1))
+def test_a_run_finishes_its_export(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    config = make_config(max_steps=1, **TRAINED[what])
     succeed(config)
     with monkeypatch.context() as broken:
         failing_at("README.md", broken)
         assert finetune(config, "max_steps=2").code == 3
-    assert not (output_of(config) / WEIGHTS).exists()
+    assert not weights_path(config).exists()
     before = sorted(output_of(config).rglob("*"))
     succeed(config, "max_steps=3", "--dry-run")
     assert sorted(output_of(config).rglob("*")) == before
@@ -204,11 +234,12 @@ def test_a_run_finishes_its_export(make_config: MakeConfig, monkeypatch: pytest.
 
 
 @pytest.mark.full
-def test_what_broke_off_is_cleaned(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(max_steps=1)
+@pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=2))
+def test_what_broke_off_is_cleaned(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    config = make_config(max_steps=1, **TRAINED[what])
     succeed(config)
     with monkeypatch.context() as broken:
-        failing_at(WEIGHTS, broken)
+        failing_at(weights_name(config), broken)
         assert finetune(config, "max_steps=2").code == 3
     assert ratel("clean", config, "--output", "--yes").code == 0
     assert not output_of(config).exists()

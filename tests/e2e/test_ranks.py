@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.e2e.runs import (
     PATIENCE,
     assert_rejected,
     assert_same_result,
+    export_hash,
     exported,
     file_hash,
     finetune,
@@ -41,11 +41,20 @@ from tests.e2e.runs import (
     succeed_ranks,
     wait,
     wait_for_step,
-    write_config,
+    weights_name,
+)
+from tests.e2e.trained import (
+    LORA_IN_PEFT,
+    OF_RANKS,
+    TRAINED,
+    WHOLE_OR_ADAPTER,
+    OfEach,
+    named_as_exported,
+    run_of_each,
 )
 from tests.ranks.oracle import cuts_of
 from tests.reference import train_in_memory
-from tests.tiers import sample
+from tests.tiers import rotating, sample
 
 NUM_STEPS = 8
 CHANGES: dict[str, object] = {"max_steps": NUM_STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
@@ -54,41 +63,38 @@ POINTS = (
     "create.filled:1", "manifest.published:1",
 )  # fmt: skip
 """Of the third commit, and of an import."""
-MakeRanks = Callable[[int], Path]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> MakeRanks:
-    """The config of a run that so many ranks have trained. Tests must not change it."""
-    known: dict[int, Path] = {}
-
-    def trained(size: int) -> Path:
-        if size not in known:
-            directory = tmp_path_factory.mktemp("undisturbed")
-            known[size] = write_config(directory, base=base, rows=rows, **CHANGES)
-            succeed_ranks(known[size], size)
-        return known[size]
-
-    return trained
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    """Of runs of two ranks."""
+    return run_of_each(tmp_path_factory, base=base, rows=rows, run=lambda config: succeed_ranks(config, 2), **CHANGES)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("size", "dtype"), [(2, "bfloat16"), (3, "float32")])
-def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path, size: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype", "what"),
+    [(2, "bfloat16", "all weights"), (3, "float32", "all weights"), (3, "bfloat16", "lora")],
+)
+def test_the_export_is_what_pytorch_trains(
+    make_config: MakeConfig, base: Path, size: int, dtype: str, what: str
+) -> None:
     """With the batches of one rank that has as many micro-batches; what each rank has is added up in its order."""
-    config = make_config("ranks", **CHANGES, dtype=dtype)
+    keys = {**CHANGES, **TRAINED[what], "dtype": dtype}
+    config = make_config("ranks", **keys)
     succeed_ranks(config, size)
-    whole = make_config("whole", **{**CHANGES, "gradient_accumulation_steps": 2 * size}, dtype=dtype)
+    whole = make_config("whole", **{**keys, "gradient_accumulation_steps": 2 * size})
     data, model_config = load_data(whole), LlamaConfig.from_pretrained(base)
+    lora = LORA_IN_PEFT if what == "lora" else None
     wanted = train_in_memory(
         model_config,
         load_file(base / "model.safetensors"),
         [data.step(step) for step in range(NUM_STEPS)],
-        replace(recipe_of(config), of_rank=2, cuts=cuts_of(model_config, size)),
+        replace(recipe_of(config), of_rank=2, cuts=cuts_of(model_config, size, lora=lora), lora=lora),
     )
-    found = exported(config)
-    assert found.keys() == wanted.weights.keys()
-    for name, values in wanted.weights.items():
+    found, weights = exported(config), wanted.weights if lora is None else named_as_exported(wanted.weights)
+    assert found.keys() == weights.keys()
+    for name, values in weights.items():
         assert torch.equal(found[name], values.to(found[name].dtype)), name
     lines = metrics(config)
     assert [line["loss"] for line in lines] == list(wanted.losses)
@@ -103,13 +109,14 @@ def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("point", sample(POINTS, every=1))
-@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("point", "killed", "what"), rotating(POINTS, [(0,), (1,), (0, 1)], WHOLE_OR_ADAPTER, full_pairs=True)
+)
 def test_ranks_that_are_killed_go_on(
-    make_config: MakeConfig, undisturbed: MakeRanks, point: str, killed: tuple[int, ...]
+    make_config: MakeConfig, undisturbed: OfEach, point: str, killed: tuple[int, ...], what: str
 ) -> None:
     """Those that are left say which one has ended, and end."""
-    config = make_config(**CHANGES)
+    config = make_config(**CHANGES, **TRAINED[what])
     processes = start_ranks(config, 2, kill_at=dict.fromkeys(killed, point))
     codes = [wait(process) for process in processes]
     for rank, code in enumerate(codes):
@@ -118,13 +125,16 @@ def test_ranks_that_are_killed_go_on(
             assert f"rank {1 - rank} has ended" in stderr_of(config, rank)
     succeed_ranks(config, 2)
     assert ("resuming from step" in stderr_of(config)) is point.endswith("4")
-    assert_same_result(config, undisturbed(2))
+    assert_same_result(config, undisturbed(what))
 
 
 @pytest.mark.full
-def test_other_commands_read_the_state_of_all_ranks(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", sample(OF_RANKS, every=3))
+def test_other_commands_read_the_state_of_all_ranks(
+    make_config: MakeConfig, rows: Path, tmp_path: Path, what: str
+) -> None:
     """In one process. Deleting the store deletes that of each rank."""
-    config = make_config(**CHANGES)
+    config = make_config(**CHANGES, **TRAINED[what])
     succeed_ranks(config, 3)
     output = output_of(config)
     for command in (
@@ -133,7 +143,7 @@ def test_other_commands_read_the_state_of_all_ranks(make_config: MakeConfig, row
     ):  # fmt: skip
         ended = ratel(*command)
         assert ended.code == 0, ended.stderr
-    assert file_hash(tmp_path / "export" / "model.safetensors") == file_hash(output / "model.safetensors")
+    assert file_hash(tmp_path / "export" / weights_name(config)) == export_hash(config)
     assert_rejected(ratel("verify", output / "run" / "ranks" / "1"), 2, "is rank 1 of a run")
     damaged = store_of(config).parent / "rank-2.store" / "ratel.store"
     with damaged.open("r+b") as file:
@@ -145,7 +155,7 @@ def test_other_commands_read_the_state_of_all_ranks(make_config: MakeConfig, row
 
 
 @pytest.mark.full
-def test_a_signal_to_one_is_a_stop_of_all(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+def test_a_signal_to_one_is_a_stop_of_all(make_config: MakeConfig, undisturbed: OfEach) -> None:
     """After the same step."""
     config = make_config(**{**CHANGES, "max_steps": 2000})
     processes = start_ranks(config, 2)
@@ -162,22 +172,22 @@ def test_a_signal_to_one_is_a_stop_of_all(make_config: MakeConfig, undisturbed: 
 
 
 @pytest.mark.full
-def test_a_rank_that_starts_late_is_waited_for(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+def test_a_rank_that_starts_late_is_waited_for(make_config: MakeConfig, undisturbed: OfEach) -> None:
     config = make_config(**CHANGES)
     [*others] = start_ranks(config, 2)
     assert [wait(process) for process in others] == [0, 0]
-    assert_same_result(config, undisturbed(2))
+    assert_same_result(config, undisturbed("all weights"))
 
 
 @pytest.mark.full
-def test_the_command_starts_them(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+def test_the_command_starts_them(make_config: MakeConfig, undisturbed: OfEach) -> None:
     """By torchrun's agent; its exit code is that of what went wrong."""
     config = make_config(**CHANGES)
     command = [str(ratel_command()), "finetune", str(config), "--ranks", "2"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert "W1" not in ended.stderr and "Traceback" not in ended.stderr
-    assert_same_result(config, undisturbed(2))
+    assert_same_result(config, undisturbed("all weights"))
     other = subprocess.run([*command[:-1], "3"], check=False, capture_output=True, text=True, timeout=300)
     assert other.returncode == 2, other.stderr
     errors = [line for line in other.stderr.splitlines() if line.startswith("error")]
@@ -205,7 +215,7 @@ def test_the_command_passes_signals_on(make_config: MakeConfig, number: signal.S
 
 
 @pytest.mark.full
-def test_paths_of_each_rank(make_config: MakeConfig, undisturbed: MakeRanks, tmp_path: Path) -> None:
+def test_paths_of_each_rank(make_config: MakeConfig, undisturbed: OfEach, tmp_path: Path) -> None:
     """They are found again by the config and by the run's directory, in one process and in several."""
     storage = {"engine": "threads", "paths": [str(tmp_path / "disk{rank}")]}
     config = make_config(**{**CHANGES, "max_steps": 4}, storage=storage)
@@ -214,7 +224,7 @@ def test_paths_of_each_rank(make_config: MakeConfig, undisturbed: MakeRanks, tmp
     for run in (config, output_of(config)):
         assert ratel("verify", run).code == 0
     succeed_ranks(config, 2, f"max_steps={NUM_STEPS}")
-    assert_same_result(config, undisturbed(2))
+    assert_same_result(config, undisturbed("all weights"))
 
 
 def test_what_ranks_do_not_do_is_rejected(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -253,7 +263,7 @@ def test_a_rank_that_hangs_ends_all(make_config: MakeConfig, hung: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("short", [0, 1])
 def test_a_full_disk_of_one_rank_ends_all(
-    make_config: MakeConfig, undisturbed: MakeRanks, small_disk: Path, tmp_path: Path, short: int
+    make_config: MakeConfig, undisturbed: OfEach, small_disk: Path, tmp_path: Path, short: int
 ) -> None:
     """With its own drive. With another one, all begin."""
     (tmp_path / f"drive{short}").symlink_to(small_disk)
@@ -265,12 +275,12 @@ def test_a_full_disk_of_one_rank_ends_all(
     assert "error" not in stderr_of(config, 1 - short), "the other one has said it"
     (tmp_path / f"drive{short}").unlink()
     succeed_ranks(config, 2)
-    assert_same_result(config, undisturbed(2))
+    assert_same_result(config, undisturbed("all weights"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("short", [0, 1])
-def test_a_rank_without_space_ends_all(make_config: MakeConfig, undisturbed: MakeRanks, short: int) -> None:
+def test_a_rank_without_space_ends_all(make_config: MakeConfig, undisturbed: OfEach, short: int) -> None:
     """It says what is missing. With more space, all begin."""
     config = make_config(**CHANGES)
     processes = start_ranks(config, 2, environments={short: {MOST_FILE_BYTES: "100000"}})
@@ -279,7 +289,7 @@ def test_a_rank_without_space_ends_all(make_config: MakeConfig, undisturbed: Mak
     assert "the limit of this process on the size of files" in stderr_of(config, short)
     assert "error" not in stderr_of(config, 1 - short)
     succeed_ranks(config, 2)
-    assert_same_result(config, undisturbed(2))
+    assert_same_result(config, undisturbed("all weights"))
 
 
 @pytest.mark.full
@@ -319,10 +329,10 @@ def restart(config: Path, num_kills: int, *, seed: int) -> None:
 
 
 @pytest.mark.full
-def test_torchrun_starts_them_again(make_config: MakeConfig, undisturbed: MakeRanks) -> None:
+def test_torchrun_starts_them_again(make_config: MakeConfig, undisturbed: OfEach) -> None:
     config = make_config(**CHANGES)
     restart(config, 2, seed=0)
-    assert_same_result(config, undisturbed(2))
+    assert_same_result(config, undisturbed("all weights"))
 
 
 @pytest.mark.nightly

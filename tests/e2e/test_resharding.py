@@ -29,9 +29,9 @@ from tests.e2e.runs import (
     store_of,
     succeed_ranks,
     wait,
-    write_config,
 )
-from tests.tiers import sample
+from tests.e2e.trained import OF_RANKS, TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
+from tests.tiers import rotating, sample
 
 MICRO_BATCHES = 12
 """Of a step, in all ranks together: as many as each number of ranks that is tried divides."""
@@ -83,20 +83,22 @@ def read_all(generation: Generation, block: int, field: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def resharded(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run that one rank began, and four, three and one went on with. Tests must not change it."""
-    directory = tmp_path_factory.mktemp("resharded")
-    config = write_config(directory, base=base, rows=rows, **SAVING)
-    for number, size in enumerate(SIZES, start=1):
-        succeed_ranks(config, size, *of_ranks(size, 2 * number))
-    return config
+def resharded(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    """Of runs that one rank began, and four, three and one went on with."""
+
+    def run(config: Path) -> None:
+        for number, size in enumerate(SIZES, start=1):
+            succeed_ranks(config, size, *of_ranks(size, 2 * number))
+
+    return run_of_each(tmp_path_factory, base=base, rows=rows, run=run, **SAVING)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 4), (4, 3), (3, 1)])
-def test_the_state_of_any_number_of_ranks(make_config: MakeConfig, before: int, after: int) -> None:
+@pytest.mark.parametrize(("sizes", "what"), rotating([(1, 2), (2, 1), (1, 4), (4, 3), (3, 1)], OF_RANKS), ids=str)
+def test_the_state_of_any_number_of_ranks(make_config: MakeConfig, sizes: tuple[int, int], what: str) -> None:
     """Every bit of it, and of saved steps. Nothing else is left of the change."""
-    config = make_config(**{**CHANGES, "save_steps": 1, "save_total_limit": 2})
+    before, after = sizes
+    config = make_config(**{**CHANGES, **TRAINED[what], "save_steps": 1, "save_total_limit": 2})
     succeed_ranks(config, before, *of_ranks(before, 2))
     wanted = state_of(config, before)
     succeed_ranks(config, after, *of_ranks(after, 2))
@@ -111,12 +113,12 @@ def test_the_state_of_any_number_of_ranks(make_config: MakeConfig, before: int, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("point", sample(RESHARDING_POINTS, every=1))
+@pytest.mark.parametrize(("point", "what"), rotating(RESHARDING_POINTS, WHOLE_OR_ADAPTER))
 def test_a_change_that_is_killed_is_made_at_the_next_start(
-    make_config: MakeConfig, resharded: Path, point: str
+    make_config: MakeConfig, resharded: OfEach, point: str, what: str
 ) -> None:
     """The weights are those of a run that was not killed, whichever of its changes was."""
-    config = make_config(**SAVING)
+    config = make_config(**SAVING, **TRAINED[what])
     num_killed = 0
     for number, size in enumerate(SIZES, start=1):
         arguments = of_ranks(size, 2 * number)
@@ -130,25 +132,29 @@ def test_a_change_that_is_killed_is_made_at_the_next_start(
                 assert ratel("verify", output_of(config)).code == (2 if is_decided else 0)
         succeed_ranks(config, size, *arguments)
     assert num_killed >= (1 if point == "reshard.deleted:1" else 2)
-    assert_same_result(config, resharded)
+    assert_same_result(config, resharded(what))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 3)])
-def test_a_new_run_starts_from_a_step_of_another_number(make_config: MakeConfig, before: int, after: int) -> None:
+@pytest.mark.parametrize(("sizes", "what"), rotating([(3, 2), (2, 1), (1, 3)], WHOLE_OR_ADAPTER), ids=str)
+def test_a_new_run_starts_from_a_step_of_another_number(
+    make_config: MakeConfig, sizes: tuple[int, int], what: str
+) -> None:
     """Its weights are those of that run, had it gone on with the new number; with a fresh optimizer, it has its
     weights. The record of it goes with the ranks."""
-    other = make_config("other", **SAVING)
+    (before, after), keys = sizes, {**CHANGES, **TRAINED[what]}
+    other = make_config("other", **{**SAVING, **TRAINED[what]})
     succeed_ranks(other, before, *of_ranks(before, 4))
-    branch, fresh = make_config("branch", **CHANGES), make_config("fresh", **CHANGES)
+    branch, fresh = make_config("branch", **keys), make_config("fresh", **keys)
     origin = ("--from", f"{output_of(other)}@2")
     succeed_ranks(branch, after, *origin, *of_ranks(after, 6))
     succeed_ranks(fresh, after, *origin, "--fresh-optimizer", *of_ranks(after, 1))
-    exported = output_of(other).parent / "exported"
-    assert ratel("export", other, "--step", 2, "-o", exported).code == 0
-    begun = make_config("begun", **CHANGES, base=exported)
-    succeed_ranks(begun, after, *of_ranks(after, 1))
-    assert_same_result(fresh, begun)
+    if what == "all weights":  # an exported adapter is no base model
+        exported = output_of(other).parent / "exported"
+        assert ratel("export", other, "--step", 2, "-o", exported).code == 0
+        begun = make_config("begun", **keys, base=exported)
+        succeed_ranks(begun, after, *of_ranks(after, 1))
+        assert_same_result(fresh, begun)
     succeed_ranks(other, before, *of_ranks(before, 2), "--resume", "2")
     succeed_ranks(other, after, *of_ranks(after, 6))
     assert export_hash(branch) == export_hash(other)
@@ -160,10 +166,13 @@ def test_a_new_run_starts_from_a_step_of_another_number(make_config: MakeConfig,
 
 
 @pytest.mark.full
-def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("what", sample(OF_RANKS, every=5, offset=1))
+def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig, what: str) -> None:
     """When one rank has its step, and the other has not; and when another number of ranks has its stores. The same
     command goes on, and all know where the run began."""
-    other, branch = make_config("other", **SAVING), make_config("branch", **CHANGES)
+    other, branch = (
+        make_config(name, **keys, **TRAINED[what]) for name, keys in (("other", SAVING), ("branch", CHANGES))
+    )
     succeed_ranks(other, 1, *of_ranks(1, 2))
     origin = ("--from", str(output_of(other)))
     processes = start_ranks(branch, 2, *origin, *of_ranks(2, 4), kill_at={1: "create.filled:1"})
@@ -174,7 +183,7 @@ def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig) 
     for process in processes[1:]:
         wait(process)
     succeed_ranks(branch, 3, *origin, *of_ranks(3, 6))
-    whole = make_config("whole", **SAVING)
+    whole = make_config("whole", **SAVING, **TRAINED[what])
     for size, num_steps in ((1, 2), (2, 4), (3, 6)):
         succeed_ranks(whole, size, *of_ranks(size, num_steps))
     assert export_hash(branch) == export_hash(whole)
@@ -182,10 +191,10 @@ def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig) 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
-def test_a_change_that_is_killed_at_any_moment(make_config: MakeConfig, resharded: Path, seed: int) -> None:
+def test_a_change_that_is_killed_at_any_moment(make_config: MakeConfig, resharded: OfEach, seed: int) -> None:
     """Again and again: any ranks of it, from its start on, or from when new stores are begun."""
-    draw = random.Random(seed)
-    config = make_config(**SAVING)
+    draw, what = random.Random(seed), WHOLE_OR_ADAPTER[seed]
+    config = make_config(**SAVING, **TRAINED[what])
     for number, size in enumerate(SIZES, start=1):
         arguments = of_ranks(size, 2 * number)
         for _ in range(0 if number == 1 else 6):
@@ -201,7 +210,7 @@ def test_a_change_that_is_killed_at_any_moment(make_config: MakeConfig, resharde
             codes = [wait(process) for process in processes]
             assert set(codes) <= {-9, 0, 75}, [stderr_of(config, rank) for rank in range(size)]
         succeed_ranks(config, size, *arguments)
-    assert_same_result(config, resharded)
+    assert_same_result(config, resharded(what))
 
 
 def is_changing(config: Path) -> bool:

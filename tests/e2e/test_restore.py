@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -32,7 +33,8 @@ from tests.e2e.runs import (
     wait,
     write_config,
 )
-from tests.tiers import sample
+from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
+from tests.tiers import rotating, sample, thinned
 
 NUM_STEPS = 24
 CHANGES: dict[str, object] = {
@@ -69,40 +71,46 @@ def wait_for_snapshot(config: Path, process: ForkServerProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run without a snapshot."""
-    config = write_config(tmp_path_factory.mktemp("undisturbed"), base=base, rows=rows, **CHANGES)
-    succeed(config)
-    return config
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    """Of runs without a snapshot."""
+    return run_of_each(tmp_path_factory, base=base, rows=rows, **CHANGES)
 
 
 @pytest.fixture(scope="module")
-def ended_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run with a snapshot of its last step. Tests must not change it."""
-    config = with_snapshot(tmp_path_factory.mktemp("ended"), base, rows, max_steps=4)
-    succeed(config)
-    return config
+def ended_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    """Of runs with a snapshot of their last step."""
+
+    @cache
+    def ended(what: str) -> Path:
+        config = with_snapshot(tmp_path_factory.mktemp("ended"), base, rows, max_steps=4, **TRAINED[what])
+        succeed(config)
+        return config
+
+    return ended
 
 
 @pytest.fixture
-def copied(ended_run: Path, tmp_path: Path) -> Path:
-    """A run like `ended_run`, which a test may change: a copy that knows nothing of the place it comes from."""
-    shutil.copytree(ended_run.parent, tmp_path / "copied")
+def copied(ended_run: OfEach, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run like `ended_run`, which a test may change: a copy that knows nothing of the place it comes from. It trains
+    all weights unless the test asks for another one."""
+    ended = ended_run(getattr(request, "param", "all weights"))
+    shutil.copytree(ended.parent, tmp_path / "copied")
     config = tmp_path / "copied" / "run.yaml"
     for file in (config, config.parent / "out/run/config.yaml", *config.parent.rglob(RECORD_FILE_NAME)):
-        file.write_text(file.read_text().replace(str(ended_run.parent), str(config.parent)))
+        file.write_text(file.read_text().replace(str(ended.parent), str(config.parent)))
     return config
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("what", sample(TRAINED, every=4))
 def test_a_snapshot_changes_no_bit_and_has_the_last_step_that_was_due(
-    tmp_path: Path, base: Path, rows: Path, undisturbed: Path
+    tmp_path: Path, base: Path, rows: Path, undisturbed: OfEach, what: str
 ) -> None:
-    config = with_snapshot(tmp_path / "run", base, rows, every=5)
+    config = with_snapshot(tmp_path / "run", base, rows, every=5, **TRAINED[what])
     stderr = succeed(config)
     assert [line for line in stderr.splitlines() if line.startswith("snapshot ") and "every 5 steps" in line]
     assert "warning: " not in stderr
-    assert_same_result(config, undisturbed)
+    assert_same_result(config, undisturbed(what))
     assert committed_step(snapshot_of(config)) in range(5, NUM_STEPS, 5)
     with (
         open_queue("threads", notice=pytest.fail) as queue,
@@ -112,9 +120,12 @@ def test_a_snapshot_changes_no_bit_and_has_the_last_step_that_was_due(
 
 
 @pytest.mark.full
-def test_a_killed_run_whose_store_is_lost(tmp_path: Path, base: Path, rows: Path, undisturbed: Path) -> None:
+@pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=2))
+def test_a_killed_run_whose_store_is_lost(
+    tmp_path: Path, base: Path, rows: Path, undisturbed: OfEach, what: str
+) -> None:
     """Killed, its drive lost, restored, resumed: the same bytes and losses."""
-    config = with_snapshot(tmp_path / "run", base, rows)
+    config = with_snapshot(tmp_path / "run", base, rows, **TRAINED[what])
     process = start(config)
     wait_for_snapshot(config, process)
     process.kill()
@@ -127,23 +138,24 @@ def test_a_killed_run_whose_store_is_lost(tmp_path: Path, base: Path, rows: Path
     assert step % 2 == 0 < step
     assert f"restored step {step} from {snapshot_of(config)} to {store_of(config).parent}" in ended.stderr
     assert f"resuming from step {step}" in succeed(config)
-    assert_same_result(config, undisturbed)
+    assert_same_result(config, undisturbed(what))
     assert committed_step(snapshot_of(config)) == NUM_STEPS
 
 
 @pytest.mark.parametrize(
-    "changes", sample([{"dtype": "float32"}, {"durability": "none"}], every=2), ids=["float32", "in place"]
+    ("kind", "what"),
+    rotating(["float32", "in place"], ["all weights", "qlora", "lora"], every=2, full_rotation=True),
 )
 def test_restoring_to_other_directories_and_kinds_of_stores(
-    tmp_path: Path, base: Path, rows: Path, changes: dict[str, object]
+    tmp_path: Path, base: Path, rows: Path, kind: str, what: str
 ) -> None:
-    dtype = {key: value for key, value in changes.items() if key == "dtype"}
-    config = with_snapshot(tmp_path / "run", base, rows, max_steps=6, save_steps=None, **dtype)
+    changes = {**TRAINED[what], **({"dtype": "float32"} if kind == "float32" else {})}
+    config = with_snapshot(tmp_path / "run", base, rows, max_steps=6, save_steps=None, **changes)
     succeed(config)
     before = export_hash(config), curve(config)
     shutil.rmtree(store_of(config).parent)
     arguments = [f"storage.paths=[{tmp_path}/a, {tmp_path}/b]"]
-    if "durability" in changes:
+    if kind == "in place":
         arguments += ["storage.durability=none", "storage.snapshot=null"]
     ended = ratel("restore", config, *arguments, "--from", snapshot_of(config))
     assert ended.code == 0, ended.stderr
@@ -153,6 +165,7 @@ def test_restoring_to_other_directories_and_kinds_of_stores(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("copied", sample(WHOLE_OR_ADAPTER, every=2), indirect=True)
 def test_a_store_that_is_not_older_is_replaced_only_by_overwrite(copied: Path) -> None:
     before = file_hash(store_of(copied))
     assert_rejected(ratel("restore", copied), 2, "is at step 4, and the snapshot at step 4")
@@ -190,6 +203,7 @@ def test_a_store_of_another_run_or_a_damaged_one_is_not_replaced(copied: Path, m
     assert committed_step(store_of(copied).parent) == 4
 
 
+@pytest.mark.parametrize("copied", thinned(WHOLE_OR_ADAPTER, every=3), indirect=True)
 def test_a_damaged_snapshot_replaces_nothing(copied: Path) -> None:
     data = snapshot_of(copied) / "ratel.store"
     content = bytearray(data.read_bytes())
@@ -203,8 +217,8 @@ def test_a_damaged_snapshot_replaces_nothing(copied: Path) -> None:
     assert not Store.exists([store_of(copied).parent])
 
 
-def test_wrong_arguments_are_rejected(copied: Path, undisturbed: Path, tied_base: Path, tmp_path: Path) -> None:
-    assert_rejected(ratel("restore", undisturbed), 2, "`storage.snapshot` is not set")
+def test_wrong_arguments_are_rejected(copied: Path, undisturbed: OfEach, tied_base: Path, tmp_path: Path) -> None:
+    assert_rejected(ratel("restore", undisturbed("all weights")), 2, "`storage.snapshot` is not set")
     assert_rejected(ratel("restore", copied, "--from", tmp_path / "none"), 2, "there is no snapshot in")
     assert_rejected(
         ratel("restore", copied, f"base_model={tied_base}", "--overwrite"), 2, "was made for another model, not for"
@@ -244,7 +258,9 @@ def test_a_disk_that_is_too_small_for_the_store(copied: Path, small_disk: Path) 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("call", sample([1, 8], every=2, offset=1))
+@pytest.mark.parametrize(
+    ("copied", "call"), rotating(WHOLE_OR_ADAPTER, [8, 1], every=2, full_rotation=True), indirect=["copied"]
+)
 def test_restoring_again_after_a_signal(copied: Path, signal_at: SignalAt, call: int, number: int, code: int) -> None:
     shutil.rmtree(store_of(copied).parent)
     signal_at(call, number)
@@ -257,6 +273,7 @@ def test_restoring_again_after_a_signal(copied: Path, signal_at: SignalAt, call:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("copied", sample(WHOLE_OR_ADAPTER, every=3, offset=2), indirect=True)
 def test_starting_over_replaces_the_snapshot(copied: Path) -> None:
     shutil.rmtree(store_of(copied).parent)
     shutil.rmtree(output_of(copied))
@@ -357,6 +374,7 @@ def test_a_snapshot_on_a_read_only_device(make_config: MakeConfig, small_disk: P
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("copied", sample(WHOLE_OR_ADAPTER, every=2), indirect=True)
 def test_verify_checks_the_snapshot_too(copied: Path) -> None:
     ended = ratel("verify", copied)
     assert ended.code == 0, ended.stdout

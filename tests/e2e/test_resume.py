@@ -27,9 +27,10 @@ from tests.e2e.runs import (
     wait,
     wait_for_step,
     wait_until,
-    write_config,
+    weights_path,
     write_rows,
 )
+from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
 from tests.tiers import rotating, sample
 
 NUM_STEPS = 30
@@ -46,30 +47,28 @@ CHANGES: dict[str, object] = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    config = write_config(tmp_path_factory.mktemp("undisturbed"), base=base, rows=rows, **CHANGES)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    return run_of_each(tmp_path_factory, base=base, rows=rows, run=run_with_other_losses, **CHANGES)
+
+
+def run_with_other_losses(config: Path) -> None:
+    """Run it. Each step has a loss of its own, so that no step can stand for another one."""
     succeed(config)
     assert len({loss for _, loss, _ in curve(config)}) == NUM_STEPS
-    return config
+
+
+LIVES = {
+    "twice": (("commit.written:1",), ("manifest.published:6",)),
+    "and again": (("create.filled:1",), ("commit.synced:4", "manifest.ready:4", "commit.published:5")),
+}
+"""The failpoints at which a run is killed: while it imports, and while it trains."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "points",
-    sample(
-        [
-            (("commit.written:1",), ("manifest.published:6",)),
-            (("create.filled:1",), ("commit.synced:4", "manifest.ready:4", "commit.published:5")),
-        ],
-        every=2,
-    ),
-    ids=["twice", "and again"],
-)
-def test_killed_again_and_again(
-    make_config: MakeConfig, undisturbed: Path, points: tuple[tuple[str, ...], tuple[str, ...]]
-) -> None:
+@pytest.mark.parametrize(("lives", "what"), rotating(list(LIVES), list(TRAINED)))
+def test_killed_again_and_again(make_config: MakeConfig, undisturbed: OfEach, lives: str, what: str) -> None:
     """SIGKILL while the store is created, and at every failpoint of a commit, each time a few steps later."""
-    config, (importing, training) = make_config(**CHANGES), points
+    config, (importing, training) = make_config(**CHANGES, **TRAINED[what]), LIVES[lives]
     for point in importing:
         run_until_killed(config, kill_at=point)
         assert not (output_of(config) / "run" / "metrics.jsonl").exists()
@@ -83,15 +82,15 @@ def test_killed_again_and_again(
         run_until_killed(config, kill_at=point)
         assert "resuming from step" in stderr_of(config)
     assert "resuming from step" in succeed(config)
-    assert_same_result(config, undisturbed)
+    assert_same_result(config, undisturbed(what))
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly), (signal.SIGKILL, -9)],
+    ("what", "number"),
+    rotating(WHOLE_OR_ADAPTER, [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], every=2, full_rotation=True),
 )
-def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number: int, code: int) -> None:
-    config = make_config(**CHANGES)
+def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: OfEach, what: str, number: signal.Signals) -> None:
+    config, code = make_config(**CHANGES, **TRAINED[what]), -9 if number == signal.SIGKILL else 128 + number
     process = start(config)
     wait_for_step(config, 5, process)
     assert process.pid is not None
@@ -102,17 +101,20 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number:
     if code > 0:
         stopped = f"Stopped at step {num_steps} (saved). Run the same command to continue."
         assert stderr_of(config).splitlines()[-1] == stopped
-    assert not (output_of(config) / "model.safetensors").exists()
+    assert not weights_path(config).exists()
     assert f"resuming from step {num_steps}" in succeed(config) or code == -9
-    assert_same_result(config, undisturbed)
+    assert_same_result(config, undisturbed(what))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("phase", "number"), rotating(["import", "export"], [signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.parametrize(
+    ("phase", "what", "number"),
+    rotating(["import", "export"], WHOLE_OR_ADAPTER, [signal.SIGINT, signal.SIGTERM], offset=1),
+)
 def test_stopped_while_importing_or_exporting(
-    make_config: MakeConfig, undisturbed: Path, phase: str, number: signal.Signals
+    make_config: MakeConfig, undisturbed: OfEach, phase: str, what: str, number: signal.Signals
 ) -> None:
-    config = make_config(**CHANGES)
+    config = make_config(**CHANGES, **TRAINED[what])
     process = start(config)
     if phase == "import":
         wait_until(lambda: store_of(config).exists(), config, process)
@@ -122,12 +124,13 @@ def test_stopped_while_importing_or_exporting(
     os.kill(process.pid, number)
     assert wait(process) in (128 + number, 0)  # 0: the run had just ended
     succeed(config)
-    assert_same_result(config, undisturbed)
+    assert_same_result(config, undisturbed(what))
 
 
 @pytest.mark.full
-def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) -> None:
-    config = make_config(**CHANGES)
+@pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=1))
+def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: OfEach, what: str) -> None:
+    config = make_config(**CHANGES, **TRAINED[what])
     succeed(config)
     before = file_hash(store_of(config))
     ended = finetune(config, "--resume", "11")
@@ -140,20 +143,20 @@ def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) 
     assert "resuming from step 20" in stderr
     assert "step 20/30" not in stderr
     assert "step 21/30" in stderr
-    assert_same_result(config, undisturbed)
+    assert_same_result(config, undisturbed(what))
 
 
 @pytest.mark.full
-def test_a_finished_run_exports_again(make_config: MakeConfig, plain_run: Path) -> None:
-    config = make_config()
+@pytest.mark.parametrize("what", sample(TRAINED, every=3))
+def test_a_finished_run_exports_again(make_config: MakeConfig, what: str) -> None:
+    config = make_config(**TRAINED[what])
     succeed(config)
-    before = file_hash(store_of(config))
-    (output_of(config) / "model.safetensors").unlink()
+    before = file_hash(store_of(config)), file_hash(weights_path(config)), curve(config)
+    weights_path(config).unlink()
     stderr = succeed(config)
     assert "all 4 steps are done" in stderr
     assert "step 4/4" not in stderr
-    assert_same_result(config, plain_run)
-    assert file_hash(store_of(config)) == before
+    assert (file_hash(store_of(config)), file_hash(weights_path(config)), curve(config)) == before
 
 
 @pytest.mark.full

@@ -23,15 +23,23 @@ from tests.e2e.runs import (
     succeed_ranks,
     wait,
 )
+from tests.e2e.trained import OF_RANKS, TRAINED
+from tests.tiers import sample
 
 CHANGES: dict[str, object] = {"max_steps": 8, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
 
 
 @pytest.fixture
-def copied(make_config: MakeConfig, tmp_path: Path) -> Path:
+def what(request: pytest.FixtureRequest) -> str:
+    """What a run trains: all weights unless the test asks for something else."""
+    return str(getattr(request, "param", "all weights"))
+
+
+@pytest.fixture
+def copied(make_config: MakeConfig, tmp_path: Path, what: str) -> Path:
     """The config of a run of two ranks that has done four steps, of which step 4 is in the snapshot."""
     storage = {"engine": "threads", "snapshot": {"path": str(tmp_path / "snapshot"), "every": 2}}
-    config = make_config("copied", **CHANGES, storage=storage)
+    config = make_config("copied", **CHANGES, **TRAINED[what], storage=storage)
     succeed_ranks(config, 2, "max_steps=4")
     return config
 
@@ -53,7 +61,8 @@ def steps_of(config: Path) -> list[int]:
 
 
 @pytest.mark.full
-def test_a_lost_store_of_one_rank(copied: Path, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("what", sample(OF_RANKS, every=3), indirect=True)
+def test_a_lost_store_of_one_rank(copied: Path, make_config: MakeConfig, what: str) -> None:
     """All go back to the snapshot's step, and end with the weights of a run that lost nothing."""
     assert steps_of(copied) == [4, 4]
     processes = start_ranks(copied, 2, kill_at={0: "commit.written:2"})
@@ -66,13 +75,14 @@ def test_a_lost_store_of_one_rank(copied: Path, make_config: MakeConfig) -> None
     ended = ratel("restore", copied, "--overwrite")
     assert ended.code == 0 and "restored step 4 from" in ended.stderr, ended.stderr
     succeed_ranks(copied, 2)
-    whole = make_config("whole", **CHANGES)
+    whole = make_config("whole", **CHANGES, **TRAINED[what])
     succeed_ranks(whole, 2)
     assert_same_result(copied, whole)
     assert ratel("verify", copied).code == 0
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("what", sample(OF_RANKS, every=5, offset=1), indirect=True)
 def test_the_newest_step_that_all_have(copied: Path) -> None:
     """One had ended its copy when all were killed, and the other had not. Restoring twice changes nothing."""
     with (
@@ -108,6 +118,7 @@ def test_another_number_of_ranks_has_another_snapshot(copied: Path, tmp_path: Pa
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("what", sample(OF_RANKS, every=5, offset=3), indirect=True)
 def test_clean_deletes_those_of_all_ranks(copied: Path) -> None:
     assert ratel("clean", output_of(copied), "--store", "--yes").code == 0
     assert all(Store.exists([each]) for each in snapshots_of(copied))

@@ -2,6 +2,7 @@
 
 One tree has a run, another run with a store on the same drive, a base model, a diffusion transformer, a folder of the
 user's in which commands are called, the user's cache, and the user's files in every directory that the run has made.
+One of the two runs trains an adapter.
 Each sequence begins with this tree, most of them with one more file of the user's, which has the name of one of a run's
 files. It runs random commands, none of which insists (`--overwrite`, `--overwrite-store`). After each command every
 file that is not the run's own is what it was; after one that only reads, so is everything else. All commands and all
@@ -36,10 +37,20 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     return Tree(tmp_path_factory.mktemp("planted"))
 
 
+@pytest.fixture(scope="module")
+def with_an_adapter(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """The other way round: the run trains an adapter, and the other run all weights."""
+    return Tree(tmp_path_factory.mktemp("adapter"), what="lora", other="all weights")
+
+
 @pytest.fixture(autouse=True)
 def _in_the_tree(planted: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Home, caches, temporary files and the current directory are in the tree."""
     planted.begin()
+    enter(planted, monkeypatch)
+
+
+def enter(planted: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Home, caches, temporary files and the current directory are in the tree."""
     monkeypatch.setenv("HOME", str(planted.work / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(planted.cache))
     monkeypatch.setattr(tempfile, "tempdir", str(planted.temporary))
@@ -48,10 +59,14 @@ def _in_the_tree(planted: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS, offset=5))
-def test_they_survive_every_command_in_every_order(planted: Tree, group: int) -> None:
-    codes = set()
+def test_they_survive_every_command_in_every_order(
+    planted: Tree, with_an_adapter: Tree, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, trees = set(), (planted, with_an_adapter)
     for number in range(NUM_SEQUENCES):
+        planted = trees[(group + number) % 2]
         planted.begin(group * NUM_SEQUENCES + number)
+        enter(planted, monkeypatch)
         own, now = planted.own_files(), planted.contents()
         before = {
             name: content

@@ -10,36 +10,63 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
-from tests.e2e.runs import Ended, Tensors, file_hash, output_of, ratel, store_of, succeed, write_config
+from tests.e2e.runs import (
+    Ended,
+    Tensors,
+    adapts,
+    exported,
+    file_hash,
+    output_of,
+    ratel,
+    store_of,
+    succeed,
+    weights_name,
+    weights_path,
+)
+from tests.e2e.trained import WHOLE_OR_ADAPTER, OfEach, run_of_each
+from tests.tiers import rotating, thinned
 
 SAVING: dict[str, object] = {"max_steps": 4, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
 WEIGHTS = "model.safetensors"
-CHECKED_BY_LOADING = ["transformers", "weights", "logits"]
 CHECKSUM = "has not the checksum that it was exported with"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run that has saved steps 2 and 4. Tests must not change it."""
-    config = write_config(tmp_path_factory.mktemp("saved"), base=base, rows=rows, **SAVING)
-    succeed(config)
-    return config
+def saved_of(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
+    """Of runs that have saved steps 2 and 4."""
+    return run_of_each(tmp_path_factory, base=base, rows=rows, **SAVING)
 
 
 @pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Path:
-    """A copy of `saved`, which a test may damage."""
+def saved(saved_of: OfEach) -> Path:
+    """The config of such a run of all weights. Tests must not change it."""
+    return saved_of("all weights")
+
+
+@pytest.fixture
+def copied(saved_of: OfEach, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of such a run, which a test may damage. It trains all weights unless the test asks for another one."""
+    saved = saved_of(getattr(request, "param", "all weights"))
     Path(shutil.copytree(saved.parent, tmp_path / "copied"))
     config = tmp_path / "copied" / "run.yaml"
     for file in (config, output_of(config) / "run" / "config.yaml"):
         file.write_text(file.read_text().replace(str(saved.parent), str(config.parent)))
     return config
+
+
+OF_EACH = pytest.mark.parametrize("copied", thinned(WHOLE_OR_ADAPTER, every=3), indirect=True)
+"""A test of a copy, once for each kind of run."""
+
+
+def library_of(config: Path) -> str:
+    """What the export is loaded with."""
+    return "PEFT" if adapts(config) else "transformers"
 
 
 def rows_of(ended: Ended) -> dict[str, str]:
@@ -49,10 +76,9 @@ def rows_of(ended: Ended) -> dict[str, str]:
 
 
 def change_weights(config: Path, change: Callable[[Tensors], object]) -> None:
-    path = output_of(config) / WEIGHTS
-    tensors = load_file(path)
+    tensors = exported(config)
     change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, weights_path(config), metadata={"format": "pt"})
 
 
 def damage(config: Path, step: int, block: int, field: str) -> None:
@@ -73,17 +99,21 @@ def damage(config: Path, step: int, block: int, field: str) -> None:
     store_of(config).write_bytes(data)
 
 
-@pytest.mark.parametrize("by", ["config", "directory"])
-def test_a_whole_run(saved: Path, by: str) -> None:
+@pytest.mark.parametrize(("by", "what"), rotating(["config", "directory"], WHOLE_OR_ADAPTER, full_pairs=True))
+def test_a_whole_run(saved_of: OfEach, by: str, what: str) -> None:
+    saved = saved_of(what)
     before = file_hash(store_of(saved))
     ended = ratel("verify", saved if by == "config" else output_of(saved))
     assert ended.code == 0, ended.stderr + ended.stdout
     assert ended.stdout.splitlines()[0].split() == ["what", "bytes", "checked", "verdict"]
     rows = rows_of(ended)
-    assert list(rows) == ["step 4, current", "step 2, saved", WEIGHTS, "other files", *CHECKED_BY_LOADING]
+    weights, library = weights_name(saved), library_of(saved)
+    assert list(rows) == [
+        "step 4, current", "step 2, saved", weights, "other files", library, "weights", "logits",
+    ]  # fmt: skip
     assert all("every chunk" in rows[name] and rows[name].endswith("whole") for name in list(rows)[:2])
-    assert rows[WEIGHTS].endswith("tensors  whole, every value finite")
-    assert "loads: LlamaForCausalLM" in rows["transformers"]
+    assert rows[weights].endswith("tensors  whole, every value finite")
+    assert "loads: LlamaForCausalLM" in rows[library]
     assert rows["weights"].endswith("every bit  equal to step 4")
     assert rows["logits"].endswith("16 tokens  equal to those from step 4, bit for bit")
     assert "B/s" in ended.stderr
@@ -116,7 +146,27 @@ def test_other_runs(make_config: MakeConfig, tied_base: Path, changes: dict[str,
     assert rows_of(ended)["logits"].endswith("bit for bit")
 
 
-@pytest.mark.parametrize(("step", "block", "field"), [(4, 0, "hi16"), (4, 2, "v32"), (2, 1, "lo16"), (2, 3, "m32")])
+@pytest.mark.parametrize(
+    ("copied", "step", "block", "field"),
+    [
+        ("all weights", 4, 0, "hi16"),
+        ("lora", 4, 2, "v32"),
+        ("all weights", 2, 1, "lo16"),
+        ("lora", 2, 4, "m32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("all weights", 4, 2, "v32"),
+                ("all weights", 2, 3, "m32"),
+                ("qlora", 4, 5, "w32"),
+                ("dora, head whole", 2, 1, "lo16"),
+                ("adamw_8bit", 4, 1, "v_scale"),
+                ("muon", 2, 5, "m32"),
+            )
+        ),
+    ],
+    indirect=["copied"],
+)
 def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: str) -> None:
     damage(copied, step, block, field)
     ended = ratel("verify", copied)
@@ -133,6 +183,24 @@ def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: 
         assert "equal to step 4" not in ended.stdout, "what is damaged is no measure"
 
 
+@pytest.mark.parametrize(
+    ("copied", "block"),
+    [("lora", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("qlora", 4), ("dora, head whole", 0)))],
+    indirect=["copied"],
+)
+def test_a_flipped_bit_in_the_frozen_model(copied: Path, block: int) -> None:
+    """It lies in the store once for all steps, so all of them are wrong."""
+    damage(copied, 4, block, "frozen")
+    ended = ratel("verify", copied)
+    assert ended.code == 4
+    [error] = ended.errors
+    assert error.startswith(f"error: step 4, current: block {block}, frozen: elements 0 to ")
+    rows = rows_of(ended)
+    assert "WRONG: " in rows["step 4, current"] and "WRONG: " in rows["step 2, saved"]
+    assert "equal to step" not in ended.stdout
+
+
+@OF_EACH
 def test_an_export_of_another_saved_step(copied: Path) -> None:
     assert ratel("export", copied, "--step", 2, "-o", output_of(copied), "--overwrite").code == 0
     ended = ratel("verify", copied)
@@ -141,59 +209,65 @@ def test_an_export_of_another_saved_step(copied: Path) -> None:
     assert rows_of(ended)["logits"].endswith("equal to those from step 2, bit for bit")
 
 
+@OF_EACH
 def test_an_export_of_no_saved_step(copied: Path) -> None:
+    name = next(name for name in sorted(exported(copied)) if "layers.1.mlp.up_proj" in name)
+    parameter = name.removeprefix("base_model.model.").replace("lora_A", "lora_A.default")
+
     def change(tensors: Tensors) -> None:
-        tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[3, 4] ^= 1
+        bits = tensors[name].view(torch.int32 if adapts(copied) else torch.int16)
+        bits[3, 4] ^= 1
 
     change_weights(copied, change)
     ended = ratel("verify", copied)
     assert ended.code == 4
     [error] = ended.errors
-    assert error.startswith(f"error: {WEIGHTS}: {CHECKSUM} (and 1 more")
-    assert "WRONG: model.layers.1.mlp.up_proj.weight differs from step 4, and the export equals no" in ended.stdout
+    assert error.startswith(f"error: {weights_name(copied)}: {CHECKSUM} (and 1 more")
+    assert f"WRONG: {parameter} differs from step 4, and the export equals no" in ended.stdout
     assert "logits" not in rows_of(ended)
 
 
-def nan(tensors: Tensors) -> None:
-    tensors["model.norm.weight"][5] = float("nan")
-
-
-def drop(tensors: Tensors) -> None:
-    del tensors["model.norm.weight"]
-
-
 @pytest.mark.parametrize(
-    ("change", "row", "found"),
-    [
-        (nan, WEIGHTS, "tensor model.norm.weight has values that are NaN or infinite"),
-        (drop, "transformers", "tensor model.norm.weight is missing"),
-    ],
+    ("fault", "copied"), rotating(["nan", "dropped"], WHOLE_OR_ADAPTER, full_pairs=True), indirect=["copied"]
 )
-def test_an_export_with_wrong_files(copied: Path, change: Callable[[Tensors], None], row: str, found: str) -> None:
+def test_an_export_with_wrong_files(copied: Path, fault: str) -> None:
+    name = max(exported(copied))
+
+    def change(tensors: Tensors) -> None:
+        if fault == "nan":
+            tensors[name].view(-1)[5] = float("nan")
+        else:
+            del tensors[name]
+
     change_weights(copied, change)
     ended = ratel("verify", copied)
     assert ended.code == 4
+    row = weights_name(copied) if fault == "nan" else library_of(copied)
+    found = f"tensor {name} {'has values that are NaN or infinite' if fault == 'nan' else 'is missing'}"
     assert found in rows_of(ended)[row]
-    assert ended.errors[0].startswith(f"error: {WEIGHTS}: ")
+    assert ended.errors[0].startswith(f"error: {weights_name(copied)}: ")
     assert rows_of(ended)["step 4, current"].endswith("whole")
     alone = ratel("verify", shutil.copytree(output_of(copied), copied.parent / "alone", ignore=lambda *_: ["run"]))
     assert alone.code == 4
     assert found in rows_of(alone)[row]
 
 
-def test_a_flipped_bit_in_a_copied_export(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", thinned(WHOLE_OR_ADAPTER, every=3))
+def test_a_flipped_bit_in_a_copied_export(saved_of: OfEach, tmp_path: Path, what: str) -> None:
     """All values stay finite, and no store is there to compare them with: only the checksum knows."""
+    saved = saved_of(what)
+    weights = weights_name(saved)
     copy = Path(shutil.copytree(output_of(saved), tmp_path / "copy", ignore=lambda *_: ["run"]))
     whole = ratel("verify", copy)
-    assert whole.code == 0 and rows_of(whole)[WEIGHTS].endswith("whole, every value finite")
+    assert whole.code == 0 and rows_of(whole)[weights].endswith("whole, every value finite")
     assert rows_of(whole)["other files"].endswith("whole")
-    data = bytearray((copy / WEIGHTS).read_bytes())
+    data = bytearray((copy / weights).read_bytes())
     data[-7] ^= 1
-    (copy / WEIGHTS).write_bytes(data)
+    (copy / weights).write_bytes(data)
     (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
     ended = ratel("verify", copy)
     assert ended.code == 4
-    assert ended.errors == [f"error: {WEIGHTS}: {CHECKSUM}"]
+    assert ended.errors == [f"error: {weights}: {CHECKSUM}"]
     assert rows_of(ended)["other files"].endswith("changed or removed since the export: tokenizer.json")
 
 
@@ -204,31 +278,36 @@ def test_a_model_that_no_export_wrote_is_not_called_whole(base: Path) -> None:
     assert "whole" not in ended.stdout.splitlines()[1]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 5, -4])
+@pytest.mark.parametrize(
+    ("num_bytes", "copied"), rotating([0, 5, -4], WHOLE_OR_ADAPTER[:2], full_pairs=True), indirect=["copied"]
+)
 def test_an_export_that_is_cut_short(copied: Path, num_bytes: int) -> None:
-    path = output_of(copied) / WEIGHTS
+    path = weights_path(copied)
     path.write_bytes(path.read_bytes()[:num_bytes])
     ended = ratel("verify", copied)
     assert ended.code == 4
     rows = rows_of(ended)
-    assert "WRONG" in rows[WEIGHTS] and "WRONG" in rows["transformers"] and "WRONG" in rows["weights"]
+    for row in (weights_name(copied), library_of(copied), "weights"):
+        assert "WRONG" in rows[row]
     assert ended.errors[0].endswith("(and 2 more, see above)")
 
 
+@OF_EACH
 def test_a_run_without_an_export(copied: Path) -> None:
-    (output_of(copied) / WEIGHTS).unlink()
+    weights_path(copied).unlink()
     ended = ratel("verify", copied)
     assert ended.code == 0
     assert list(rows_of(ended)) == ["step 4, current", "step 2, saved"]
     assert "there is no export in" in ended.stderr
 
 
+@OF_EACH
 def test_an_export_whose_store_was_deleted(copied: Path) -> None:
     shutil.rmtree(store_of(copied).parent)
     ended = ratel("verify", output_of(copied))
     assert ended.code == 0
     assert "there is no store in" in ended.stderr
-    assert list(rows_of(ended)) == [WEIGHTS, "other files", "transformers"]
+    assert list(rows_of(ended)) == [weights_name(copied), "other files", library_of(copied)]
     by_config = ratel("verify", copied)
     assert (by_config.code, "there is no store in" in by_config.errors[0]) == (2, True)
 

@@ -17,12 +17,10 @@ import ratel_cli as ratel
 from tests.e2e.runs import measured_briefly
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import attention_of, initial_weights
+from tests.library.adapters import IN_PEFT, KEYS
 from tests.library.test_own_loop import RATES, Batch, batches, for_reference, saved, wanted
 from tests.quantised import Form, dequantised_weights
 from tests.reference import Recipe, Trained, train_in_memory
-
-IN_PEFT = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-KEYS: dict[str, object] = {"lora_r": 4, "lora_alpha": 8}
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,11 @@ from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.shadow import Shadow
 from tests.e2e.runs import measured_briefly
 from tests.library import test_hook, test_own_loop
+from tests.library.adapters import ADAPTERS, IN_PEFT
 from tests.library.test_own_loop import RATES, Batch, batches
 from tests.library.test_state import State, all_of, assert_same
 from tests.reference import Recipe
+from tests.tiers import rotating, thinned
 
 NUM_STEPS = len(RATES)
 
@@ -42,8 +44,8 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
-def opened(base: Path, *storage: Path) -> ratel.Model:
-    return ratel.open(base, storage=storage, dtype="bfloat16", device="cpu")
+def opened(base: Path, *storage: Path, what: str = "all weights") -> ratel.Model:
+    return ratel.open(base, storage=storage, dtype="bfloat16", device="cpu", adapter=ADAPTERS[what])
 
 
 def train(model: ratel.Model, steps: Sequence[list[Batch]], first: int, last: int) -> None:
@@ -63,18 +65,21 @@ def content(*directories: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for each in directories for path in sorted(each.iterdir()) if path.is_file()}
 
 
-def test_training_goes_on_from_a_snapshot(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("what", thinned(ADAPTERS, every=3))
+def test_training_goes_on_from_a_snapshot(tmp_path: Path, base: Path, what: str) -> None:
     """After further steps, whose snapshot replaces the first one; with the bits of a loop that nobody disturbed."""
     steps, snapshot = batches(NUM_STEPS, 1), tmp_path / "snapshot"
-    with opened(base, tmp_path / "a", tmp_path / "b") as model:
+    with opened(base, tmp_path / "a", tmp_path / "b", what=what) as model:
         for first, last in ((0, 1), (1, 3)):
             train(model, steps, first, last)
             model.snapshot(snapshot)
         train(model, steps, 3, NUM_STEPS)
         undisturbed = all_of(model.state())
-    wanted = test_own_loop.wanted("llama", steps, Recipe(dtype=torch.bfloat16, weight_decay=0.0))
-    assert_same(undisturbed, wanted, trained=wanted.weights)
-    with opened(base, snapshot) as model:
+    if what != "qlora":  # whose frozen bytes plain PyTorch has not
+        recipe = Recipe(dtype=torch.bfloat16, weight_decay=0.0, lora=tuple(IN_PEFT.items()) if what == "lora" else None)
+        wanted = test_own_loop.wanted("llama", steps, recipe)
+        assert_same(undisturbed, wanted, trained=wanted.moments)
+    with opened(base, snapshot, what=what) as model:
         train(model, steps, 3, NUM_STEPS)
         assert equal(all_of(model.state()), undisturbed)
         model.verify()
@@ -102,21 +107,22 @@ def test_training_of_a_hooked_module_goes_on_from_a_snapshot(tmp_path: Path) -> 
     assert equal(trained(tmp_path / "copied", 2, 4), undisturbed)
 
 
-def test_a_snapshot_goes_back_to_several_drives(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("what", thinned(ADAPTERS, every=3))
+def test_a_snapshot_goes_back_to_several_drives(tmp_path: Path, base: Path, what: str) -> None:
     """By a snapshot of the snapshot, which stays as it is."""
     steps, snapshot, drives = batches(3, 1), tmp_path / "snapshot", (tmp_path / "c", tmp_path / "d")
-    with opened(base, tmp_path / "a", tmp_path / "b") as model:
+    with opened(base, tmp_path / "a", tmp_path / "b", what=what) as model:
         train(model, steps, 0, 2)
         model.snapshot(snapshot)
         train(model, steps, 2, 3)
         undisturbed = all_of(model.state())
-    with opened(base, snapshot) as model:
+    with opened(base, snapshot, what=what) as model:
         model.snapshot(*drives)
         model.snapshot(*drives)
-    with opened(base, *drives) as model:
+    with opened(base, *drives, what=what) as model:
         train(model, steps, 2, 3)
         assert equal(all_of(model.state()), undisturbed)
-    with opened(base, snapshot) as model:
+    with opened(base, snapshot, what=what) as model:
         assert model.num_steps == 2
 
 
@@ -154,14 +160,22 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     monkeypatch.setattr(Shadow, "write", interrupted)
 
 
-@pytest.mark.parametrize("point", ["copy", *(each for each in FAILPOINTS if not each.startswith("create"))])
+@pytest.mark.parametrize(
+    ("point", "what"),
+    rotating(
+        ["copy", *(each for each in FAILPOINTS if not each.startswith("create"))],
+        list(ADAPTERS),
+        every=2,
+        full_rotation=True,
+    ),
+)
 def test_a_crash_leaves_the_snapshot_before(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, point: str, what: str
 ) -> None:
     """Or the new one, once it is complete. The next snapshot is made all the same."""
     steps, snapshot, aside = batches(3, 1), tmp_path / "snapshot", tmp_path / "aside"
     states: list[State] = []
-    with opened(base, tmp_path / "state") as model:
+    with opened(base, tmp_path / "state", what=what) as model:
         train(model, steps, 0, 1)
         states.append(all_of(model.state()))
         model.snapshot(snapshot)
@@ -173,29 +187,37 @@ def test_a_crash_leaves_the_snapshot_before(
                 model.snapshot(snapshot)
         aside.mkdir()
         (aside / DATA_FILE_NAME).write_bytes((snapshot / DATA_FILE_NAME).read_bytes())
-        with opened(base, aside) as left:
+        with opened(base, aside, what=what) as left:
             is_complete = point.endswith("published")
             assert left.num_steps == 1 + is_complete
             assert equal(all_of(left.state()), states[is_complete])
         train(model, steps, 2, 3)
         model.snapshot(snapshot)
         states.append(all_of(model.state()))
-    with opened(base, snapshot) as model:
+    with opened(base, snapshot, what=what) as model:
         assert equal(all_of(model.state()), states[2])
 
 
-@pytest.mark.parametrize("point", ["copy", *(each for each in FAILPOINTS if not each.endswith("published"))])
+@pytest.mark.parametrize(
+    ("point", "what"),
+    rotating(
+        ["copy", *(each for each in FAILPOINTS if not each.endswith("published"))],
+        list(ADAPTERS),
+        every=2,
+        full_rotation=True,
+    ),
+)
 def test_a_first_snapshot_that_was_interrupted_is_made_anew(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, point: str, what: str
 ) -> None:
-    with opened(base, tmp_path / "state") as model:
+    with opened(base, tmp_path / "state", what=what) as model:
         with monkeypatch.context() as patch:
             interrupted_at(patch, point)
             with pytest.raises(Killed):
                 model.snapshot(tmp_path / "snapshot")
         train(model, batches(1, 1), 0, 1)
         model.snapshot(tmp_path / "snapshot")
-    with opened(base, tmp_path / "snapshot") as model:
+    with opened(base, tmp_path / "snapshot", what=what) as model:
         assert model.num_steps == 1
 
 

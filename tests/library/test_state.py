@@ -19,6 +19,7 @@ from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.e2e.runs import measured_briefly
 from tests.engine.architectures import tiny_config
 from tests.library import test_hook, test_own_loop
+from tests.library.adapters import ADAPTERS, IN_PEFT
 from tests.library.nets import NETS
 from tests.library.test_own_loop import RATES, batches, large_loss
 from tests.reference import Recipe, Trained
@@ -59,23 +60,33 @@ def assert_same(found: State, wanted: Trained, *, trained: Iterable[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"),
-    [("llama", "float32"), ("llama", "bfloat16"), ("llama_tied", "bfloat16")],
+    ("architecture", "dtype", "what"),
+    [
+        ("llama", "float32", "all weights"),
+        ("llama", "bfloat16", "lora"),
+        ("llama_tied", "bfloat16", "all weights"),
+        pytest.param("llama", "bfloat16", "all weights", marks=pytest.mark.full),
+        pytest.param("llama_tied", "float32", "lora", marks=pytest.mark.full),
+    ],
 )
-def test_an_open_model_has_the_state_of_adamw(tmp_path: Path, architecture: str, dtype: DtypeName) -> None:
+def test_an_open_model_has_the_state_of_adamw(tmp_path: Path, architecture: str, dtype: DtypeName, what: str) -> None:
+    """Of what is trained; of the model beside an adapter it has the weights alone."""
     steps = batches(len(RATES), 1)
     base = test_own_loop.saved(tmp_path / "base", architecture)
     storage = [tmp_path / "a", tmp_path / "b"]
-    with ratel.open(base, storage=storage, dtype=dtype, device="cpu", weight_decay=0.1, max_grad_norm=0.5) as model:
+    with ratel.open(
+        base, storage=storage, dtype=dtype, device="cpu", weight_decay=0.1, max_grad_norm=0.5, adapter=ADAPTERS[what]
+    ) as model:
         for batch, rate in zip(steps, RATES, strict=True):
             model.forward_backward(batch)
             model.step(learning_rate=rate)
         found = all_of(model.state())
         assert model._store.progress.step == len(RATES), "the last step is committed"
-    recipe = Recipe(dtype=test_own_loop.DTYPES[dtype], max_grad_norm=0.5, weight_decay=0.1)
+    lora = tuple(IN_PEFT.items()) if what == "lora" else None
+    recipe = Recipe(dtype=test_own_loop.DTYPES[dtype], max_grad_norm=0.5, weight_decay=0.1, lora=lora)
     wanted = test_own_loop.wanted(architecture, steps, recipe)
     named = dict(AutoModelForCausalLM.from_config(tiny_config(architecture)).named_parameters())
-    assert_same(found, wanted, trained=named)
+    assert_same(found, wanted, trained=named if lora is None else [name for name in found if "lora_" in name])
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("whisper", torch.float32), ("albert", torch.bfloat16)])

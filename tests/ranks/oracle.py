@@ -2,21 +2,32 @@
 
 The parameters of what runs before the layers, of each layer, and of what runs behind them are a block each, in their
 order. Each begins at a multiple of 128 elements, and the block ends at a multiple of 2048. Rank r of N has the units of
-2048 elements from floor(units * r / N) to floor(units * (r + 1) / N).
+2048 elements from floor(units * r / N) to floor(units * (r + 1) / N). What is trained beside an adapter's frozen model
+is cut by itself.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 
-def cuts_of(config: PretrainedConfig, num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """By parameter: the elements at which it is cut."""
+def cuts_of(
+    config: PretrainedConfig, num_ranks: int, *, lora: Sequence[tuple[str, object]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """By parameter that is trained: the elements at which it is cut. `lora`: the adapter, in PEFT's words; None: the
+    model is trained."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if lora is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(model, LoraConfig(**dict(lora))).base_model.model  # type: ignore[arg-type]
     found = {}
     for parameters in _blocks(model).values():
         starts, position = {}, 0
@@ -61,5 +72,6 @@ def _blocks(model: nn.Module) -> dict[int, dict[str, int]]:
         place_of |= {id(parameter): index + 1 for parameter in layer.parameters()}
     blocks = defaultdict[int, dict[str, int]](dict)
     for name, parameter in model.named_parameters():
-        blocks[place_of[id(parameter)]][name] = parameter.numel()
+        if parameter.requires_grad:
+            blocks[place_of[id(parameter)]][name] = parameter.numel()
     return blocks
