@@ -14,11 +14,14 @@ import torch
 from transformers import PretrainedConfig
 
 from ratel_cli.engine.ranks.ranks import Ranks
+from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.skeleton import NAMES_OF_DTYPES
 from ratel_cli.planning.placement import Placement
+from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import AHEAD, PLACEMENTS
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
+from tests.engine.test_adapters import recipe_of
 from tests.ranks.oracle import cuts_of
 from tests.ranks.processes import Processes
 from tests.reference import Recipe, train_in_memory
@@ -27,6 +30,8 @@ from tests.tiers import rotating
 Found = tuple[list[float], list[float], dict[str, torch.Tensor]]
 NUM_STEPS = 3
 DRAWN = random.Random(29).sample(ARCHITECTURES, k=10)
+ADAPTER = AdapterSettings(rank=16, alpha=8, dropout=0.1)
+"""Large enough that each rank has a part of it."""
 PLANS = ("nothing ahead", "two ahead, small groups", "some gradients on disk", "two drives", "of its own")
 OWN_PLANS: tuple[dict[str, object], ...] = (
     {"placement": Placement()},
@@ -43,6 +48,7 @@ def trained(ranks: Ranks, config: PretrainedConfig, recipe: Recipe, num_micro_ba
         step[ranks.rank * num_micro_batches :][:num_micro_batches]
         for step in random_steps(NUM_STEPS, num_micro_batches * ranks.size, packed=False)
     ]
+    adapter = None if recipe.lora is None else ADAPTER
     options: Any = OWN_PLANS[ranks.rank] if plan == "of its own" else PLACEMENTS.get(plan, {})
     weights = initial_weights(config)
     with (
@@ -54,6 +60,7 @@ def trained(ranks: Ranks, config: PretrainedConfig, recipe: Recipe, num_micro_ba
             dtype=NAMES_OF_DTYPES[recipe.dtype],
             weights=weights,
             ranks=ranks,
+            adapter=adapter,
             **options,
         ) as ratel,
     ):
@@ -76,7 +83,7 @@ def check(
         config,
         initial_weights(config),
         random_steps(NUM_STEPS, num_micro_batches * size, packed=False),
-        replace(recipe, of_rank=num_micro_batches, cuts=cuts_of(config, size)),
+        replace(recipe, of_rank=num_micro_batches, cuts=cuts_of(config, size, lora=recipe.lora)),
     )
     for losses, norms, _ in found:
         assert losses == list(wanted.losses)
@@ -101,6 +108,26 @@ def test_the_bits_of_plain_pytorch(
 ) -> None:
     recipe = Recipe(dtype=getattr(torch, dtype), max_grad_norm=limit)
     check(processes, tiny_config(name), recipe, size=size, num_micro_batches=num_micro_batches, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype", "limit", "plan"),
+    rotating(
+        ("qwen3", "gpt2", "llama_tied"),
+        (3, 2, 4),
+        ("bfloat16", "float32"),
+        (0.5, None),
+        PLANS,
+        every=3,
+        full_rotation=True,
+    ),
+)
+def test_the_bits_of_peft(
+    processes: Processes, size: int, name: str, dtype: DtypeName, limit: float | None, plan: str
+) -> None:
+    """Of an adapter that all ranks have a part of. The model beside it is cut by itself."""
+    recipe = recipe_of(ADAPTER, dtype, max_grad_norm=limit)
+    check(processes, tiny_config(name), recipe, size=size, num_micro_batches=2, plan=plan)
 
 
 def test_gradients_are_summed_before_they_are_rounded(processes: Processes) -> None:

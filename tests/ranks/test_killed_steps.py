@@ -20,15 +20,16 @@ import torch
 from ratel_cli.engine.ranks.commits import resume_together
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.model.adapter_settings import AdapterSettings
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from tests.engine.architectures import tiny_config
-from tests.engine.machine import initial_weights, machine, random_steps
+from tests.engine.machine import adapted, initial_weights, machine, random_steps
 from tests.ranks.moments import KillingBarrier, KillingChannel, Moments
 from tests.ranks.threads import Killed, together
 from tests.reference import Recipe
-from tests.tiers import sample
+from tests.tiers import rotating, sample
 
 CONFIG, RECIPE, NUM_STEPS = tiny_config("llama", num_hidden_layers=1), Recipe(learning_rate=0.1), 3
 PREPARED = tempfile.TemporaryDirectory()
@@ -36,24 +37,31 @@ NUM_GROUPS = 12
 Weights = dict[str, torch.Tensor]
 
 
+ADAPTERS = {"all weights": None, "lora": AdapterSettings(rank=16, alpha=8)}
+"""What is trained. The adapter is large enough that each rank has a part of it."""
+
+
 @cache
-def model_of(rank: int) -> DecoderModel:
-    """Each rank binds weights to modules of its own."""
+def model_of(rank: int, what: str) -> tuple[DecoderModel, Weights]:
+    """Each rank binds weights to modules of its own. And how an adapter begins."""
     skeleton = build_skeleton(CONFIG, dtype="float32", attn_implementation="sdpa")
-    return find_blocks(skeleton, name=f"rank {rank}", gradient_dtype="float32")
+    adapter = ADAPTERS[what]
+    drawn = {} if adapter is None else dict(adapted(skeleton, adapter, None, seed=RECIPE.seed))
+    return find_blocks(skeleton, name=f"rank {rank}", gradient_dtype="float32"), drawn
 
 
-def run(ranks: Ranks, directory: Path, moments: Moments, *, is_new: bool) -> tuple[int, Weights]:
+def run(ranks: Ranks, directory: Path, moments: Moments, *, what: str, is_new: bool) -> tuple[int, Weights]:
     """Train to the end. Returns the step that it went on from, and what the rank has of the weights then."""
     whole, size = random_steps(NUM_STEPS, ranks.size, packed=False), 1
     steps = [step[ranks.rank * size :][:size] for step in whole]
+    model, drawn = model_of(ranks.rank, what)
     watched = replace(ranks, control=KillingChannel(ranks.control, moments))
     with machine(
         directory / f"rank{ranks.rank}",
         CONFIG,
         RECIPE,
-        weights=initial_weights(CONFIG) if is_new else None,
-        model=model_of(ranks.rank),
+        weights={**initial_weights(CONFIG), **drawn} if is_new else None,
+        model=model,
         barrier=None if is_new else KillingBarrier(moments),
         ranks=watched,
     ) as ratel:
@@ -66,35 +74,38 @@ def run(ranks: Ranks, directory: Path, moments: Moments, *, is_new: bool) -> tup
 
 
 @cache
-def prepared(size: int) -> Path:
+def prepared(size: int, what: str) -> Path:
     """A directory with the new stores of as many ranks. Tests get copies."""
     initial_weights(CONFIG)  # what transformers builds is for one thread
     for rank in range(size):
-        model_of(rank)
-    directory = Path(PREPARED.name) / str(size)
-    for found in together(size, lambda ranks: run(ranks, directory, Moments(), is_new=True)):
+        model_of(rank, what)
+    directory = Path(PREPARED.name) / what / str(size)
+    for found in together(size, lambda ranks: run(ranks, directory, Moments(), what=what, is_new=True)):
         assert found == (0, {})
     return directory
 
 
-def begin(size: int, directory: Path) -> Path:
-    shutil.copytree(prepared(size), directory)
+def begin(size: int, directory: Path, what: str) -> Path:
+    shutil.copytree(prepared(size, what), directory)
     return directory
 
 
-def go_on(size: int, directory: Path, moments: Sequence[Moments]) -> list[Any]:
-    return together(size, lambda ranks: run(ranks, directory, moments[ranks.rank], is_new=False))
+def go_on(size: int, directory: Path, moments: Sequence[Moments], what: str) -> list[Any]:
+    return together(size, lambda ranks: run(ranks, directory, moments[ranks.rank], what=what, is_new=False))
+
+
+Undisturbed = Callable[[int, str], tuple[list[Weights], int]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[list[Weights], int]]:
-    """For a number of ranks: the weights at the end, and how many moments a rank has."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """For a number of ranks and what they train: the weights at the end, and how many moments a rank has."""
 
     @cache
-    def trained(size: int) -> tuple[list[Weights], int]:
-        directory = begin(size, tmp_path_factory.mktemp("undisturbed") / "stores")
+    def trained(size: int, what: str) -> tuple[list[Weights], int]:
+        directory = begin(size, tmp_path_factory.mktemp("undisturbed") / "stores", what)
         moments = [Moments() for _ in range(size)]
-        found = go_on(size, directory, moments)
+        found = go_on(size, directory, moments, what)
         assert [first for first, _ in found] == [0] * size
         return [weights for _, weights in found], len(moments[0].seen)
 
@@ -109,20 +120,20 @@ def same(found: Sequence[Weights], wanted: Sequence[Weights]) -> bool:
 
 
 @pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS))
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "what"), rotating([2, 3], list(ADAPTERS), full_pairs=True))
 def test_no_step_is_lost_at_any_moment(
-    tmp_path: Path, undisturbed: Callable[[int], tuple[list[Weights], int]], size: int, group: int
+    tmp_path: Path, undisturbed: Undisturbed, size: int, what: str, group: int
 ) -> None:
-    wanted, num_moments = undisturbed(size)
+    wanted, num_moments = undisturbed(size, what)
     cases = [(rank, at, after) for at in range(num_moments) for rank in range(size) for after in (False, True)]
     for number, (rank, at, after) in enumerate(cases[group::NUM_GROUPS]):
-        directory = begin(size, tmp_path / str(number))
+        directory = begin(size, tmp_path / str(number), what)
         moments = [Moments(kill_at=at if each == rank else None, after=after) for each in range(size)]
-        ended = go_on(size, directory, moments)
+        ended = go_on(size, directory, moments, what)
         if isinstance(ended[rank], Killed):
             assert all(isinstance(each, EnvironmentFailure | Killed | tuple) for each in ended), ended
         published = [each.seen.count("publish") for each in moments]
-        found = go_on(size, directory, [Moments() for _ in range(size)])
+        found = go_on(size, directory, [Moments() for _ in range(size)], what)
         assert all(isinstance(each, tuple) for each in found), found
         firsts = {first for first, _ in found}
         assert len(firsts) == 1, "all go on from one step"
