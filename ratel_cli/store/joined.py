@@ -58,7 +58,6 @@ class JoinedGeneration:
     blocks: tuple[StoredBlock, ...]
     """Whole."""
     pool: BufferPool
-    chunk_elements: int = BLOCK_ALIGNMENT
 
     def __post_init__(self) -> None:
         """Raise IntegrityFailure if slices are of different steps."""
@@ -68,6 +67,12 @@ class JoinedGeneration:
     def progress(self) -> Progress:
         """See Readable."""
         return self.slices[0].progress
+
+    @property
+    def chunk_elements(self) -> int:
+        """See Readable. It has whole pages of every field; one of quantised weights has more elements than others."""
+        fields = (field for block in self.blocks for field in block.record.fields)
+        return max(BLOCK_ALIGNMENT, *(field.page_elements for field in fields))
 
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """See Readable. Raises IntegrityFailure itself."""
