@@ -6,14 +6,16 @@ Invariant: each of these sees the state after the last step, which is committed 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput
 from ratel_cli.library.snapshots import write_snapshot
+from ratel_cli.model.quantised_model import QuantisedWeight
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_state import StoredState
 from ratel_cli.run.context import RunContext
@@ -24,8 +26,16 @@ from ratel_cli.store.store import Store
 class HasState(Closing):
     """Has its training state in a store. For one thread."""
 
-    def __init__(self, context: RunContext, spec: ModelSpec, store: Store) -> None:
-        """`spec`: the parameters and where they lie in the store."""
+    def __init__(
+        self,
+        context: RunContext,
+        spec: ModelSpec,
+        store: Store,
+        *,
+        quantised: Mapping[str, QuantisedWeight] = MappingProxyType({}),
+    ) -> None:
+        """`spec`: the parameters and where they lie in the store; `quantised`: how some of them are quantised."""
+        self._quantised = quantised
         self._context = context
         self._store = store
         self._pending = store.progress
@@ -87,7 +97,7 @@ class HasState(Closing):
         self._settle()
 
     def _states_of(self, generation: Generation) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        stored = StoredState(self._stored_spec, generation, self._context.pool)
+        stored = StoredState(self._stored_spec, generation, self._context.pool, quantised=self._quantised)
         for name in stored.names:
             self._check_open()
             if self._pending != generation.progress:  # its slot is one of two: the step after the next one takes it

@@ -54,7 +54,7 @@ class Model(HasState):
         resources: ExitStack,
     ) -> None:
         """`resources` closes everything that is open."""
-        super().__init__(context, trained.model.spec, store)
+        super().__init__(context, trained.model.spec, store, quantised=trained.quantised)
         self._trained = trained
         self._hardware = hardware
         self._resources = resources

@@ -8,7 +8,7 @@ Invariant: what a batch asks for is done or rejected by name, whatever the kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from ratel_cli.model.find_layers import find_layers
 from ratel_cli.model.hooked import identity_of
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.module_weights import ModuleWeights
+from ratel_cli.model.quantised_model import QuantisedWeight, quantised_weights
 from ratel_cli.model.sidecars import GivenSidecars
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import Workload
@@ -57,6 +58,8 @@ class TrainedModel:
     """Before the first step."""
     batches: Callable[[Tensors | Sequence[Tensors]], list[AnyModelBatch]]
     """The micro-batches of a step. Raises BadInput."""
+    quantised: Mapping[str, QuantisedWeight]
+    """How parameters are quantised, by name."""
     check: Callable[[Workload, RunLog], None]
     """Raises BadInput if the model cannot take such a step."""
     save: Save
@@ -92,6 +95,7 @@ def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitSt
         batches=partial(micro_batches, model=base.model),
         check=lambda workload, log: check_positions(workload.sequence_len, base.model, base.config, log),
         save=save,
+        quantised=quantised_weights(base.model.skeleton),
     )
 
 
@@ -118,6 +122,7 @@ def module_model(
         batches=partial(sample_batches, model=model),
         check=lambda workload, log: None,
         save=save,
+        quantised={},
     )
 
 

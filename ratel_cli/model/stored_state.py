@@ -6,11 +6,15 @@ the reference of the parameter's rule would have after the same steps, bit for b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import torch
 
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.quantised import dequantised
+from ratel_cli.model.quantised_model import QuantisedWeight
 from ratel_cli.model.records import RecordBuffers, decode_state, state_fields_for, state_keys
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.stored_weights import groups_of
@@ -25,10 +29,16 @@ class StoredState:
     """Reads the training state of the parameters of one generation."""
 
     def __init__(
-        self, spec: ModelSpec, generation: Readable, pool: BufferPool, *, group_elements: int = _GROUP_ELEMENTS
+        self,
+        spec: ModelSpec,
+        generation: Readable,
+        pool: BufferPool,
+        *,
+        group_elements: int = _GROUP_ELEMENTS,
+        quantised: Mapping[str, QuantisedWeight] = MappingProxyType({}),
     ) -> None:
-        """Memory comes from `pool` while a parameter is read."""
-        self._generation, self._pool = generation, pool
+        """Memory comes from `pool` while a parameter is read. `quantised`: how parameters are quantised, by name."""
+        self._generation, self._pool, self._quantised = generation, pool, quantised
         self._group_elements = max(1, min(group_elements, max(spec.block_elements)))
         self._placed = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
 
@@ -39,8 +49,8 @@ class StoredState:
 
     def whole(self, name: str) -> dict[str, torch.Tensor]:
         """What training has of a parameter, each in fp32, in the parameter's shape and in memory of its own: `weight`,
-        the master; and if it is trained, the moments of its rule, `exp_avg` and `exp_avg_sq` of AdamW, and `step`, a
-        scalar: the number of updates.
+        the master, and of a quantised one what the model computes with; and if it is trained, the moments of its rule,
+        `exp_avg` and `exp_avg_sq` of AdamW, and `step`, a scalar: the number of updates.
 
         Raises IntegrityFailure if a record is damaged, DoesNotFit if the pool has no memory for a group.
         """
@@ -57,6 +67,9 @@ class StoredState:
                 for key, part in decode_state(block.record, buffers.tensors(decoded, last - first)).items():
                     values[key][start - parameter.start : stop - parameter.start] = part[start - first : stop - first]
         state = {key: each.reshape(parameter.shape) for key, each in values.items()}
+        if name in self._quantised:
+            form = self._quantised[name]
+            state["weight"] = dequantised(state["weight"].to(torch.uint8), form.layout, form.dtype).float()
         if block.is_trained:
             state["step"] = torch.tensor(self._generation.progress.updates, dtype=torch.float32, device="cpu")
         return state

@@ -22,6 +22,7 @@ from tests.library import test_hook, test_own_loop
 from tests.library.adapters import ADAPTERS, IN_PEFT
 from tests.library.nets import NETS
 from tests.library.test_own_loop import RATES, batches, large_loss
+from tests.quantised import dequantised_weights
 from tests.reference import Recipe, Trained
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -87,6 +88,16 @@ def test_an_open_model_has_the_state_of_adamw(tmp_path: Path, architecture: str,
     wanted = test_own_loop.wanted(architecture, steps, recipe)
     named = dict(AutoModelForCausalLM.from_config(tiny_config(architecture)).named_parameters())
     assert_same(found, wanted, trained=named if lora is None else [name for name in found if "lora_" in name])
+
+
+def test_a_quantised_parameter_has_what_the_model_computes_with(tmp_path: Path, base: Path) -> None:
+    with ratel.open(base, storage=[tmp_path / "a"], dtype="bfloat16", device="cpu", adapter=ADAPTERS["qlora"]) as model:
+        found = all_of(model.state())
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    before = {name: each.detach().float() for name, each in plain.named_parameters()}
+    for name, values in dequantised_weights(plain, before, "nf4 double", torch.bfloat16).items():
+        own = name if name in found else name.replace(".weight", ".base_layer.weight")
+        assert found[own].keys() == {"weight"} and torch.equal(found[own]["weight"], values), own
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("whisper", torch.float32), ("albert", torch.bfloat16)])
