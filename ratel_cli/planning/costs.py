@@ -498,7 +498,8 @@ def _update_edges(
     gradient is there, and as many may still be written when everything is updated (engine/optimizer/pipeline.py).
     """
     first = spec.segments[spec.first_trained].trained[0]
-    ahead = (placement.groups.in_flight + 1) * first.group_elements(placement.groups.elements)
+    of_group = placement.groups.elements  # of this block or of smaller ones behind it
+    ahead = (placement.groups.in_flight + 1) * max(of_group, first.group_elements(of_group))
     stays = first.segment in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.segment in placement.resident_states else beyond
