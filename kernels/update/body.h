@@ -2,10 +2,10 @@
 //
 // Each isa_*.cpp includes it after lanes.h and its own widen, narrow, widen_bytes, narrow_to_bytes, sign_bits,
 // multiply_add, correct_square_root, reciprocal_root_estimate, coarse_reciprocal_root_estimate, Divisor, table_entries,
-// has_nan, from_float16, to_float16, multiply_low_words and swap_neighbours. A rule is the only
-// difference between kernels: adamw.h, eight_bit.h, lion.h, muon.h and sgd.h. Invariant: every instruction set computes the
-// same bits, those of the rule's reference. So each rounding is the reference's, fused multiply-adds included, and
-// -ffp-contract=off keeps the compiler from adding its own.
+// has_nan, from_float16, to_float16, multiply_low_words and swap_neighbours. A rule is the only difference between
+// kernels: adamw.h, eight_bit.h, lion.h, muon.h and sgd.h. Invariant: every instruction set computes the same bits, those
+// of the rule's reference. So each rounding is the reference's, fused multiply-adds included, and -ffp-contract=off keeps
+// the compiler from adding its own.
 #pragma once
 
 #include "../checksum/stripes.h"

@@ -40,6 +40,7 @@ from ratel_cli.model.export_layout import ExportLayout, split_into_shards, train
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import AdaptedMatrix, output_lengths
+from ratel_cli.model.quantised import QuantisedLinear
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import ParameterSpec
@@ -164,11 +165,8 @@ def _reject_other_functions(layers: Mapping[str, LoraLayer]) -> None:
     a router's, which returns several tensors: PEFT adds its adapter to what a linear layer would return."""
     for name, layer in layers.items():
         inner = layer.get_base_layer()
-        if (
-            not isinstance(layer, Linear)
-            or not isinstance(inner, nn.Linear)
-            or type(inner).forward is nn.Linear.forward
-        ):
+        is_known = type(inner).forward in (nn.Linear.forward, QuantisedLinear.forward)
+        if is_known or not isinstance(layer, Linear) or not isinstance(inner, nn.Linear):
             continue
         given = torch.zeros((2, inner.in_features), dtype=inner.weight.dtype, device=inner.weight.device)
         try:
