@@ -289,10 +289,10 @@ def quantise_experts(module: nn.Module, names: Sequence[str], form: StoredForm) 
     for name in names:
         values = module.get_parameter(name)
         stacks[name] = layout = QuantisedLayout.of(form, values.shape)
-        data = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
-        if not values.is_meta:
-            data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-            data = data if form == "mxfp4" else quantise(values.detach(), form)
+        if values.is_meta or form == "mxfp4":
+            data = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=values.device)
+        else:
+            data = quantise(values.detach(), form)
         module.dtype = values.dtype  # type: ignore[assignment]
         module._parameters[name] = nn.Parameter(data, requires_grad=False)
     module.__class__ = _quantised_class(type(module))

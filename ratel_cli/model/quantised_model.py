@@ -8,7 +8,7 @@ layers with the matrix turned. Stacks of experts are no layers; they are quantis
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from ratel_cli.model.quantised import (
 )
 from ratel_cli.model.quantised_formats import method_of
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.sizes import QuantisedForm
+from ratel_cli.sizes import QuantisedForm, StoredForm
 
 _STACK_DIMENSIONS = 3
 _READ_ELEMENTS = 1 << 23
@@ -74,14 +74,15 @@ def packed_names(model: nn.Module) -> list[str]:
     return [name for name, each in quantised_weights(model).items() if each.layout.form == "mxfp4"]
 
 
-def pack_experts(model: nn.Module, names: Iterable[str]) -> None:
-    """Let these stacks of a model have the bytes of MXFP4, which are zeros at first."""
-    by_module = defaultdict[str, list[str]](list)
-    for name in names:
+def quantise_stacks(model: nn.Module, forms: Mapping[str, StoredForm]) -> None:
+    """Quantise these stacks of a model, each in its form, by the names of their parameters. In MXFP4 they are zeros at
+    first."""
+    by_module = defaultdict[tuple[str, StoredForm], list[str]](list)
+    for name, form in forms.items():
         path, _, attribute = name.rpartition(".")
-        by_module[path].append(attribute)
-    for path, attributes in by_module.items():
-        quantise_experts(model.get_submodule(path), attributes, "mxfp4")
+        by_module[path, form].append(attribute)
+    for (path, form), attributes in by_module.items():
+        quantise_experts(model.get_submodule(path), attributes, form)
 
 
 def plain_spec(spec: ModelSpec, plain: nn.Module) -> ModelSpec:

@@ -45,10 +45,9 @@ from ratel_cli.model.quantised_model import (
     QuantisingSource,
     is_inputs_first,
     keep_experts_packed,
-    pack_experts,
-    packed_names,
     plain_spec,
     quantise_layers,
+    quantise_stacks,
     quantised_weights,
 )
 from ratel_cli.model.sidecars import GivenSidecars, copied_files
@@ -70,8 +69,6 @@ class AdaptedBase(LanguageBase):
     peft_config: LoraConfig
     form: QuantisedForm | None = None
     """How the language model is quantised; None: it is not."""
-    with_experts: bool = False
-    """Whether its stacks of experts' matrices are, too."""
 
     def __post_init__(self) -> None:
         """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind;
@@ -164,14 +161,15 @@ class AdaptedBase(LanguageBase):
     def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         """See Base. As PEFT loads it onto what transformers loads."""
         loaded, quantisation = super().load(self.directory, dtype), quantisation_of(self.directory)
-        packed = [base_name(name) for name in packed_names(self.model.skeleton)]
-        if self.form is None and not packed:
+        quantised = quantised_weights(self.model.skeleton)
+        if not quantised:
             return load_adapted(loaded, directory)
         if quantisation is not None:
             loaded.config.quantization_config = quantisation  # it says which layers are not quantised
         if self.form is not None:
-            quantise_layers(loaded, self.form, with_experts=self.with_experts)
-        pack_experts(loaded, packed)
+            quantise_layers(loaded, self.form)
+        stacks = {base_name(name): each.layout.form for name, each in quantised.items() if each.layout.num_stacked}
+        quantise_stacks(loaded, stacks)
         if quantisation is not None:
             with ExitStack() as resources:  # the codes of the files, which are not made of what they stand for
                 source = self._open_base(resources)
@@ -209,10 +207,4 @@ def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[
     peft_config = inject(skeleton, settings)
     if not config.quantize_moe_experts:
         keep_experts_packed(skeleton)
-    return partial(
-        AdaptedBase,
-        settings=settings,
-        form=form,
-        with_experts=config.quantize_moe_experts,
-        peft_config=peft_config,
-    )
+    return partial(AdaptedBase, settings=settings, form=form, peft_config=peft_config)

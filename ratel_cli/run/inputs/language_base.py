@@ -122,9 +122,9 @@ class LanguageBase(Base):
 def _of_quantised_files(settings: Mapping[str, object], config: RunConfig, *, is_packed: bool) -> str:
     """What becomes of a base model's quantised weights. `is_packed`: experts stay in the form of the files."""
     method = method_of(settings)
-    fact = f"the base model is quantised ({method}): its weights are read as the numbers that they stand for"
     if is_packed:
         return f"the base model is quantised ({method}): experts stay so in the store, and compute in {config.dtype}"
+    fact = f"the base model is quantised ({method}): its weights are read as the numbers that they stand for"
     if quantised_form(config) is not None:
         return f"{fact}, and quantised again unless they are in that form already"
     hint = "; load_in_4bit or load_in_8bit would keep them small" if config.adapter is not None else ""
