@@ -164,6 +164,7 @@ def group_shape(problem: Problem) -> GroupShape:
         if shape.buffer_bytes(problem.own.blocks) <= most_bytes:
             return shape
         smaller = replace(shape, elements=max(GROUP_ELEMENTS, shape.elements // 2))
+        # A matrix that is updated as a whole does not get smaller: then fewer are in flight instead.
         takes_less = smaller.buffer_bytes(problem.own.blocks) < shape.buffer_bytes(problem.own.blocks)
         shape = smaller if takes_less else replace(shape, in_flight=GroupShape().in_flight)
         if not takes_less and shape.buffer_bytes(problem.own.blocks) > most_bytes:

@@ -11,12 +11,14 @@ from hypothesis import given
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile, Link
+from ratel_cli.planning.analytic import spec_from_shape
 from ratel_cli.planning.choose import adamw_threads, curve, group_shape, weigh
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, GroupShape, Overlap, Placement, Workload
 from ratel_cli.planning.plan import make_plan
 from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
+from ratel_cli.schedule.rules import rules_of
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import by_chance, estimated
 from tests.planning.shapes import SEEDS, WORKLOAD, gpt, machine, machine_by_chance, unit_of
@@ -165,6 +167,15 @@ def test_groups_of_one_drive_are_taken_where_no_others_fit() -> None:
     assert least_bytes(twelve) == least_bytes(problem())
     assert weigh(twelve).best.placement.groups == group_shape(twelve)
     assert weigh(deciding(twelve, host_limit_bytes=least_bytes(twelve))).best.placement.groups == GroupShape()
+
+
+def test_fewer_matrices_are_in_flight_where_memory_is_short() -> None:
+    """Groups of other blocks stay as large as they may be: what takes the memory is a matrix, which has one size."""
+    spec = spec_from_shape(name="large", num_layers=2, hidden_size=4096, vocab_size=500, rules=rules_of("muon"))
+    of = replace(problem(), spec=spec)
+    needed_bytes = [GroupShape(in_flight=number).buffer_bytes(spec.blocks) for number in (1, 2)]
+    for share, in_flight in ((needed_bytes[1], 2), (needed_bytes[1] - 1, 1), (needed_bytes[0] - 1, 1)):
+        assert group_shape(deciding(of, host_limit_bytes=16 * share)).in_flight == in_flight
 
 
 def least_bytes(of: Problem) -> int:
