@@ -80,6 +80,11 @@ class RunConfig(Section):
     random_init: bool = False
     """Draw the weights from the model's own initialiser, with `seed`, instead of reading them. `base_model` then needs
     no safetensors files."""
+    base_storage: Literal["store", "in_place"] = "store"
+    """Where the weights lie that are not trained, such as those beside an adapter. `store`: they are copied into
+    `storage.paths` once. `in_place`: they are read from the base model's own files in each step, wherever these have
+    them in `dtype`. That takes no disk space and writes nothing, and is as fast as the drive with these files, which
+    must stay as they are: each byte is compared with a checksum whenever it is read."""
     unfrozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Train only the parameters whose names match one of these regular expressions from their beginning, as in axolotl:
     `lm_head`, or `model.layers.2[0-9]+.mlp` (a dot is a dot). The others are frozen: they have no gradient and no
@@ -536,7 +541,7 @@ def _training_contradiction(config: RunConfig) -> Contradiction | None:
         message = "`use_dft_loss` and `label_smoothing_factor` are both set, and each is a loss of its own"
         keys = ("use_dft_loss", "label_smoothing_factor")
         return Contradiction(keys=keys, message=message, hint="remove one of them")
-    other = _adapter_contradiction(config)
+    other = _in_place_contradiction(config) or _adapter_contradiction(config)
     if other is not None:
         return other
     if config.model_shape is not None:
@@ -566,6 +571,27 @@ def _preference_contradiction(config: RunConfig) -> Contradiction | None:
         message = f"`rl` learns from texts and conversations; `type: {others[0]}` is neither"
         hint = "set `type: chat_template` or remove `type`"
         return Contradiction(keys=("datasets", "test_datasets", "rl"), message=message, hint=hint)
+    return None
+
+
+def _in_place_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot stay in the base model's files; None if there is nothing."""
+    if config.base_storage == "store":
+        return None
+    for is_so, key, reason in (
+        (config.random_init, "random_init", "`random_init` draws weights that no file has"),
+        (config.model_shape is not None, "model_shape", "a `model_shape` has no files"),
+        (config.task == "denoising", "datasets", "all weights of a diffusion transformer are trained"),
+        (
+            not any(map(bool, (config.adapter, config.unfrozen_parameters, config.frozen_parameters))),
+            "adapter",
+            "all weights are trained, so each step writes them",
+        ),
+    ):
+        if is_so:
+            hint = "remove base_storage; it is for frozen weights: those beside an `adapter`, or `frozen_parameters`"
+            message = f"`base_storage: in_place` is set, but {reason}"
+            return Contradiction(keys=("base_storage", key), message=message, hint=hint)
     return None
 
 

@@ -55,6 +55,10 @@ class ChecksumWorkers(Closing):
 
         return self._start(transfer, work)
 
+    def start(self, work: Callable[[], None]) -> None:
+        """Let a thread of this pool do `work`, which raises nothing: a ticket of the caller's says how it ended."""
+        self._threads.submit(work)
+
     def close(self) -> None:
         """End the threads. The transfers that they wait for must have ended or be about to. Idempotent."""
         self._threads.shutdown()
@@ -85,9 +89,9 @@ class _WorkTicket(Ticket):
             self.finish_part()
 
 
-def parts_of(num_bytes: int, *, unit_bytes: int = 1) -> Iterator[tuple[int, int]]:
-    """Cut `num_bytes` into parts [start, stop) of at most `PART_BYTES`, each a multiple of `unit_bytes`; at least one
+def parts_of(num_bytes: int, *, unit_bytes: int = 1, most_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
+    """Cut `num_bytes` into parts [start, stop) of at most `most_bytes`, each a multiple of `unit_bytes`; at least one
     unit. The last part is the rest."""
-    size = max(1, PART_BYTES // unit_bytes) * unit_bytes
+    size = max(1, most_bytes // unit_bytes) * unit_bytes
     for start in range(0, num_bytes, size):
         yield start, min(start + size, num_bytes)

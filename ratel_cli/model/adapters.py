@@ -39,6 +39,7 @@ from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME,
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.in_place import FileRanges, located_in
 from ratel_cli.model.merged_weights import AdaptedMatrix, output_lengths
 from ratel_cli.model.quantised import QuantisedLinear
 from ratel_cli.model.shards import ShardReader
@@ -343,6 +344,10 @@ class AdaptedSource:
         if name in self._magnitudes:
             return self._first_magnitudes(self._magnitudes[name])[start:stop]
         return self._base.read(base_name(name), start, stop)
+
+    def located(self, name: str) -> FileRanges | None:
+        """See LocatedSource."""
+        return None if is_of_adapter(name) else located_in(self._base, base_name(name))
 
     def _first_magnitudes(self, adapted: AdaptedMatrix) -> torch.Tensor:
         """As PEFT has them: in the dtype of the base, then in fp32."""

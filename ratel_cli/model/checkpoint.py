@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +26,16 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import WeightFiles, find_weight_files
-from ratel_cli.model.export_layout import ExportLayout, Origins, layout_of_files, layout_of_model, own_names
+from ratel_cli.model.export_layout import (
+    ExportLayout,
+    Origins,
+    TrainedContent,
+    contiguous_strides,
+    layout_of_files,
+    layout_of_model,
+    own_names,
+)
+from ratel_cli.model.in_place import FileRange, FileRanges
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.kind import declared_class
 from ratel_cli.model.quantised import QuantisedLayout
@@ -133,6 +143,34 @@ class CheckpointSource(Closing):
         shard = self._direct.get(self._sources[name])
         coded = None if shard is None else self._coded.take(shard)
         return None if coded is None else coded.layout_bytes(layout)
+
+    def located(self, name: str) -> FileRanges | None:
+        """See LocatedSource."""
+        return self._located.get(name)
+
+    @cached_property
+    def _located(self) -> Mapping[str, FileRanges]:
+        """Where the files have the parameters that are tensors of them as they are, or several one after another."""
+        tensors = {name: reader.tensors[name] for name, reader in self._readers.items()}
+        found: dict[str, dict[int, tuple[ShardReader, TensorEntry]]] = {}
+        for name, content in replace(self._origins, frozen=frozenset()).contents(tensors).items():
+            reader, entry = self._readers[name], tensors[name]
+            if not isinstance(content, TrainedContent) or not isinstance(reader, ShardReader):
+                continue
+            if content.strides == contiguous_strides(entry.shape):
+                found.setdefault(content.parameter, {})[content.offset] = reader, entry
+        sizes = {each.name: each.num_elements for each in self._spec.parameters}
+        located = {}
+        for parameter, parts in found.items():
+            dtypes = {entry.dtype for _, entry in parts.values()}
+            ranges, end = [], 0
+            for offset, (reader, entry) in sorted(parts.items()):
+                if offset == end:
+                    ranges.append(FileRange(reader.path, reader.offset_of(entry), entry.num_elements))
+                    end += entry.num_elements
+            if len(dtypes) == 1 and len(ranges) == len(parts) and end == sizes[parameter]:
+                located[parameter] = FileRanges(dtypes.pop(), tuple(ranges))
+        return located
 
     def layout(self, dtype: DtypeName) -> ExportLayout:
         """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source.

@@ -136,6 +136,11 @@ def find_weight_files(directory: Path, *, weights_name: str = WEIGHTS_NAME) -> W
     )
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there are any, usable or not."""
+    return _is_present(directory / WEIGHTS_NAME) or _is_present(directory / INDEX_NAME)
+
+
 def adapter_files(directory: Path) -> list[str]:
     """The names of the files of an adapter that lie beside a model. transformers' loader of models leaves them out."""
     return sorted({path.name for pattern in _ADAPTER for path in directory.glob(pattern)})

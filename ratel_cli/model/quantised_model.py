@@ -21,6 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.in_place import FileRanges, located_in
 from ratel_cli.model.quantised import (
     Quantised,
     QuantisedLayout,
@@ -165,6 +166,10 @@ class QuantisingSource:
             self._last = None  # before the next one is made
             self._last = name, self._quantised(name)
         return self._last[1][start:stop].float()
+
+    def located(self, name: str) -> FileRanges | None:
+        """See LocatedSource."""
+        return None if name in self._layers else located_in(self._base, name)
 
     def _quantised(self, name: str) -> torch.Tensor:
         layer, shape = self._layers[name], self._plain.get_parameter(name).shape

@@ -127,12 +127,16 @@ class ShardReader(TensorFile, Closing):
         _read_exactly(self.path, self._fd, memoryview(header), 0)
         return bytes(header)
 
+    def offset_of(self, entry: TensorEntry) -> int:
+        """Where a tensor's data begins in the file."""
+        return self._data_start + entry.offset
+
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """See TensorFile."""
         entry = self.tensors[name]
         assert out.dtype == entry.dtype and 0 <= start <= start + len(out) <= entry.num_elements, (name, start)
         if len(out):
-            offset = self._data_start + entry.offset + start * entry.dtype.itemsize
+            offset = self.offset_of(entry) + start * entry.dtype.itemsize
             _read_exactly(self.path, self._fd, out.view(torch.uint8).numpy().data, offset)
 
 

@@ -6,6 +6,7 @@ Pure: nothing here imports torch, so that a plan can be made on any machine.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -18,7 +19,7 @@ from ratel_cli.schedule.slices import slices_of
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, WeightDtype
 from ratel_cli.store.layout import Geometry, RankSlice, StoredBlock
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 TOKEN_BYTES = 24
 """Of a token, its target and its position."""
 ROTARY_BYTES = 512
@@ -209,6 +210,11 @@ class ModelSpec:
         dtype than the model's stay as they are."""
         blocks = (replace(block, gradient_dtype=self.dtype_of(block, dtype)) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))
+
+    def in_files(self, file_bytes: Mapping[int, int]) -> Self:
+        """The model with some blocks in the base model's files; by index, what is read there of each."""
+        placed = (replace(block, file_bytes=file_bytes.get(block.index)) for block in self.blocks)
+        return replace(self, blocks=tuple(placed))
 
     @property
     def frozen_names(self) -> frozenset[str]:

@@ -34,6 +34,7 @@ from ratel_cli.planning.placement import (
 from ratel_cli.planning.recorded import RECORDED_MICRO_BATCHES
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS
+from ratel_cli.store.base_files import staging_bytes
 from ratel_cli.units import KIB, format_bytes
 
 _OF_WORKING_SET: Final[tuple[Purpose, ...]] = ("activations", "runtime")
@@ -96,6 +97,7 @@ class StepMemory:
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
         self._process_bytes = process_bytes + notes_bytes(self._own.segments, workload, num_layers=spec.num_layers)
+        self._process_bytes += staging_bytes(max((block.file_bytes or 0 for block in self._own.blocks), default=0))
         self._gpu = gpu
         self._segments = SegmentMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums, part=part)
         self._known_moments: dict[object, _Moments] = {}

@@ -187,6 +187,7 @@ def overlapped_step(
             down_bytes=offloaded.linked_bytes,
             down_units_bytes=offloaded.linked_bytes,
             read_bytes=traffic.forward_read_bytes,
+            in_files_bytes=traffic.forward_in_files_bytes,
             written_bytes=traffic.forward_written_bytes - offloaded.written_bytes,
             exposed_bytes=exposed_forward,
             exposed_down_bytes=offloaded.exposed.down_bytes,
@@ -234,6 +235,7 @@ def overlapped_step(
             num_added=sums.num_added + of_head.num_added,
             added_bytes=sums.added_bytes + of_head.added_bytes,
             read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
+            in_files_bytes=traffic.backward_in_files_bytes,
             written_bytes=traffic.backward_written_bytes,
             updated=updated["backward"],
             runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"].work == 0),
@@ -352,6 +354,8 @@ class _StageWork:
     updated: _Updated
     runs_ahead: bool
     """Whether reads and updates overlap with computing."""
+    in_files_bytes: int = 0
+    """The part of `read_bytes` that lies in the base model's files."""
     up_units_bytes: int = 0
     """The part of `up_bytes` that is offloaded activations."""
     down_units_bytes: int = 0
@@ -443,7 +447,12 @@ class _Stages:
         network_bytes = _COPIED * sum(work.network) + _ADDED * work.exchanged.received_bytes
         read_bytes, written_bytes = work.read_bytes + spilled_read_bytes, work.written_bytes + spilled_written_bytes
         moved_bytes = read_bytes + written_bytes + linked_bytes + network_bytes + work.updated.moved_bytes
+        moved_bytes += 2 * work.in_files_bytes  # they are copied out of their pages
         memory = moved_bytes / memory_rate
+        # A file lies on one drive: the others do not help to read it.
+        read_bytes, stored_bytes = (
+            each + (self._hardware.nvme.num_devices - 1) * work.in_files_bytes for each in (read_bytes, work.read_bytes)
+        )
         read, write = self._nvme(read_bytes, written_bytes)
         adding = work.num_added / (_ADDING_SPEED * host.adam_parameters_per_second * min(_MOST_ADDING, host.num_cores))
         # Before the first gather comes an update, and behind the last exchange another one.
@@ -454,7 +463,7 @@ class _Stages:
             updating = self._updating(read + write - min(drained, edges.drained_seconds), optimizer)
             total = max(compute + exposed + alone + edges.rest_seconds, edges.begin_seconds + updating, others)
         else:
-            stored = sum(self._nvme(work.read_bytes, work.written_bytes))
+            stored = sum(self._nvme(stored_bytes, work.written_bytes))
             in_turn = compute + exposed + alone + max(self._updating(stored, optimizer), others)
             total = max(in_turn, edges.begin_seconds + self._updating(read + write, optimizer), others)
         return StageTime(

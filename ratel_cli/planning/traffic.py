@@ -3,7 +3,8 @@
 Every block's weights are read once in forward and once in backward; the rest of its record is read once for the update,
 and the record is written once. In bf16 that is 2 + 2 + 10 bytes read and 12 written: 26 bytes per parameter of a layer
 (the paper's layout moves 30). The head is read once, because its backward follows its forward; what it borrows of the
-embedding is read once more. When a block is updated changes where these bytes fall:
+embedding is read once more. What stays in the base model's files is read with the rest of the pages that it begins and
+ends in. When a block is updated changes where these bytes fall:
 
     in backward       the update finds the weights that backward used, reads the states, writes the record
     in next forward   the update reads the weights and passes the new ones on: forward, and the head, read nothing
@@ -46,6 +47,9 @@ class Traffic:
     update_read_bytes: int = 0
     """After backward, before the next forward: zero unless the optimizer is separate."""
     update_written_bytes: int = 0
+    forward_in_files_bytes: int = 0
+    """The part of what forward reads that lies in the base model's files."""
+    backward_in_files_bytes: int = 0
     first_read_bytes: int = 0
     """Read once in a run, in addition: weights and states that stay."""
 
@@ -85,12 +89,13 @@ def step_traffic(
     """
     read: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     written: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
+    in_files: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     first_bytes = 0
     held_bytes = gradient_bytes(spec, placement.gpu_embedding_rows)
     for segment in spec.segments:
         stage = placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
         if segment.index in placement.resident_weights:
-            first_bytes += segment.own_bytes
+            first_bytes += segment.read_bytes
         elif stage == "update":
             read[stage] += segment.updated_bytes
         if segment.index in placement.resident_states:
@@ -107,7 +112,9 @@ def step_traffic(
         block = weights.of
         if block.segment not in placement.resident_weights:
             is_passed_on = block.segment == head.index and head_stage == "forward"
-            read["forward" if is_passed_on else uses[weights.first].stage] += block.compute_bytes
+            stage = "forward" if is_passed_on else uses[weights.first].stage
+            read[stage] += block.read_bytes
+            in_files[stage] += block.file_bytes or 0
     written["forward"] += checksum_bytes(spec)  # a step is committed while the next one's forward runs
     return Traffic(
         forward_read_bytes=read["forward"],
@@ -116,6 +123,8 @@ def step_traffic(
         backward_written_bytes=written["backward"],
         update_read_bytes=read["update"],
         update_written_bytes=written["update"],
+        forward_in_files_bytes=in_files["forward"],
+        backward_in_files_bytes=in_files["backward"],
         first_read_bytes=first_bytes,
     ).with_offloaded(offloaded)
 

@@ -78,6 +78,19 @@ def opening(
     ]
 
 
+def base_row(spec: ModelSpec, directory: Path, *, is_elsewhere: bool) -> tuple[str, str]:
+    """The row about blocks that stay in the base model's files. `is_elsewhere`: on no drive of the store."""
+    frozen = [block for block in spec.blocks if not block.is_trained]
+    num_bytes = sum(block.compute_bytes for block in frozen if block.is_in_files)
+    copied = sum(not block.is_in_files for block in frozen)
+    words = f"{format_bytes(num_bytes)} stay in the files of {directory}"
+    if copied:
+        words += f"; {counted(copied, 'frozen block')} of {len(frozen)} are copied, as the files have them otherwise"
+    if is_elsewhere:
+        words += "; the prediction takes their drive to be as fast as one of storage.paths"
+    return ("base", words)
+
+
 PLAIN_COLUMNS = 60
 """The width of lines that go to a file."""
 

@@ -85,6 +85,9 @@ class BlockSpec:
     """Whether it begins with a matrix in whose rows its own segment looks tokens up."""
     rate: int = 0
     """Which of a step's learning rates it has: the run's, 0, or that of a group (model/rate_groups.py)."""
+    file_bytes: int | None = None
+    """What is read of the base model's files where the block stays there (model/in_place.py): its weights, and the rest
+    of the pages that these begin and end in. None: it lies in the store, as all do that are trained."""
 
     @property
     def users(self) -> tuple[int, ...]:
@@ -109,7 +112,12 @@ class BlockSpec:
     @property
     def stored(self) -> StoredBlock:
         """The block as the store sees it."""
-        return StoredBlock(self.num_elements, self.record, self.rule.is_frozen)
+        return StoredBlock(self.num_elements, self.record, self.rule.is_frozen, self.is_in_files)
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether it stays in the base model's files."""
+        return self.file_bytes is not None
 
     @cached_property
     def dtype_bytes(self) -> int:
@@ -141,6 +149,11 @@ class BlockSpec:
     def compute_bytes(self) -> int:
         """Size of the weights that the device computes with (P16)."""
         return self.num_elements * self.dtype_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """What reading the weights takes of the drive."""
+        return self.compute_bytes if self.file_bytes is None else self.file_bytes
 
     @cached_property
     def record_bytes(self) -> int:
@@ -214,6 +227,7 @@ def lay_out_block(
     borrowers: tuple[int, ...] = (),
     is_looked_up: bool = False,
     rate: int = 0,
+    file_bytes: int | None = None,
     quantised: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
@@ -242,6 +256,7 @@ def lay_out_block(
         borrowers=borrowers,
         is_looked_up=is_looked_up,
         rate=rate,
+        file_bytes=file_bytes,
     )
 
 
@@ -279,7 +294,7 @@ def block_from_json(content: object, index: int) -> BlockSpec:
     found = read_as(BlockSpec, content, rule=RULES[rule])
     if any(size < 0 for parameter in found.parameters for size in parameter.shape):
         raise ValueError("shape is negative")
-    names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up", "rate")
+    names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up", "rate", "file_bytes")
     block = lay_out_block(
         index=index,
         parameters=[(each.name, each.shape, each.decay) for each in found.parameters],

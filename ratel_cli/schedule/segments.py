@@ -101,6 +101,11 @@ class Segment:
         return sum(block.compute_bytes for block in self.blocks)
 
     @cached_property
+    def read_bytes(self) -> int:
+        """What reading its own weights takes of the drives."""
+        return sum(block.read_bytes for block in self.blocks)
+
+    @cached_property
     def updated_bytes(self) -> int:
         """The part of `own_bytes` that an update changes."""
         return sum(block.compute_bytes for block in self.trained)

@@ -52,7 +52,12 @@ def slice_of(block: BlockSpec, rank_slice: RankSlice) -> BlockSpec:
                     first=first - parameter.start,
                 )
             )
-    return replace(block, parameters=tuple(pieces), num_elements=stop - start, is_looked_up=False)
+    file_bytes = block.file_bytes
+    if file_bytes:  # its share, but for pages
+        file_bytes = -(-file_bytes * (stop - start) // block.num_elements)
+    return replace(
+        block, parameters=tuple(pieces), num_elements=stop - start, is_looked_up=False, file_bytes=file_bytes
+    )
 
 
 def slices_of(blocks: Sequence[BlockSpec], rank_slice: RankSlice) -> tuple[BlockSpec, ...]:

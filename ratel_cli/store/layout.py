@@ -8,7 +8,8 @@ The store knows nothing of update rules: a block comes with its record, a list o
 
 Two kinds of regions have the same shape, records and then their checksum table: a slot holds one generation of the
 blocks that are trained, and the frozen region, which lies before all slots, holds the blocks that never change. It is
-written once, and shared by all generations.
+written once, and shared by all generations. Of a block that stays in the base model's files (base_files.py) it has the
+checksums alone; a list of these files is its end.
 
 Invariants: fields lie one after another and begin on a page; a chunk of any field is whole pages, except at the end of
 a block.
@@ -128,6 +129,8 @@ class StoredBlock:
     record: Record
     is_frozen: bool = False
     """True if the block never changes: it lies in the frozen region, not in the slots."""
+    is_in_files: bool = False
+    """True if its record lies in the base model's files instead. Only of frozen blocks."""
 
     @property
     def num_bytes(self) -> int:
@@ -165,7 +168,8 @@ class RecordMap:
     """Addresses in a region: block after block, field after field. A block that lies elsewhere takes no space."""
 
     def __init__(self, blocks: Sequence[StoredBlock], *, is_frozen: bool) -> None:
-        sizes = [block.num_bytes if block.is_frozen is is_frozen else 0 for block in blocks]
+        lie_here = (block.is_frozen is is_frozen and not block.is_in_files for block in blocks)
+        sizes = [block.num_bytes if lies_here else 0 for block, lies_here in zip(blocks, lie_here, strict=True)]
         offsets = accumulate(sizes, initial=0)
         self._fields = [
             {field.name: (field, offset + inside) for field, inside in block.record.addresses(block.num_elements)}
@@ -174,12 +178,15 @@ class RecordMap:
         """By block and name: the field, and where it begins."""
         self.num_elements = [block.num_elements for block in blocks]
         """By block: the elements that it has."""
+        self.in_files = frozenset(index for index, block in enumerate(blocks) if block.is_in_files)
+        """The blocks whose records lie in the base model's files."""
         self.num_bytes = sum(sizes)
         """Size of all records of the region."""
 
     def address(self, block: int, field: str, start: int) -> int:
         """Where element `start` of a field lies in the region."""
         found, offset = self._fields[block][field]
+        assert block not in self.in_files, block
         assert 0 <= start <= self.num_elements[block], start
         return offset + (found.offset(start) if start < self.num_elements[block] else found.num_bytes(start))
 
@@ -246,11 +253,18 @@ class Region:
     records: RecordMap
     chunks: ChunkMap | None
     """Which values share a checksum. None if the store has no checksums, or no frozen blocks."""
+    list_bytes: int = 0
+    """Size of the list of the base model's files, which follows the checksum table."""
+
+    @property
+    def list_address(self) -> int:
+        """Where this list begins in the region."""
+        return self.records.num_bytes + (0 if self.chunks is None else self.chunks.table_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the records and their checksum table."""
-        return self.records.num_bytes + (0 if self.chunks is None else self.chunks.table_bytes)
+        """Size of the records, their checksum table, and the list."""
+        return self.list_address + self.list_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +280,12 @@ class Geometry:
     chunk_elements: int = CHUNK_ELEMENTS
     """Elements of a field that share a checksum. 0: the store has no checksums."""
     rank_slice: RankSlice = RankSlice()
+    list_bytes: int = 0
+    """Size of the list of the base model's files (base_files.py), whole pages; 0: all blocks lie in the store."""
 
     def __post_init__(self) -> None:
-        assert self.num_slots > 0
+        assert self.num_slots > 0 and self.list_bytes % PAGE_BYTES == 0
+        assert all(block.is_frozen for block in self.blocks if block.is_in_files)
         assert self.stripe_bytes > 0
         assert self.stripe_bytes % PAGE_BYTES == 0
         assert all(
@@ -305,12 +322,18 @@ class Geometry:
         return self.stripes().file_bytes(self.slot_address(self.num_slots))
 
     @property
+    def in_files_bytes(self) -> int:
+        """What a generation has in the base model's files."""
+        return sum(block.num_bytes for block in self.blocks if block.is_in_files)
+
+    @property
     def made_bytes(self) -> int:
         """What making a store writes before its first generation: all files, and then what is frozen."""
         return sum(self.file_bytes()) + self.frozen.num_bytes
 
     def _region(self, *, is_frozen: bool) -> Region:
         records, chunks = RecordMap(self.blocks, is_frozen=is_frozen), None
-        if self.chunk_elements and (records.num_bytes or not is_frozen):
+        has_blocks = any(block.is_frozen and block.num_elements for block in self.blocks)
+        if self.chunk_elements and (has_blocks or not is_frozen):
             chunks = ChunkMap(self.blocks, self.chunk_elements, is_frozen=is_frozen)
-        return Region(records=records, chunks=chunks)
+        return Region(records=records, chunks=chunks, list_bytes=self.list_bytes if is_frozen else 0)

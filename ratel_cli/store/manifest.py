@@ -28,8 +28,8 @@ from ratel_cli.json_fields import JsonFields, checked_integer, checked_list, che
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, VALUE_TYPES
 from ratel_cli.store.layout import Field, Geometry, RankSlice, Record, StoredBlock
 
-FORMAT_VERSION: Final = 4
-"""Formats 1 to 3 were never released."""
+FORMAT_VERSION: Final = 5
+"""Formats 1 to 4 were never released."""
 MANIFEST_MAGIC: Final = b"RATELMAN"
 _HEAD: Final = struct.Struct("<8sII16sQ32s")
 _CRC: Final = struct.Struct("<I")
@@ -266,7 +266,9 @@ def _geometry_row(geometry: Geometry) -> dict[str, object]:
     kinds, records = _distinct(geometry.blocks), _distinct(block.record for block in geometry.blocks)
     return {
         "records": [[[field.name, field.dtype, field.per] for field in record.fields] for record in records],
-        "kinds": [[block.num_elements, records.index(block.record), block.is_frozen] for block in kinds],
+        "kinds": [
+            [block.num_elements, records.index(block.record), block.is_frozen, block.is_in_files] for block in kinds
+        ],
         "blocks": _run_lengths([kinds.index(block) for block in geometry.blocks]),
         "num_slots": geometry.num_slots,
         "shares": geometry.shares,
@@ -274,6 +276,7 @@ def _geometry_row(geometry: Geometry) -> dict[str, object]:
         "in_place": geometry.in_place,
         "chunk_elements": geometry.chunk_elements,
         "slice": [geometry.rank_slice.rank, geometry.rank_slice.size],
+        "list_bytes": geometry.list_bytes,
     }
 
 
@@ -298,6 +301,9 @@ def _geometry(values: JsonFields) -> Geometry:
     rank, size = values.integers("slice")
     if not 0 <= rank < size:
         raise ValueError("slice is not valid")
+    list_bytes = values.integer("list_bytes")
+    if list_bytes < 0 or list_bytes % PAGE_BYTES or any(block.is_in_files for block in blocks) != bool(list_bytes):
+        raise ValueError("list_bytes is not valid")
     return Geometry(
         blocks=tuple(blocks),
         num_slots=num_slots,
@@ -305,6 +311,7 @@ def _geometry(values: JsonFields) -> Geometry:
         stripe_bytes=stripe_bytes,
         chunk_elements=chunk_elements,
         rank_slice=RankSlice(rank, size),
+        list_bytes=list_bytes,
     )
 
 
@@ -326,11 +333,13 @@ def _record(row: object) -> Record:
 
 
 def _stored_block(row: object, records: Sequence[Record]) -> StoredBlock:
-    elements, record, is_frozen = checked_list(row, "kinds")
+    elements, record, *flags = checked_list(row, "kinds")
     elements, record = checked_integer(elements, "elements of kinds"), checked_integer(record, "a record of kinds")
-    if elements < 0 or not 0 <= record < len(records) or not isinstance(is_frozen, bool):
+    is_frozen, is_in_files = (each is True for each in flags)
+    known = [False, False], [True, False], [True, True]
+    if elements < 0 or not 0 <= record < len(records) or flags not in known:
         raise ValueError("kinds is not valid")
-    return StoredBlock(elements, records[record], is_frozen)
+    return StoredBlock(elements, records[record], is_frozen, is_in_files)
 
 
 def _distinct(values: Iterable[_Value]) -> list[_Value]:

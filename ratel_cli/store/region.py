@@ -1,5 +1,7 @@
 """One region of an open store: a slot, or the frozen region. Its records are read and written here, with checksums.
 
+Of blocks that stay in the base model's files a region has the checksums, and a reader (base_files.py).
+
 What a region reads has passed its checksums before the ticket's `wait` returns. The threads of the queue that take
 checksums see to it (io/checksum_workers.py), one part next to the other. `read_unchecked` and `write` leave them to the
 caller: the optimizer's kernel computes them in the pass of the update, so that the bytes are fetched from main memory
@@ -21,6 +23,7 @@ from ratel_cli.io.checksum_workers import parts_of
 from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.sizes import BLOCK_ALIGNMENT
+from ratel_cli.store.base_files import BaseFilesReader
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.layout import ChunkMap, Region
 
@@ -34,6 +37,8 @@ class RegionPlace:
     address: int
     """Its logical address."""
     store_id: bytes
+    base_files: BaseFilesReader | None = None
+    """Reads the blocks that lie in the base model's files; None: there are none."""
 
 
 class OpenRegion:
@@ -70,6 +75,8 @@ class OpenRegion:
 
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """See `Generation.read`."""
+        if block in self._place.shape.records.in_files:
+            return self._read_in_files(block, field, start, stop, memory)
         [(address, _)], files = self._parts(block, start, stop, {field: memory}), self._place.files
         chunks = self.chunks
         if chunks is None:
@@ -89,7 +96,10 @@ class OpenRegion:
         return self._place.files.read_parts(self._parts(block, start, stop, memories))
 
     def write(self, block: int, start: int, stop: int, memories: Mapping[str, memoryview]) -> Ticket:
-        """Write elements [start, stop) of several fields, each from its memory. Their checksums are set elsewhere."""
+        """Write elements [start, stop) of several fields, each from its memory. Their checksums are set elsewhere.
+        What lies in the base model's files stays there."""
+        if block in self._place.shape.records.in_files:
+            return Ticket(num_parts=0)
         return self._place.files.write_parts(self._parts(block, start, stop, memories))
 
     def table(self) -> ChunkTable:
@@ -118,6 +128,23 @@ class OpenRegion:
             self._root = table.write_into(lease.memory)
             place.files.write(place.address + self.records_bytes, lease.memory).wait()
         return self._root
+
+    def _read_in_files(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        reader, records, chunks = self._place.base_files, self._place.shape.records, self.chunks
+        assert reader is not None and start % BLOCK_ALIGNMENT == 0, block
+        unit = BLOCK_ALIGNMENT if chunks is None else chunks.chunk_elements
+        unit_bytes = records.field_bytes(block, field, unit)
+
+        def check(first: int, last: int) -> None:
+            if chunks is not None:
+                begin, end = start + first // unit_bytes * unit, min(stop, start + -(-last // unit_bytes) * unit)
+                try:
+                    self._check(block, field, begin, end, memory[first:last])
+                except IntegrityFailure as failure:
+                    raise reader.changed(block, failure) from failure
+
+        first_byte = records.field_bytes(block, field, start)
+        return reader.read(block, first_byte, memory, unit_bytes=unit_bytes, check=check)
 
     def _parts(
         self, block: int, start: int, stop: int, memories: Mapping[str, memoryview]

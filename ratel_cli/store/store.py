@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -27,12 +28,13 @@ from ratel_cli.io.files import check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.store.barrier import Barrier, failpoint
+from ratel_cli.store.base_files import BaseFiles, BaseFilesReader
 from ratel_cli.store.checksums import FROZEN_STEP
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
 from ratel_cli.store.generation import Generation, StoreRegions
 from ratel_cli.store.headers import existing_store, read_header
-from ratel_cli.store.layout import Geometry
+from ratel_cli.store.layout import Geometry, Region
 from ratel_cli.store.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
 from ratel_cli.store.manifest import (
     NO_PREVIOUS,
@@ -81,9 +83,17 @@ class Store(Closing):
     """
 
     def __init__(
-        self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, *, queue: IoQueue, barrier: Barrier
+        self,
+        lock: StoreLock,
+        manifest: Manifest,
+        previous_sha256: bytes,
+        *,
+        queue: IoQueue,
+        barrier: Barrier,
+        notice: Callable[[str], None],
+        base_files: BaseFiles | None = None,
     ) -> None:
-        """Use `create` or `open` instead. The store owns the lock from here on."""
+        """Use `create` or `open` instead. The store owns the lock from here on. `base_files`: of a new store."""
         geometry = manifest.geometry
         self.identity = manifest.identity
         """The model, settings, data and seed that the store belongs to."""
@@ -103,7 +113,7 @@ class Store(Closing):
         """Elements of a field that share a checksum. 0: the store has no checksums."""
         self.slot_bytes = geometry.slot.num_bytes
         """Size of one slot with its checksums, which is what a step writes."""
-        self.generation_bytes = geometry.frozen.num_bytes + self.slot_bytes
+        self.generation_bytes = geometry.frozen.num_bytes + geometry.in_files_bytes + self.slot_bytes
         """Size of all that belongs to one generation, frozen blocks included."""
         self.frozen_bytes = geometry.frozen.num_bytes
         """Size of the frozen region with its checksums, which the import writes."""
@@ -114,8 +124,18 @@ class Store(Closing):
         self._lock = lock
         self._commits = Commits(lock, manifest, previous_sha256, barrier)
         self._files = StripedFiles(lock.fds, geometry.stripes(), queue)
+        self._reader: BaseFilesReader | None = None
+        if geometry.list_bytes:
+            load = partial(_read_list, self._files, geometry.frozen) if base_files is None else lambda: base_files
+            self._reader = BaseFilesReader(load, queue, notice)
         is_import = manifest.generation == 0
-        place = RegionPlace(files=self._files, shape=geometry.frozen, address=0, store_id=manifest.store_id)
+        place = RegionPlace(
+            files=self._files,
+            shape=geometry.frozen,
+            address=0,
+            store_id=manifest.store_id,
+            base_files=self._reader,
+        )
         frozen = (
             OpenRegion.to_write(place, name=_FROZEN, step=FROZEN_STEP)
             if is_import
@@ -140,16 +160,19 @@ class Store(Closing):
         progress: Callable[[int], None] = lambda num_bytes: None,
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
         barrier: Barrier | None = None,
+        base_files: BaseFiles | None = None,
     ) -> Self:
         """Make a store that holds zeros. It becomes valid with `commit_import`.
 
         Writes every byte, which takes minutes for a large store. `progress` is called with the bytes of each part,
-        `frozen_bytes + num_slots * slot_bytes` in all. With one slot, steps are written in place.
+        `frozen_bytes + num_slots * slot_bytes` in all. With one slot, steps are written in place. `base_files`: which
+        have the blocks that lie in files; the geometry has room for this list.
 
         Raises BadInput if the directories hold a store and `overwrite` is False, EnvironmentFailure if space, a
         permission or the lock is missing, and IntegrityFailure if a write fails.
         """
         directories, barrier = check_directories(paths), barrier or Barrier()
+        assert geometry.list_bytes == (0 if base_files is None else len(base_files.content))
         manifest = first_manifest(os.urandom(16), identity, geometry)
         lock = make_files(
             directories,
@@ -161,8 +184,10 @@ class Store(Closing):
         )
         try:
             use_direct_io(lock.fds, lock.paths, notice)
-            store = cls(lock, manifest, NO_PREVIOUS, queue=queue, barrier=barrier)
+            store = cls(lock, manifest, NO_PREVIOUS, queue=queue, barrier=barrier, notice=notice, base_files=base_files)
             fill_with_zeros(store._files, geometry.slot_address(geometry.num_slots), progress)
+            if base_files is not None:
+                _write_list(base_files, store._files, geometry.frozen)
         except BaseException:
             lock.close()
             raise
@@ -196,7 +221,7 @@ class Store(Closing):
             read_only=read_only,
             shared=shared,
         )
-        return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or Barrier())
+        return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or Barrier(), notice=notice)
 
     @staticmethod
     def exists(paths: Sequence[Path]) -> bool:
@@ -210,6 +235,14 @@ class Store(Closing):
     def progress(self) -> Progress:
         """How far training had come when the current generation was committed."""
         return self._commits.manifest.progress
+
+    @property
+    def base_files(self) -> BaseFiles | None:
+        """Which of the base model's files have blocks of the store; None if it has all itself.
+
+        Raises IntegrityFailure if the list is damaged.
+        """
+        return None if self._reader is None else self._reader.files
 
     @property
     def pinned_steps(self) -> tuple[int, ...]:
@@ -309,7 +342,7 @@ class Store(Closing):
         """
         self._commits.check_usable()
         assert self._phase in (_Phase.STEPPING, _Phase.STAGED)
-        self._files.settle()
+        self._files.settle()  # nothing is written to base files
         if self.in_place:
             if self._shadow.submitted_bytes:
                 self._commits.stop()
@@ -418,6 +451,8 @@ class Store(Closing):
         """Wait for transfers in flight, then unlock the files. Commits nothing. Idempotent."""
         if self._phase is not _Phase.CLOSED:
             self._phase = _Phase.CLOSED
+            if self._reader is not None:
+                self._reader.close()
             self._files.settle()
             self._lock.close()
 
@@ -477,3 +512,15 @@ class Store(Closing):
         """Commit the manifest. `generation` is then the current one; None: the one that was current stays so."""
         self._commits.publish(manifest)
         self._current = (generation or self._current).with_entry(self._commits.manifest.current)
+
+
+def _write_list(base_files: BaseFiles, files: StripedFiles, frozen: Region) -> None:
+    with BufferPool(None) as pool, pool.lease(frozen.list_bytes, "the list of the base model's files") as lease:
+        lease.memory[:] = base_files.content
+        files.write(frozen.list_address, lease.memory).wait()
+
+
+def _read_list(files: StripedFiles, frozen: Region) -> BaseFiles:
+    with BufferPool(None) as pool, pool.lease(frozen.list_bytes, "the list of the base model's files") as lease:
+        files.read(frozen.list_address, lease.memory).wait()
+        return BaseFiles.from_content(bytes(lease.memory))

@@ -31,7 +31,14 @@ import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
@@ -175,9 +182,25 @@ def write_rows(path: Path) -> Path:
     return path
 
 
+def _in_dtype(base: Path, dtype: str) -> Path:
+    """The model with its weights in `dtype`, in several files; made once."""
+    directory = base.with_name(f"{base.name}-{dtype}")
+    if not directory.exists():
+        partial = base.with_name(f"{directory.name}.partial")
+        AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype]).save_pretrained(partial, max_shard_size="64KB")
+        AutoTokenizer.from_pretrained(base).save_pretrained(partial)
+        partial.rename(directory)
+    return directory
+
+
 def write_config(directory: Path, *, base: Path, rows: Path, data_type: str = COMPLETION, **changes: object) -> Path:
-    """Write `run.yaml` in `directory`; the run's output and store are next to it. A change to None removes the key."""
+    """Write `run.yaml` in `directory`; the run's output and store are next to it. A change to None removes the key.
+
+    A base that is to stay in its files is copied beside `base` in the run's dtype, which it must have for that.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    if changes.get("base_storage") == "in_place":
+        base = _in_dtype(base, str(changes.get("dtype", SETTINGS["dtype"])))
     settings: dict[str, object] = {
         "base_model": str(base),
         "datasets": [{"path": str(rows), "type": data_type}],

@@ -21,6 +21,7 @@ _ADAPTER: dict[str, object] = {"lora_r": 4, "lora_alpha": 8}
 TRAINED: dict[str, dict[str, object]] = {
     "all weights": {},
     "lora": {**_ADAPTER, "adapter": "lora", "lora_dropout": 0.1},
+    "lora in place": {**_ADAPTER, "adapter": "lora", "base_storage": "in_place"},
     "qlora": {**_ADAPTER, "adapter": "qlora", "load_in_4bit": True},
     "dora, head whole": {**_ADAPTER, "adapter": "lora", "peft_use_dora": True, "lora_modules_to_save": ["lm_head"]},
     "adamw_8bit": {"optimizer": "adamw_8bit"},

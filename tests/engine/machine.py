@@ -31,15 +31,25 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import AdaptedSource, adapted_matrices, base_name, drawn_adapter, inject, magnitudes_of
+from ratel_cli.model.adapters import (
+    AdaptedSource,
+    adapted_matrices,
+    base_name,
+    base_spec,
+    drawn_adapter,
+    inject,
+    magnitudes_of,
+)
+from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
 from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.in_place import base_files_of, placed_in_files
 from ratel_cli.model.merged_weights import AdaptedMatrix
-from ratel_cli.model.quantised_model import QuantisingSource, quantise_layers, quantised_weights
+from ratel_cli.model.quantised_model import QuantisingSource, plain_spec, quantise_layers, quantised_weights
 from ratel_cli.model.rate_groups import ONE_RATE, RateGroups
-from ratel_cli.model.skeleton import NAMES_OF_DTYPES, build_skeleton, supported_attention
+from ratel_cli.model.skeleton import DTYPES, NAMES_OF_DTYPES, build_skeleton, supported_attention
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base
 from ratel_cli.schedule.rules import rules_of
@@ -291,6 +301,37 @@ def quantising(source: Source, config: PretrainedConfig, model: DecoderModel) ->
     return QuantisingSource(source, layers, plain)
 
 
+def saved(
+    directory: Path, config: PretrainedConfig, weights: Mapping[str, torch.Tensor], model: DecoderModel
+) -> CheckpointSource:
+    """The weights as transformers saves them in the model's dtype, in several files, open."""
+    dtype = model.spec.dtype
+    plain = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
+    state = {name: values.to(DTYPES[dtype]) for name, values in weights.items()}
+    loaded = type(plain).from_pretrained(None, config=plain.config, state_dict=state, dtype=DTYPES[dtype])
+    loaded.save_pretrained(directory, max_shard_size="100KB")
+    return CheckpointSource(directory, plain, plain_spec(base_spec(model.spec), plain))
+
+
+def _source(
+    resources: ExitStack,
+    config: PretrainedConfig,
+    weights: Mapping[str, torch.Tensor],
+    model: DecoderModel,
+    base_directory: Path | None,
+    *,
+    drawn: Mapping[str, torch.Tensor],
+    magnitudes: Mapping[str, AdaptedMatrix],
+) -> WeightSource:
+    """Where the first generation comes from. The model is changed if a part of it stays in files."""
+    if base_directory is None:
+        return AdaptedSource(quantising(Source(weights), config, model), lambda: drawn, magnitudes)
+    base = resources.enter_context(saved(base_directory, config, weights, model))
+    source = AdaptedSource(base, lambda: drawn, magnitudes)
+    model.spec = placed_in_files(model.spec, source)
+    return source
+
+
 @contextmanager
 def machine(
     directory: Path,
@@ -323,10 +364,12 @@ def machine(
     group_rates: tuple[float, ...] = (),
     quantised: QuantisedForm | None = None,
     quantises_experts: bool = False,
+    base_directory: Path | None = None,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 
     A `queue` is only borrowed; without one there is a new one. `model` is that of an earlier machine, to save time.
+    `base_directory`: where the weights are saved in `dtype`, and stay as far as they are frozen; of adapters alone.
     """
     drawn: Mapping[str, torch.Tensor] = {}
     magnitudes: Mapping[str, AdaptedMatrix] = {}
@@ -368,23 +411,20 @@ def machine(
         if weights is None:
             store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
         else:
+            source = _source(resources, config, weights, model, base_directory, drawn=drawn, magnitudes=magnitudes)
+            own = model.spec.sliced(ranks.slice)
+            base_files = base_files_of(own, source)
             geometry = Geometry(
-                blocks=model.spec.sliced(ranks.slice).stored_blocks,
+                blocks=own.stored_blocks,
                 rank_slice=ranks.slice,
                 num_slots=1 if in_place else 2,
                 shares=(1,) * num_directories,
                 chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
+                list_bytes=0 if base_files is None else len(base_files.content),
             )
-            store = resources.enter_context(
-                Store.create(paths, geometry, identity=IDENTITY, queue=queue, barrier=barrier)
-            )
-            import_base(
-                model.spec.sliced(ranks.slice),
-                AdaptedSource(quantising(Source(weights), config, model), lambda: drawn, magnitudes),
-                store,
-                pool,
-                progress=lambda num_elements: None,
-            )
+            made = Store.create(paths, geometry, identity=IDENTITY, queue=queue, barrier=barrier, base_files=base_files)
+            store = resources.enter_context(made)
+            import_base(own, source, store, pool, progress=lambda num_elements: None)
         timeline = Timeline()
         device = resources.enter_context(devices(timeline))
 

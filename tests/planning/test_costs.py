@@ -23,6 +23,7 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
 from ratel_cli.planning.step_time import StageTime, StepTime
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
+from ratel_cli.schedule.rules import FROZEN
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, machine
 from tests.tiers import examples
@@ -429,6 +430,18 @@ def test_every_resource_has_its_work() -> None:
     nothing = StageTime(compute=0, up=0, down=0, nvme_read=0, nvme_write=0, optimizer=0, memory=0, total=0)
     assert time.update == nothing
     assert time.total == forward.total + backward.total
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_a_file_is_read_from_one_drive_and_copied_once_more(num_devices: int) -> None:
+    hardware = machine(memory_bytes_per_second=1e8)
+    hardware = replace(hardware, nvme=replace(hardware.nvme, num_devices=num_devices))
+    frozen = replace(SPEC, blocks=(*(replace(block, rule=FROZEN) for block in SPEC.blocks[:-1]), SPEC.blocks[-1]))
+    in_files = frozen.in_files({block.index: block.compute_bytes for block in frozen.blocks[:-1]})
+    stored, placed = (step_time(hardware, spec=spec).forward for spec in (frozen, in_files))
+    num_bytes = sum(block.compute_bytes for block in frozen.blocks[:-1])
+    assert placed.nvme_read == pytest.approx(stored.nvme_read + (num_devices - 1) * num_bytes / 2e9)
+    assert placed.memory == pytest.approx(stored.memory + 2 * num_bytes / 1e8)
 
 
 def test_where_the_cpu_computes_the_optimizer_and_copies_take_their_share_of_it() -> None:

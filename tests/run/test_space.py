@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from ratel_cli.errors import NotEnoughSpace
 from ratel_cli.model.marker import STAGING_NAME, Marker, space_for_export, write_marker
 from ratel_cli.run.files.hardware_file import to_text
 from ratel_cli.run.inputs.settings import num_slots
-from ratel_cli.run.train.space import Space, spaces_of
+from ratel_cli.run.train.space import Space, check_store_space, spaces_of
+from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITHOUT_GPU
 from tests.planning.shapes import gpt
@@ -192,3 +194,25 @@ def test_a_plan_whose_export_does_not_fit(capsys: pytest.CaptureFixture[str], mo
     assert "the run does not fit: export is short by " in captured.err
     assert captured.err.splitlines()[-1] == "hint: set output_dir to a device with more space"
     assert "what would fit" not in captured.out
+
+
+def test_an_adapter_is_exported_alone() -> None:
+    """Its export does not have the base's bytes, and its base may stay where it is."""
+    frozen = replace(SPEC, blocks=(*(replace(block, rule=FROZEN) for block in SPEC.blocks[:-1]), SPEC.blocks[-1]))
+    adapter = config_of().model_copy(update={"adapter": "lora"})
+    [export] = spaces_of(adapter, frozen, nvme_bytes=0)
+    last = SPEC.blocks[-1]
+    assert export.need_bytes == last.num_stored * last.dtype_bytes
+    [whole] = spaces_of(config_of(), frozen, nvme_bytes=0)
+    assert whole.need_bytes == sum(block.num_stored * block.dtype_bytes for block in SPEC.blocks)
+
+
+def test_where_the_base_takes_the_space_it_may_stay_in_its_files() -> None:
+    last = replace(SPEC.blocks[-1], parameters=(), num_elements=2048)
+    frozen = replace(SPEC, blocks=(*(replace(block, rule=FROZEN) for block in SPEC.blocks[:-1]), last))
+    placed = frozen.in_files({block.index: block.compute_bytes for block in frozen.blocks[:-1]})
+    hardware = replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, free_bytes=0, weights=(1,)))
+    for spec, hint in ((frozen, "base_storage: in_place"), (placed, "storage.durability: none"), (SPEC, "durability")):
+        with pytest.raises(NotEnoughSpace) as raised:
+            check_store_space(config_of(), spec, 1 << 60, hardware)
+        assert hint in str(raised.value.hint)

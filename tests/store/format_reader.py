@@ -159,6 +159,7 @@ class ReadBlock:
     fields: list[list[Any]]
     """Name, type and elements of a value."""
     is_frozen: bool
+    is_in_files: bool = False
 
     def field_bytes(self, position: int, num_elements: int, page: Format) -> int:
         _, kind, per = self.fields[position]
@@ -217,8 +218,25 @@ class StoreReader:
 
     @property
     def frozen_bytes(self) -> int:
-        records = self._record_offset(len(self.blocks), is_frozen=True)
-        return records + self._table_bytes(is_frozen=True) if records else 0
+        if not any(block.is_frozen and block.num_elements for block in self.blocks):
+            return 0
+        return self._list_address + int(self.geometry["list_bytes"])
+
+    @property
+    def _list_address(self) -> int:
+        return self._record_offset(len(self.blocks), is_frozen=True) + self._table_bytes(is_frozen=True)
+
+    @cached_property
+    def base_files(self) -> dict[str, Any]:
+        """The list of the base model's files, as it is stored."""
+        rows = self.format.table("Blocks in the base model's files")
+        content = self._logical[self._list_address : self.frozen_bytes]
+        require(content[:8] == rows[0]["content"].encode(), "the list has another magic")
+        end = int(rows[2]["offset"]) + struct.unpack_from("<Q", content, int(rows[1]["offset"]))[0]
+        require(struct.unpack_from("<I", content, end)[0] == zlib.crc32(content[:end]), "the list has another CRC")
+        require(not any(content[end + 4 :]), "there is something behind the list")
+        found: dict[str, Any] = json.loads(content[int(rows[2]["offset"]) : end])
+        return found
 
     @property
     def slot_bytes(self) -> int:
@@ -254,9 +272,15 @@ class StoreReader:
         """The entries of the frozen region's checksum table."""
         return self._table(0, self.payload["frozen_checksum"], is_frozen=True)
 
-    def _block(self, num_elements: int, record: int, is_frozen: bool) -> ReadBlock:
-        require(isinstance(is_frozen, bool), "a kind is frozen or not")
-        return ReadBlock(num_elements=num_elements, fields=self.geometry["records"][record], is_frozen=is_frozen)
+    def _block(self, num_elements: int, record: int, is_frozen: bool, is_in_files: bool) -> ReadBlock:
+        require(isinstance(is_frozen, bool) and isinstance(is_in_files, bool), "a kind is frozen or not")
+        require(is_frozen or not is_in_files, "a block that is trained is in files")
+        return ReadBlock(
+            num_elements=num_elements,
+            fields=self.geometry["records"][record],
+            is_frozen=is_frozen,
+            is_in_files=is_in_files,
+        )
 
     def _table(self, address: int, root: str, *, is_frozen: bool) -> list[int]:
         num_bytes = self._table_bytes(is_frozen=is_frozen)
@@ -338,7 +362,7 @@ class StoreReader:
         return sum(
             each.field_bytes(position, each.num_elements, self.format)
             for each in self.blocks[:block]
-            if each.is_frozen is is_frozen
+            if each.is_frozen is is_frozen and not each.is_in_files
             for position in range(len(each.fields))
         )
 
@@ -350,10 +374,25 @@ class StoreReader:
 
     def _field(self, generation: StoredGeneration, index: int, position: int) -> bytes:
         block = self.blocks[index]
+        if block.is_in_files:
+            return self._in_files(index, block.field_bytes(position, block.num_elements, self.format))
         start = 0 if block.is_frozen else self.slot_address(generation.slot)
         start += self._record_offset(index, is_frozen=block.is_frozen)
         start += sum(block.field_bytes(before, block.num_elements, self.format) for before in range(position))
         return self._logical[start : start + block.field_bytes(position, block.num_elements, self.format)]
+
+    def _in_files(self, index: int, num_bytes: int) -> bytes:
+        """A block's field from the base model's files."""
+        field, end = bytearray(num_bytes), 0
+        for block, start, length, file, offset in self.base_files["pieces"]:
+            if block == index:
+                require(start >= end and start + length <= num_bytes, "pieces in another order, or too many")
+                path, size = self.base_files["files"][file]
+                content = Path(path).read_bytes()
+                require(len(content) == size, "a file of another size")
+                field[start : start + length] = content[offset : offset + length]
+                end = start + length
+        return bytes(field)
 
     def _chunks(self, *, is_frozen: bool) -> Iterator[tuple[int, int, int]]:
         """(block, position of the field, first element) of each chunk, in the order of a region's table."""

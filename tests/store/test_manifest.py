@@ -169,11 +169,11 @@ def test_a_missing_manifest_between_two_is_noticed() -> None:
         choose_manifest((encode_manifest(FIRST), encode_manifest(third)))
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, FORMAT_VERSION + 1, 2**32 - 1])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, FORMAT_VERSION + 1, 2**32 - 1])
 def test_another_format_is_rejected_by_name(version: int) -> None:
-    """Formats 1 to 3 were never released."""
+    """Formats 1 to 4 were never released."""
     with pytest.raises(
-        BadInput, match=f"format_version: the store has format {version}, but this program reads format 4"
+        BadInput, match=f"format_version: the store has format {version}, but this program reads format 5"
     ):
         decode_manifest(page_with(payload_of(FIRST), version=version))
 

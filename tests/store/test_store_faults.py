@@ -148,7 +148,7 @@ def test_another_format_is_an_error(paths: list[Path], plain_queue: IoQueue) -> 
     page = bytearray((paths[0] / DATA_FILE_NAME).read_bytes()[: PAGE_BYTES - 4])
     page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
     edit(paths[0], 0, bytes(page) + struct.pack("<I", zlib.crc32(page)))
-    with pytest.raises(BadInput, match="format_version: the store has format 5"):
+    with pytest.raises(BadInput, match="format_version: the store has format 6"):
         open_store(paths, plain_queue)
     assert Store.exists(paths)
 

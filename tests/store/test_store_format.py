@@ -295,7 +295,7 @@ def test_swapped_directories_are_noticed(tmp_path: Path, queue: IoQueue) -> None
         ("| 12 | 16 | bytes | store_id |", "| 13 | 16 | bytes | store_id |"),
         ("`RATELDAT`", "`RATELDAX`"),
         ("`RATELMAN`", "`RATELMAX`"),
-        ("| 8 | 4 | u32 | version | 4 |\n| 12 | 4 |", "| 8 | 4 | u32 | version | 5 |\n| 12 | 4 |"),
+        ("| 8 | 4 | u32 | version | 5 |\n| 12 | 4 |", "| 8 | 4 | u32 | version | 6 |\n| 12 | 4 |"),
         ("| 32 | 8 | u64 | generation |", "| 32 | 4 | u32 | store_id |"),
         ("| 40 | 32 | bytes | previous_sha256 |", "| 41 | 31 | bytes | previous_sha256 |"),
         ("| 72 | payload_bytes | json |", "| 71 | payload_bytes | json |"),

@@ -45,7 +45,7 @@ class RatelForecaster:
 
     def forecast(self, setting: Setting) -> Forecast:
         """The plan as a forecast; of a run that does not fit, the plan for just as much memory as it takes."""
-        return _forecast(self.plan(setting), setting, device_limit_bytes=self._device_limit_bytes(setting))
+        return _forecast(self.plan(setting), setting, self.spec, device_limit_bytes=self._device_limit_bytes(setting))
 
     def with_activations(self, activations: ActivationPolicy) -> RatelForecaster:
         """As of `Forecaster`."""
@@ -223,13 +223,16 @@ def host_limit_bytes(setting: Setting) -> int:
     return max(0, host.available_bytes - margin_bytes(host.memory_bytes))
 
 
-def more_space(*, num_ranks: int) -> str:
+def more_space(spec: ModelSpec, *, num_ranks: int) -> str:
     """What to do where a store does not fit. Several ranks have no `durability: none`."""
     more = "name more directories in storage.paths"
+    copied = sum(block.compute_bytes for block in spec.blocks if not block.is_trained and not block.is_in_files)
+    if copied > sum(block.record_bytes for block in spec.blocks):
+        return f"{more}, or leave the frozen weights in the base model's files: base_storage: in_place"
     return more if num_ranks > 1 else f"{more}, or halve the need with storage.durability: none"
 
 
-def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -> Forecast:
+def _forecast(plan: Plan, setting: Setting, spec: ModelSpec, *, device_limit_bytes: int | None) -> Forecast:
     keys = ", ".join(setting.step_keys)
     tiers = [
         Tier(
@@ -242,7 +245,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
             name="NVMe",
             need_bytes=plan.nvme_bytes,
             have_bytes=setting.share.nvme.free_bytes,
-            remedy=more_space(num_ranks=setting.layout.num_ranks),
+            remedy=more_space(spec, num_ranks=setting.layout.num_ranks),
         ),
     ]
     if device_limit_bytes is not None:

@@ -49,7 +49,7 @@ def check_machine(
         geometry = new_geometry(config, model.spec.stored_blocks, shares=weights)
         need_bytes = sum(geometry.file_bytes()) if plan is None else plan.nvme_bytes
         if not has_store:
-            errors.attempt(("storage", "paths"), lambda: check_store_space(config, need_bytes, hardware))
+            errors.attempt(("storage", "paths"), lambda: check_store_space(config, model.spec, need_bytes, hardware))
         spaces = spaces_of(config, model.spec, nvme_bytes=need_bytes, export_bytes=export_bytes, weights=weights)
         for space in spaces:
             errors.attempt(space.key, space.check)

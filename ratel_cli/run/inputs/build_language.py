@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,11 +14,13 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.model.classes import classes_of, name_classes
 from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.directory import has_weights, resolve_base_model
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
+from ratel_cli.model.in_place import placed_in_files
 from ratel_cli.model.rate_groups import RateGroups
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import rules_in
 from ratel_cli.sizes import Task
@@ -74,13 +77,34 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
             f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
             "set is_decoder: true in the model's config.json" if hasattr(model_config, "is_decoder") else None,
         )
-    return make(
+    base = make(
         directory=directory,
         config=model_config,
         attention=attention,
         model=model,
         labels=labels,
     )
+    if config.base_storage == "in_place":
+        model.spec = _in_place(base, config)
+    return base
+
+
+def _in_place(base: LanguageBase, config: RunConfig) -> ModelSpec:
+    """The model with what stays in the base model's files. If these are not here, all that is frozen: a plan needs
+    config.json alone. Raises BadInput if there is nothing."""
+    spec = base.model.spec
+    if has_weights(base.directory):
+        with ExitStack() as resources:
+            placed = placed_in_files(spec, base.open_weights(config, resources)[0])
+    else:
+        frozen = [block for block in spec.blocks if not block.is_trained and block.dtype != "uint8"]
+        placed = spec.in_files({block.index: block.compute_bytes for block in frozen})
+    if not any(block.is_in_files for block in placed.blocks):
+        raise BadInput(
+            f"base_storage: in_place: nothing that is frozen lies in the files of {base.directory} in {config.dtype}",
+            "set `dtype` to that of the files, or base_storage: store",
+        )
+    return placed
 
 
 def _rate_groups(config: RunConfig, skeleton: PreTrainedModel) -> RateGroups:

@@ -93,7 +93,15 @@ def description_file(config: RunConfig) -> Path:
     names = [each.name for each in (rules.main, rules.of_matrices) if each is not None]
     rule_names = [] if rules == ALL_ADAMW else names
     chosen = [*(getattr(config, key) for key in (*CHOOSES_PARAMETERS, *OF_RATES)), *rule_names]
-    return user_cache_file("model", [content, config.dtype, config.attn_implementation, software, chosen, *of_task])
+    in_place = [_files_of_weights(config.base_model)] if config.base_storage == "in_place" else []
+    known = [content, config.dtype, config.attn_implementation, software, chosen, *of_task, *in_place]
+    return user_cache_file("model", known)
+
+
+def _files_of_weights(base_model: str) -> list[tuple[str, int, int]]:
+    """Of each safetensors file, its name, its size and when it was changed: what it has may decide where blocks lie."""
+    paths = sorted(Path(os.path.expanduser(base_model)).glob("*.safetensors*"))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
 
 
 def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:

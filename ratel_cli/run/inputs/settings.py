@@ -23,6 +23,7 @@ from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
 from ratel_cli.schedule.rules import RuleChoice, rules_of
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, QuantisedForm, Task
+from ratel_cli.store.base_files import BaseFiles
 from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.best import BestRule
@@ -44,7 +45,9 @@ CHOOSES_BITS: Final = (
 """Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
 CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION)
 """Keys that decide what is trained of a model."""
-DECIDES_THE_STATE: Final = ("base_model", "random_init", *CHOOSES_PARAMETERS, *OF_RATES, *CHOOSES_RULES, "dtype")
+DECIDES_THE_STATE: Final = (
+    "base_model", "random_init", "base_storage", *CHOOSES_PARAMETERS, *OF_RATES, *CHOOSES_RULES, "dtype",
+)  # fmt: skip
 """Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
 OF_TEXT: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "mlm_probability", "head_chunk",
@@ -238,6 +241,14 @@ def new_geometry(
     *,
     shares: tuple[int, ...],
     rank_slice: RankSlice = WHOLE,
+    base_files: BaseFiles | None = None,
 ) -> Geometry:
-    """The geometry of the store that the config asks for. `shares`: of `storage.paths`."""
-    return Geometry(blocks=blocks, num_slots=num_slots(config), shares=shares, rank_slice=rank_slice)
+    """The geometry of the store that the config asks for. `shares`: of `storage.paths`. `base_files`: see
+    `Store.create`; what is only planned does without."""
+    return Geometry(
+        blocks=blocks,
+        num_slots=num_slots(config),
+        shares=shares,
+        rank_slice=rank_slice,
+        list_bytes=0 if base_files is None else len(base_files.content),
+    )

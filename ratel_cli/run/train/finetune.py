@@ -30,11 +30,12 @@ from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.shares import share_of
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.io.files import device_of
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.plan import reference_row, split_words
-from ratel_cli.report.run import opening
+from ratel_cli.report.run import base_row, opening
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.origin import Origin, OriginRecord, check_same_origin, read_origin
 from ratel_cli.run.files.output import claim_output, reject_lost_store
@@ -123,7 +124,7 @@ def run_finetune(
             claim_output(context.config)  # phase 3; from here on nothing is refused
         context.listen()
         context.stop.must_resume = start != Resume()
-        target = run.snapshot or make_snapshot(context, planner.spec, run.identity, start)
+        target = run.snapshot or make_snapshot(context, planner.spec, inputs.source, run.identity, start)
         facts = _announce(run)
         if run.store is None:
             weights = hardware.nvme.weights
@@ -210,7 +211,7 @@ def _find(
     share = share_of(hardware, context.layout, network=measured_network(ranks))
     if change is not None:
         _check_fits(context, inputs, share)
-        change.make(context, inputs.model.spec, identity)
+        change.make(context, inputs.model.spec, inputs.source, identity)
     if begins.ranks_before and not dry_run:
         share_origin(ranks, config)
     store = find_store(context, identity, start)
@@ -393,6 +394,10 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         computed_tokens=data.computed_tokens_per_step,
         endurance_tb=config.storage.endurance_tb,
     )
+    if config.base_storage == "in_place":
+        directory = run.inputs.base.directory
+        is_elsewhere = device_of(directory) not in map(device_of, config.storage.paths)
+        rows.insert(-1, base_row(run.inputs.model.spec, directory, is_elsewhere=is_elsewhere))
     if config.has_reference and run.store is None:
         num_steps = min(run.inputs.num_steps, data.steps_per_epoch)
         rows.insert(-1, reference_row(num_steps, num_steps * plan.time.forward.total))
@@ -428,12 +433,12 @@ def _check_limits(run: _Run, plan: Plan, spaces: Sequence[Space]) -> None:
 
     Each directory is checked again when its file is made.
     """
-    config, errors = run.context.config, ErrorList()
+    config, spec, errors = run.context.config, run.inputs.model.spec, ErrorList()
     errors.attempt(("storage", "max_tb_written"), lambda: _check_wear_limit(run))
     if run.store is None:
         errors.attempt(
             ("storage", "paths"),
-            lambda: check_store_space(config, plan.nvme_bytes, run.hardware, layout=run.context.layout),
+            lambda: check_store_space(config, spec, plan.nvme_bytes, run.hardware, layout=run.context.layout),
         )
     for space in spaces:
         errors.attempt(space.key, space.check)

@@ -29,6 +29,8 @@ from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.files import SpaceNeed, check_space, sync_path
+from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.in_place import base_files_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.resharding_record import (
@@ -129,8 +131,8 @@ class Resharding:
         config = config.split_by(self.was.known_split[0])
         return config.chunked_by(self.was.head_chunk) if isinstance(self.was.head_chunk, int) else config
 
-    def make(self, context: RunContext, spec: ModelSpec, identity: StoreIdentity) -> None:
-        """Phases 1 to 5. `identity`: of the new stores.
+    def make(self, context: RunContext, spec: ModelSpec, source: WeightSource, identity: StoreIdentity) -> None:
+        """Phases 1 to 5. `source`: of the base model's weights. `identity`: of the new stores.
 
         Raises BadInput if a store is not here, or belongs to another run; OfAllRanks if a rank does not see its new
         one; IntegrityFailure if one is damaged, and NotEnoughSpace.
@@ -141,7 +143,7 @@ class Resharding:
             decide = None
             with first_rank_first(ranks):
                 if self.was is not None:
-                    made = _resharded(context, spec, identity, stores_of, before=self.before, was=self.was)
+                    made = _resharded(context, spec, source, identity, stores_of, before=self.before, was=self.was)
                     decide = changing.enter_context(made)
             _check_seen(ranks, paths)
             with first_rank_first(ranks):
@@ -192,6 +194,7 @@ def _other_steps(config: RunConfig, *, before: int, size: int) -> BadInput:
 def _resharded(
     context: RunContext,
     spec: ModelSpec,
+    source: WeightSource,
     identity: StoreIdentity,
     stores_of: Sequence[Sequence[Path]],
     *,
@@ -213,14 +216,17 @@ def _resharded(
         stores = [opened.enter_context(_open_old(context, paths, identity, was, before, size)) for paths in olds]
         _check_slices(stores, before)
         _check_free(record)
+        slices = [RankSlice(rank, size) for rank in range(size)]
+        base_files = [base_files_of(spec.sliced(each), source) for each in slices]
         geometries = [
             new_geometry(
                 config,
-                spec.sliced(RankSlice(rank, size)).stored_blocks,
+                spec.sliced(each).stored_blocks,
                 shares=_shares(stores[0], len(paths)),
-                rank_slice=RankSlice(rank, size),
+                rank_slice=each,
+                base_files=files,
             )
-            for rank, paths in enumerate(news)
+            for each, paths, files in zip(slices, news, base_files, strict=True)
         ]
         needs = zip(made, (num_bytes for each in geometries for num_bytes in each.file_bytes()), strict=True)
         check_space([SpaceNeed(directory=path, num_bytes=num_bytes) for path, num_bytes in needs])
@@ -239,11 +245,13 @@ def _resharded(
             _finish(config, counts)
 
         try:
-            for rank, (paths, geometry) in enumerate(zip(news, geometries, strict=True)):
+            for rank, (paths, geometry, files) in enumerate(zip(news, geometries, base_files, strict=True)):
                 new = [path / NEW_STORE for path in paths]
                 of_rank = replace(context, config=_of_rank(config, rank))
                 what = f"store of rank {rank}"
-                with prepare_store(of_rank, new, geometry, identity=identity, overwrite=False, what=what) as store:
+                with prepare_store(
+                    of_rank, new, geometry, identity=identity, overwrite=False, base_files=files, what=what
+                ) as store:
                     _copy(context, spec, stores, store)
                 failpoint("reshard.copied")
             yield decide

@@ -147,5 +147,9 @@ def _make(context: RunContext, snapshot: Store) -> Store:
     if len(paths) > 1:
         existing = [nearest_existing(path) for path in paths]
         shares = measure_drives(existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
-    geometry = new_geometry(context.config, snapshot.blocks, shares=shares, rank_slice=snapshot.rank_slice)
-    return prepare_store(context, paths, geometry, identity=snapshot.identity, overwrite=True)
+    rank_slice, base_files = snapshot.rank_slice, snapshot.base_files
+    geometry = new_geometry(
+        context.config, snapshot.blocks, shares=shares, rank_slice=rank_slice, base_files=base_files
+    )
+    identity = snapshot.identity
+    return prepare_store(context, paths, geometry, identity=identity, overwrite=True, base_files=base_files)

@@ -17,6 +17,8 @@ from ratel_cli.config.sections import SnapshotConfig
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.import_weights import WeightSource
+from ratel_cli.model.in_place import base_files_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.report.run import snapshot_line
 from ratel_cli.run.context import RunContext
@@ -82,14 +84,23 @@ def space_rows(config: RunConfig, spaces: Sequence[Space], hardware: HardwarePro
     return list(words.items())
 
 
-def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity, start: Start) -> Store | None:
-    """A new, empty snapshot for the model's blocks; None if none is wanted."""
+def make_snapshot(
+    context: RunContext, spec: ModelSpec, source: WeightSource, identity: StoreIdentity, start: Start
+) -> Store | None:
+    """A new, empty snapshot for the model's blocks; None if none is wanted. `source`: of the base model's weights."""
     wanted = context.config.storage.snapshot
     if wanted is None:
         return None
     rank_slice = context.ranks.slice
     own = spec.sliced(rank_slice)
-    geometry = Geometry(blocks=own.stored_blocks, num_slots=SNAPSHOT_SLOTS, shares=(1,), rank_slice=rank_slice)
+    base_files = base_files_of(own, source)
+    geometry = Geometry(
+        blocks=own.stored_blocks,
+        num_slots=SNAPSHOT_SLOTS,
+        shares=(1,),
+        rank_slice=rank_slice,
+        list_bytes=0 if base_files is None else len(base_files.content),
+    )
     try:
         return prepare_store(
             context,
@@ -97,6 +108,7 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
             geometry,
             identity=identity,
             overwrite=isinstance(start, StartOver),
+            base_files=base_files,
             queue=context.open_queue(),
             what="snapshot",
         )

@@ -112,9 +112,7 @@ def spaces_of(
             name="export",
             option="output_dir",
             path=export,
-            need_bytes=sum(block.num_stored * block.dtype_bytes for block in spec.blocks)
-            if export_bytes is None
-            else export_bytes,
+            need_bytes=_exported_bytes(config, spec) if export_bytes is None else export_bytes,
             available_bytes=available_bytes,
             is_shared=beside > 0,
         )
@@ -122,13 +120,19 @@ def spaces_of(
     return tuple(spaces)
 
 
+def _exported_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """The weights of an export: of an adapter, what is trained alone."""
+    exported = [block for block in spec.blocks if block.is_trained or config.adapter is None]
+    return sum(block.num_stored * block.dtype_bytes for block in exported)
+
+
 def check_store_space(
-    config: RunConfig, need_bytes: int, hardware: HardwareProfile, *, layout: RankLayout = ONE_RANK
+    config: RunConfig, spec: ModelSpec, need_bytes: int, hardware: HardwareProfile, *, layout: RankLayout = ONE_RANK
 ) -> None:
     """Raise NotEnoughSpace unless store and scratch files of a new run fit together, of this rank and of those that
     share its drives."""
     available_bytes = hardware.nvme.free_bytes // layout.on_drives + taken_bytes(config.storage.paths)
-    hint = f"free some space; or {more_space(num_ranks=layout.num_ranks)}"
+    hint = f"free some space; or {more_space(spec, num_ranks=layout.num_ranks)}"
     if need_bytes > available_bytes:
         raise NotEnoughSpace(
             f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "

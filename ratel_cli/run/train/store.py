@@ -18,6 +18,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.import_weights import WeightSource, import_weights
+from ratel_cli.model.in_place import base_files_of
 from ratel_cli.model.marker import read_marker
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
@@ -43,6 +44,7 @@ from ratel_cli.run.inputs.inputs import Inputs, changed_settings
 from ratel_cli.run.inputs.settings import DECIDES_THE_STATE, as_recorded, new_geometry, num_slots, settings_hash
 from ratel_cli.run.train.branch import Branch, beginning
 from ratel_cli.run.train.start import GoBack, Start, StartOver
+from ratel_cli.store.base_files import BaseFiles
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_rank_slice, stored_step
@@ -265,9 +267,12 @@ def make_store(
     `weights` are the directories' shares of its bytes, for its whole life.
     """
     spec = inputs.model.spec.sliced(context.ranks.slice)
-    geometry = new_geometry(context.config, spec.stored_blocks, shares=weights, rank_slice=context.ranks.slice)
-    paths = context.config.storage.paths
-    store = prepare_store(context, paths, geometry, identity=identity, overwrite=isinstance(start, StartOver))
+    rank_slice, base_files = context.ranks.slice, base_files_of(spec, inputs.source)
+    geometry = new_geometry(
+        context.config, spec.stored_blocks, shares=weights, rank_slice=rank_slice, base_files=base_files
+    )
+    paths, is_over = context.config.storage.paths, isinstance(start, StartOver)
+    store = prepare_store(context, paths, geometry, identity=identity, overwrite=is_over, base_files=base_files)
     forget_deleted_store(context.config)
     write_origin(context.config, None if branch is None else branch.record)
     if branch is not None:
@@ -285,12 +290,14 @@ def prepare_store(
     *,
     identity: StoreIdentity,
     overwrite: bool,
+    base_files: BaseFiles | None,
     queue: IoQueue | None = None,
     what: str = "store",
 ) -> Store:
     """An empty store, which becomes valid with its first commit. Every byte is written once: minutes for a large one.
 
-    The context closes it, and shows the progress of making the `what`. `queue`: the context's own if None. Raises
+    The context closes it, and shows the progress of making the `what`. `queue`: the context's own if None.
+    `base_files`: see `Store.create`. Raises
     BadInput if there is a store already and `overwrite` is not set, EnvironmentFailure if there is no space.
     """
     total_bytes = geometry.slot_address(geometry.num_slots)
@@ -303,6 +310,7 @@ def prepare_store(
             overwrite=overwrite,
             progress=advance,
             notice=context.log.notice,
+            base_files=base_files,
         )
     write_records(paths, own_output(context.config))
     return context.resources.enter_context(store)
