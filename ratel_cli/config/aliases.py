@@ -43,6 +43,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     TOP: {
         "model_name_or_path": "base_model",
         "model": "base_model",
+        "model_revision": "revision_of_model",
         "train_on_prompt": "train_on_inputs",
         "completion_only_loss": "train_on_inputs",
         "assistant_only_loss": "train_on_inputs",

@@ -229,7 +229,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         use_unsloth use_kernels use_scattermoe use_sonicmoe moe_kernels use_kernel use_hub_kernels use_v1_kernels
         kernel_name use_flash_attention_2 torch_compile torch_compile_backend torch_compile_mode
         torch_compile_dynamic torchdynamo compile tf32 experts_implementation padding_free loss_kernel
-        fused_attn_kernel use_dsv4_kernels""",
+        fused_attn_kernel use_dsv4_kernels gemma4_hybrid_attn_impl""",
     ),
     (
         _LOADER,
@@ -299,11 +299,11 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         """bnb_config_kwargs quantization_bit quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4
         use_bnb use_onebitllms""",
     ),
+    (_but(_FREEZING, True), "freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules"),  # text uses none
     (
         _FREEZING,
-        """freeze_vision_tower freeze_multi_modal_projector freeze_language_model
-        freeze_trainable_layers freeze_trainable_modules freeze_extra_modules freeze_mm_modules use_badam lisa_n_layers
-        lisa_step_interval lisa_layers_attribute mixture_of_depths""",
+        """freeze_language_model freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_badam
+        lisa_n_layers lisa_step_interval lisa_layers_attribute mixture_of_depths""",
     ),
     (
         _OPTIMIZER,
@@ -335,7 +335,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         split_special_tokens tokenizer_config tokenizer_name_or_path tokenizer_path tokenizer_save_jinja_files
         eos_token new_special_tokens_config init_special_tokens""",
     ),
-    (_but(_MODEL, "main"), "model_revision revision_of_model revision"),
+    (_but(_MODEL, "main"), "revision"),
     (
         _MODEL,
         """rope_scaling rope_theta overrides_of_model_config overrides_of_model_kwargs model_init_kwargs

@@ -72,6 +72,8 @@ class RunConfig(Section):
 
     base_model: PathOrHubId | None = None
     """The model to train: a directory with config.json and safetensors files, or a Hugging Face hub id. Required."""
+    revision_of_model: Annotated[str, Field(min_length=1)] | None = None
+    """The branch, tag or commit of a hub model. Default: its main branch."""
     model_shape: ModelShape | None = None
     """For `ratel plan` only, instead of `base_model` and `datasets`: a GPT-type model described by its shape."""
     cost_model: Literal["ratel", "paper"] = "ratel"

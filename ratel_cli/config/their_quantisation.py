@@ -22,8 +22,13 @@ _OPTIONS = "bnb_config_kwargs"
 """axolotl's mapping of other settings of 4 bit, which replace those of its own."""
 
 
+_OF_FILES: Mapping[str, str] = {"Mxfp4Config": "MXFP4", "FineGrainedFP8Config": "fp8"}
+"""axolotl's `model_quantization_config`: how the files of the base model are quantised."""
+
+
 def translate_quantisation(entries: Entries, report: Report) -> None:
     """What is quantised, and how. TRL has no double quantisation by default; axolotl and LLaMA-Factory have it."""
+    _take_form_of_files(entries, report)
     for key in [key for key in entries if key in OF_QUANTISATION and entries[key].value.content in (None, "")]:
         report.drop_empty(entries.pop(key))
     bits = entries.get("quantization_bit")
@@ -64,3 +69,15 @@ def _take_options(entries: Entries, report: Report, *, is_on: bool) -> None:
         for key in content.keys() & entries.keys():
             report.drop(entries[key], f"`{_OPTIONS}` has it, too")
         entries.update(content)
+
+
+def _take_form_of_files(entries: Entries, report: Report) -> None:
+    """That a base model is read as the numbers that its codes stand for is what Ratel does with it."""
+    form, options = (entries.get(key) for key in ("model_quantization_config", "model_quantization_config_kwargs"))
+    if form is None or options is None or form.value.content not in _OF_FILES:
+        return
+    if plain(options.value) == {"dequantize": True}:
+        reason = f"weights in {_OF_FILES[str(form.value.content)]} are read as the numbers that their codes stand for"
+        for entry in (form, options):
+            report.drop(entry, reason)
+        del entries["model_quantization_config"], entries["model_quantization_config_kwargs"]

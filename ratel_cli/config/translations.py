@@ -178,6 +178,22 @@ def _minimum_rate(entries: Entries, report: Report) -> None:
     report.read_as(entry, f"lr_scheduler: cosine_with_min_lr, lr_scheduler_kwargs: {{min_lr_rate: {ratio}}}")
 
 
+def _whole_batch(entries: Entries, report: Report) -> None:
+    """axolotl's `batch_size`, the sequences of a step, beside its `micro_batch_size`."""
+    entry, micro = entries.get("batch_size"), entries.get("micro_batch_size")
+    size, of_micro = (None if each is None else each.value.content for each in (entry, micro))
+    if entry is None or not isinstance(size, int) or not isinstance(of_micro, int) or of_micro < 1:
+        return
+    given = entries.get("gradient_accumulation_steps")
+    if given is not None and given.value.content is not None:
+        report.drop(entries.pop("batch_size"), "`gradient_accumulation_steps` decides this")
+    elif size >= of_micro:
+        del entries["batch_size"]
+        number = size // of_micro
+        entries["gradient_accumulation_steps"] = replace(made(entry, number), written="gradient_accumulation_steps")
+        report.read_as(entry, f"gradient_accumulation_steps: {number}")
+
+
 def _no_options(entries: Entries, report: Report) -> None:
     for key in ("lr_scheduler_kwargs", "optim_args"):
         entry = entries.get(key)
@@ -464,6 +480,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _delay,
     _steps_without_end,
     _minimum_rate,
+    _whole_batch,
     _no_options,
     _order,
     _optimizer_options,

@@ -371,11 +371,13 @@ def read_adapter(directory: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:
     return found
 
 
-def named_base(directory: Path) -> str:
-    """The base model that the adapter in a directory names. Raises BadInput if it names none."""
+def named_base(directory: Path) -> tuple[str, str | None]:
+    """The base model that the adapter in a directory names, and its revision. Raises BadInput if it names none."""
     path = trusted_file(directory, ADAPTER_CONFIG_NAME)
     try:
-        return JsonFields(json.loads(path.read_text(encoding="utf-8"))).text("base_model_name_or_path")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        name = JsonFields(content).text("base_model_name_or_path")
+        return name, None if content.get("revision") is None else JsonFields(content).text("revision")
     except ValueError as error:
         raise BadInput(f"{path}: it names no base model: {first_line(error)}") from error
 
@@ -446,10 +448,10 @@ def _saved_name(name: str) -> str:
     return ".".join(("base_model", "model", *(parts[:-1] if _MAGNITUDES in parts else parts)))
 
 
-def adapter_config_text(config: LoraConfig, *, base_model: str) -> str:
-    """The content of adapter_config.json, as PEFT writes it."""
+def adapter_config_text(config: LoraConfig, *, base_model: str, revision: str | None = None) -> str:
+    """The content of adapter_config.json, as PEFT writes it. `revision`: of the base model."""
     own = copy.deepcopy(config)
-    own.base_model_name_or_path, own.inference_mode = base_model, True
+    own.base_model_name_or_path, own.inference_mode, own.revision = base_model, True, revision
     if not isinstance(own.target_modules, str):
         own.target_modules = sorted(own.target_modules or ())  # PEFT has made sets of them
     own.target_parameters = sorted(own.target_parameters or ()) or None

@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt
@@ -81,11 +82,13 @@ class WeightFiles:
     """(tensor, file) for each tensor of the index; empty for a single file."""
 
 
-def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None = None) -> Path:
+def resolve_base_model(
+    base_model: str, *, revision: str | None = None, download: Callable[[str], str] | None = None
+) -> Path:
     """The directory of the model that the config's `base_model` names; a hub model is downloaded into the hub's cache.
 
-    `download` gets a hub id and returns a directory. Raises BadInput if there is no such model, EnvironmentFailure if
-    the hub cannot be reached or the files cannot be written.
+    `revision`: of a hub model. `download` gets a hub id and returns a directory. Raises BadInput if there is no such
+    model, EnvironmentFailure if the hub cannot be reached or the files cannot be written.
     """
     if not base_model or not base_model.isprintable():
         raise BadInput(f"base_model: '{excerpt(base_model)}' is neither a directory nor a hub id")
@@ -94,6 +97,12 @@ def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None
         local = local.expanduser()
     # Not by methods of Path: they raise for names that are too long.
     if os.path.isdir(local):
+        if revision is not None:
+            error = BadInput(
+                f"revision_of_model: {excerpt(base_model)} is a directory, which has one revision", "remove the key"
+            )
+            error.key = ("revision_of_model",)
+            raise error
         return local
     if os.path.exists(local):
         raise BadInput(
@@ -104,7 +113,7 @@ def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None
             f"base_model: there is no directory {excerpt(base_model)}, and this cannot be a hub id",
             "set it to the model's directory, or to a hub id like OWNER/NAME",
         )
-    return _fetch(base_model, download or _download)
+    return _fetch(base_model, revision, download or partial(_download, revision=revision))
 
 
 def index_name_of(weights_name: str) -> str:
@@ -248,7 +257,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _fetch(repository: str, download: Callable[[str], str]) -> Path:
+def _fetch(repository: str, revision: str | None, download: Callable[[str], str]) -> Path:
     """Download a hub model. Translates the hub's exceptions into ours."""
     from huggingface_hub import errors
 
@@ -259,7 +268,12 @@ def _fetch(repository: str, download: Callable[[str], str]) -> Path:
             f"base_model: the hub gives {repository} only to users who have accepted its licence",
             "accept the licence on the model's page, then log in with `hf auth login`",
         ) from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+    except errors.RevisionNotFoundError as error:
+        raise BadInput(
+            f"revision_of_model: the hub's {repository} has no branch, tag or commit {excerpt(str(revision))}",
+            "check the spelling on the model's page",
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise BadInput(
             f"base_model: there is no directory and no hub model named {repository}",
             "check the spelling; for a private model, log in with `hf auth login`",
@@ -273,11 +287,11 @@ def _fetch(repository: str, download: Callable[[str], str]) -> Path:
         raise EnvironmentFailure(f"base_model: {repository} cannot be downloaded: {error.strerror or error}") from error
 
 
-def _download(repository: str) -> str:
+def _download(repository: str, revision: str | None) -> str:
     """Download weights, configuration and tokenizer of a hub model, and nothing that could be code."""
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(repository, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+    return snapshot_download(repository, revision=revision, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
 
 
 def sampled_weights_hash(directory: Path) -> str:

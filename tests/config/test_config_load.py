@@ -16,7 +16,7 @@ from tests.config.config_loading import MINIMAL, Complain, Load
 from tests.test_input_files import compressed
 
 OF_THE_INTERFACE = """
-    base_model model_shape cost_model random_init base_storage unfrozen_parameters frozen_parameters
+    base_model revision_of_model model_shape cost_model random_init base_storage unfrozen_parameters frozen_parameters
     adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_target_parameters
     lora_layers_to_transform
     peft_use_rslora peft_use_dora lora_modules_to_save peft_init_lora_weights

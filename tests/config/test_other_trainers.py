@@ -109,6 +109,41 @@ def test_what_is_empty_or_off_is_ignored(load: Load, key: str, value: str) -> No
     assert all(notice == f"run.yaml:3:1: `{key}` changes nothing here" for notice in loaded.notices)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("micro_batch_size: 4\nbatch_size: 32\n", 8),
+        ("micro_batch_size: 4\nbatch_size: 35\ngradient_accumulation_steps:\n", 8),  # axolotl rounds down
+        ("micro_batch_size: 4\nbatch_size: 32\ngradient_accumulation_steps: 2\n", 2),
+    ],
+)
+def test_axolotl_s_batch_size_is_that_of_a_step(load: Load, text: str, number: int) -> None:
+    assert load(MINIMAL + text).config.gradient_accumulation_steps == number
+
+
+@pytest.mark.parametrize("text", ["batch_size: 32\n", "micro_batch_size: 4\nbatch_size: 3\n"])
+def test_a_batch_size_that_says_nothing_sure_is_rejected(complain: Complain, text: str) -> None:
+    [error] = complain(MINIMAL + text)
+    assert "`batch_size` is not a key of Ratel: it means different things in different tools" in error
+
+
+def test_files_in_another_form_are_read_as_numbers(load: Load, complain: Complain) -> None:
+    keys = "model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs: {dequantize: %s}\n"
+    [notice] = load(MINIMAL + keys % "true").notices
+    assert "change nothing here" in notice
+    assert len(complain(MINIMAL + keys % "false")) == 2
+
+
+def test_parts_that_text_does_not_use_may_be_frozen(load: Load) -> None:
+    text = "freeze_mm_modules: true\nfreeze_vision_tower: true\nfreeze_multi_modal_projector: true\n"
+    [notice] = load(MINIMAL + text).notices
+    assert "change nothing here" in notice
+
+
+def test_the_revision_of_a_hub_model(load: Load) -> None:
+    assert load(MINIMAL + "model_revision: main\n").config.revision_of_model == "main"
+
+
 def test_a_default_may_be_true(load: Load, complain: Complain) -> None:
     """LLaMA-Factory closes an empty thought in the prompt where this is off."""
     [notice] = load(MINIMAL + "enable_thinking: true\n").notices

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
@@ -166,6 +167,22 @@ def test_resolving_a_hub_id(tmp_path: Path) -> None:
     assert asked == ["org/model-1.5_b", "gpt2"]
 
 
+def test_a_revision_is_of_a_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, object]] = []
+
+    def download(repository: str, **options: object) -> str:
+        asked.append((repository, options["revision"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for revision in (None, "v1.5"):
+        assert resolve_base_model("org/model", revision=revision) == tmp_path
+    assert asked == [("org/model", None), ("org/model", "v1.5")]
+    with pytest.raises(BadInput, match="is a directory, which has one revision") as raised:
+        resolve_base_model(str(tmp_path), revision="main")
+    assert raised.value.key == ("revision_of_model",)
+
+
 @pytest.mark.parametrize("name", ["", "./none", "/none", "~/none", "a/b/c", "a/../b", "a b", "a\0b", "\x1b[2J"])
 def test_names_that_are_no_directory_and_no_hub_id(name: str) -> None:
     def download(repository: str) -> str:
@@ -187,6 +204,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
     [
         (errors.GatedRepoError, BadInput, "licence"),
         (errors.RepositoryNotFoundError, BadInput, "no hub model"),
+        (errors.RevisionNotFoundError, BadInput, "org/model has no branch, tag or commit v2"),
         (errors.HfHubHTTPError, EnvironmentFailure, "cannot be reached"),
         (errors.LocalEntryNotFoundError, EnvironmentFailure, "cannot be reached"),
         (ConnectionError, EnvironmentFailure, "cannot be downloaded"),
@@ -198,7 +216,7 @@ def test_failures_of_the_hub(error: type[Exception], translated: type[RatelError
         raise error.__new__(error)  # the constructors need a server's response
 
     with pytest.raises(translated, match=words) as raised:
-        resolve_base_model("org/model", download=download)
+        resolve_base_model("org/model", revision="v2", download=download)
     assert isinstance(raised.value.__cause__, error)
 
 

@@ -102,7 +102,8 @@ def _verify_adapter(directory: Path, log: RunLog) -> list[Check]:
     """Check a directory with an adapter, which is loaded onto the base model that it names."""
     from ratel_cli.model.adapters import load_adapted, named_base  # with PEFT, which others do not need
 
-    base = resolve_base_model(named_base(directory))
+    name, revision = named_base(directory)
+    base = resolve_base_model(name, revision=revision)
     num_bytes = weights_bytes(directory) + loaded_bytes(base)
 
     def load() -> nn.Module:

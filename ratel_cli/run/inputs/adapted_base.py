@@ -106,7 +106,12 @@ class AdaptedBase(LanguageBase):
         replaced = tokenizer_files(config, self.directory)
         base_model = hub_id(config) or str(self.directory.resolve())
         return GivenSidecars(
-            texts={ADAPTER_CONFIG_NAME: adapter_config_text(self.peft_config, base_model=base_model), **replaced},
+            texts={
+                ADAPTER_CONFIG_NAME: adapter_config_text(
+                    self.peft_config, base_model=base_model, revision=config.revision_of_model
+                ),
+                **replaced,
+            },
             copies={name: path for name, path in copied_files(self.directory).items() if name not in replaced},
         )
 

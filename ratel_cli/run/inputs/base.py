@@ -153,6 +153,8 @@ def model_hash(config: RunConfig, spec: ModelSpec) -> str:
         (each.dtype, each.rule.name, [(p.name, p.shape, p.start) for p in each.parameters]) for each in spec.blocks
     ]
     content = [spec.architecture, blocks, config.dtype, str(origin), config.random_init]
+    if config.revision_of_model is not None:
+        content.append(config.revision_of_model)
     if in_files := [block.index for block in spec.blocks if block.is_in_files]:
         content.append(in_files)
     return hash_of(content if config.adapter is None else [*content, asdict(adapter_of(config, config.task))])

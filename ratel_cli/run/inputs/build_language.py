@@ -42,7 +42,7 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     task = task or config.task
     if task == "denoising":
         raise BadInput("datasets of type: latents train a diffusion transformer; this is for language models")
-    directory = resolve_base_model(config.base_model)
+    directory = resolve_base_model(config.base_model, revision=config.revision_of_model)
     model_config = read_model_config(directory, task)
     labels = classes_of(model_config, config.labels) if task == "classification" else ()
     if labels:

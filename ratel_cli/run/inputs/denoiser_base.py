@@ -94,7 +94,7 @@ class DenoiserBase(Base):
 def build_denoiser_base(config: RunConfig) -> DenoiserBase:
     """Find the config's base model and build its skeleton. Raises BadInput, EnvironmentFailure."""
     assert config.base_model is not None
-    directory = resolve_base_model(config.base_model)
+    directory = resolve_base_model(config.base_model, revision=config.revision_of_model)
     found = read_denoiser_config(directory)
     model = denoiser_model(
         found,

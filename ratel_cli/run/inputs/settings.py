@@ -46,7 +46,8 @@ CHOOSES_BITS: Final = (
 CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION)
 """Keys that decide what is trained of a model."""
 DECIDES_THE_STATE: Final = (
-    "base_model", "random_init", "base_storage", *CHOOSES_PARAMETERS, *OF_RATES, *CHOOSES_RULES, "dtype",
+    "base_model", "revision_of_model", "random_init", "base_storage", *CHOOSES_PARAMETERS, *OF_RATES, *CHOOSES_RULES,
+    "dtype",
 )  # fmt: skip
 """Keys that decide what a store is made of: they must also be those of a run that a new one starts from."""
 OF_TEXT: Final = (
