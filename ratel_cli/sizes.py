@@ -16,7 +16,7 @@ WeightDtype = Literal["bfloat16", "float32", "float16", "uint8"]
 
 QuantisedForm = Literal["nf4", "nf4 double", "int8"]
 """How a matrix is quantised (model/quantised.py). `nf4 double`: with double quantisation."""
-StoredForm = Literal["nf4", "nf4 double", "int8", "mxfp4"]
+StoredForm = Literal["nf4", "nf4 double", "int8", "mxfp4", "int4"]
 """How the bytes of a quantised matrix stand for it: the above, or what only files have."""
 
 ValueType = Literal["bfloat16", "float16", "float32", "int16", "uint8"]

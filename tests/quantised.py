@@ -80,3 +80,42 @@ def dequantised_weights(
         matrix = matrix.T.contiguous() if is_turned else matrix
         found[name] = dequantised(matrix.reshape(-1, matrix.shape[-1]), form).view_as(matrix).float()
     return found
+
+
+def packed_down(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """`[codes, columns]` in words of 32 bits, `[words, columns]`, the first code in the lowest bits."""
+    words = torch.zeros(codes.shape[0] * bits // 32, codes.shape[1], dtype=torch.int64)
+    for row in range(len(codes)):
+        words[row * bits // 32] |= codes[row].long() << (row * bits % 32)
+    return words.to(torch.int32)
+
+
+def packed_across(codes: torch.Tensor) -> torch.Tensor:
+    """`[rows, codes]` of 4 bits in words, `[rows, words]`, in AWQ's order: a word has, from its lowest bits on, its
+    first column, its third one and so on, then the second one, the fourth one and so on."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    mixed = codes.view(len(codes), -1, 8)[:, :, order].reshape(len(codes), -1)
+    return packed_down(mixed.T, 4).T.contiguous()
+
+
+def of_words(
+    shape: tuple[int, int], method: Literal["gptq", "awq"], *, size: int, by_activation: bool, seed: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What GPTQ or AWQ has of some matrix `[outputs, inputs]` in 4 bit, by the ends of names, and the matrix in fp16.
+    Groups have `size` inputs."""
+    generator, (outputs, inputs) = torch.Generator().manual_seed(seed), shape
+    number = inputs // size
+    codes = torch.randint(0, 16, (inputs, outputs), generator=generator)
+    zeros = torch.randint(0, 16, (number, outputs), generator=generator)
+    scales = torch.rand(number, outputs, generator=generator).half() / 40
+    groups = torch.arange(inputs) // size
+    if by_activation:
+        groups = groups[torch.randperm(inputs, generator=generator)]
+    matrix = torch.empty(shape, dtype=torch.float16)
+    for column in range(inputs):
+        matrix[:, column] = scales[groups[column]] * (codes[column] - zeros[groups[column]]).half()
+    if method == "awq":
+        return {"qweight": packed_across(codes), "qzeros": packed_across(zeros), "scales": scales}, matrix
+    stored_zeros = packed_down(((zeros - 1) % 16).T, 4).T.contiguous()
+    parts = {"qweight": packed_down(codes, 4), "qzeros": stored_zeros, "scales": scales, "g_idx": groups.int()}
+    return parts, matrix

@@ -17,6 +17,9 @@ from ratel_cli.model.quantised import E2M1_VALUES, QuantisedLayout, power_of_two
 from ratel_cli.model.shards import ShardReader, TensorEntry
 from ratel_cli.units import align_up
 
+_INT4_BITS = 4
+_MOST_GROUPS = 1 << 15
+"""Whose numbers 16 bits have."""
 PART_ELEMENTS = 1 << 20
 """Elements that are decoded at once, if the files have them in their order."""
 
@@ -38,6 +41,12 @@ class CodedTensor(ABC):
     @abstractmethod
     def part(self, number: int) -> torch.Tensor:
         """The elements of a part, in any shape, not yet in the dtype of `entry`."""
+
+    @property
+    def layout(self) -> QuantisedLayout | None:
+        """The layout in which the matrix may stay as small as it is in the files, where no key asks for another one;
+        None if there is none."""
+        return None
 
     def layout_bytes(self, layout: QuantisedLayout) -> torch.Tensor | None:  # noqa: ARG002
         """The bytes of this matrix in a layout, if the files have the same codes; None if they do not."""
@@ -204,6 +213,28 @@ class TurnedTensor(CodedTensor):
     """Codes `[inputs, outputs]`."""
     unpack_zeros: Callable[[torch.Tensor], torch.Tensor]
     """Zero points `[groups, outputs]`."""
+    bits: int
+    """Of a code."""
+
+    @property
+    def layout(self) -> QuantisedLayout | None:
+        """See CodedTensor."""
+        scales = self.files[self.sources[2]].tensors[self.sources[2]]
+        if self.bits != _INT4_BITS or scales.dtype != torch.float16 or scales.shape[0] > _MOST_GROUPS:
+            return None
+        rows, columns = self.entry.shape
+        return QuantisedLayout("int4", rows, columns, num_groups=scales.shape[0], has_order=len(self.sources) > 3)
+
+    def layout_bytes(self, layout: QuantisedLayout) -> torch.Tensor | None:
+        """See CodedTensor."""
+        if layout != self.layout:
+            return None
+        words, zero_words, scales = (self.whole(name) for name in self.sources[:3])
+        codes, zeros = self.unpack_codes(words).T.to(torch.uint8), self.unpack_zeros(zero_words).T.to(torch.uint8)
+        parts = [codes[:, ::2] | codes[:, 1::2] << 4, scales.T, zeros[: layout.rows]]
+        if layout.has_order:
+            parts.append(self.whole(self.sources[3]).to(torch.int16))
+        return _joined(layout, parts)
 
     def part(self, number: int) -> torch.Tensor:  # noqa: ARG002
         """See CodedTensor. A part is the matrix."""

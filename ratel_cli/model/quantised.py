@@ -11,6 +11,9 @@ It holds what bitsandbytes has in several tensors:
     mxfp4   two elements in a byte, the first one in its lower half; then an exponent for each 32 elements (OCP
             Microscaling Formats 1.0). Of experts alone, whose files have them turned: `[outputs, inputs]` for
             `[inputs, outputs]`
+    int4    two elements in a byte, the first one in its lower half; then a scale in fp16 for each group of inputs and
+            each output, and a zero point in a byte; then, if groups are not in order, that of each input in 16 bit.
+            What GPTQ and AWQ have in words of 32 bits (arXiv:2210.17323, arXiv:2306.00978)
 
 Each part begins at a multiple of `_PART_ALIGNMENT` bytes, and the bytes between are zero. A stack of matrices, such as
 that of experts, is quantised as one matrix with all their rows, which is how bitsandbytes sees it.
@@ -70,6 +73,10 @@ class QuantisedLayout:
     columns: int
     num_stacked: int = 0
     """How many matrices it is; 0: one that is no stack."""
+    num_groups: int = 0
+    """Groups of columns that share a scale in a row: of int4."""
+    has_order: bool = False
+    """Whether groups are columns in any order, which is stored: of int4."""
 
     @classmethod
     def of(cls, form: StoredForm, shape: Sequence[int]) -> QuantisedLayout:
@@ -146,6 +153,9 @@ class QuantisedLayout:
     def _part_bytes(self) -> tuple[int, ...]:
         if self.form == "mxfp4":
             return self.code_bytes, self.num_magnitudes
+        if self.form == "int4":
+            number = self.rows * self.num_groups
+            return (self.code_bytes, 2 * number, number, *([2 * self.columns] if self.has_order else []))
         if self.form != "nf4 double":
             return self.code_bytes, 4 * self.num_magnitudes
         return self.code_bytes, self.num_magnitudes, 4 * -(-self.num_magnitudes // _DOUBLE_ELEMENTS), 4
@@ -181,8 +191,8 @@ def quantise_from(read: Callable[[int, int], torch.Tensor], layout: QuantisedLay
 
 def dequantised(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
     """The matrix or stack of these bytes, in `dtype`: one operator, whatever it is made of."""
-    numbers = layout.rows, layout.columns, layout.num_stacked
-    found: torch.Tensor = torch.ops.ratel.dequantise(data, layout.form, *numbers, dtype)
+    numbers = layout.rows, layout.columns, layout.num_stacked, layout.num_groups
+    found: torch.Tensor = torch.ops.ratel.dequantise(data, layout.form, *numbers, layout.has_order, dtype)
     return found
 
 
@@ -289,7 +299,7 @@ def quantise_experts(module: nn.Module, names: Sequence[str], form: StoredForm) 
     for name in names:
         values = module.get_parameter(name)
         stacks[name] = layout = QuantisedLayout.of(form, values.shape)
-        if values.is_meta or form == "mxfp4":
+        if values.is_meta or form == "mxfp4" or form == "int4":
             data = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=values.device)
         else:
             data = quantise(values.detach(), form)
@@ -413,12 +423,21 @@ def _code_values_on(device: torch.device) -> torch.Tensor:
 
 
 def _dequantise(
-    data: torch.Tensor, form: StoredForm, rows: int, columns: int, num_stacked: int, dtype: torch.dtype
+    data: torch.Tensor,
+    form: StoredForm,
+    rows: int,
+    columns: int,
+    num_stacked: int,
+    num_groups: int,
+    has_order: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The kernel of the operator, for the CPU and a GPU."""
-    layout = QuantisedLayout(form, rows, columns, num_stacked=num_stacked)
+    layout = QuantisedLayout(form, rows, columns, num_stacked, num_groups, has_order)
     if form == "mxfp4":
         return _turned_experts(data.contiguous(), layout, dtype)
+    if form == "int4":
+        return _of_groups(data.contiguous(), layout, dtype)
     return _expanded(data, layout, dtype).view(layout.shape)
 
 
@@ -435,6 +454,28 @@ def _turned_experts(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dt
         values = _e2m1_pairs(data.device).index_select(0, codes[number].int()).view(-1, _MXFP4_ELEMENTS)
         found[number].copy_(values.mul_(power_of_two(exponents[number]).unsqueeze(1)).view(-1, layout.columns).T)
     return found
+
+
+def _of_groups(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix of int4: `(code - zero point) * scale` in fp32, rounded to the scales' fp16 and then to `dtype`."""
+    rows, columns, number = layout.rows, layout.columns, layout.num_groups
+    codes, scales, zeros, *order = layout.parts(data)
+    codes, zeros = codes.view(rows, -1), zeros.view(rows, number)
+    scales = scales.view(torch.float16).view(rows, number)
+    of_columns = order[0].view(torch.int16).int() if order else None
+    matrix = torch.empty(rows, columns, dtype=dtype, device=data.device)
+    at_once = max(1, EXPANDED_ELEMENTS // columns)
+    for start in range(0, rows, at_once):
+        packed, of_rows = codes[start : start + at_once], slice(start, start + at_once)
+        values = torch.stack([packed & 15, packed >> 4], dim=2).view(len(packed), columns).to(torch.int16)
+        zero, scale = zeros[of_rows].to(torch.int16), scales[of_rows].float()
+        if of_columns is None:
+            values, zero, scale = values.view(len(packed), number, -1), zero.unsqueeze(2), scale.unsqueeze(2)
+        else:
+            zero, scale = zero.index_select(1, of_columns), scale.index_select(1, of_columns)
+        found = (values - zero).float().mul_(scale).to(torch.float16)
+        matrix[of_rows] = found.view(len(packed), columns)
+    return matrix
 
 
 def _expanded(data: torch.Tensor, layout: QuantisedLayout, dtype: torch.dtype) -> torch.Tensor:
@@ -493,12 +534,23 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor, number: int) -> torch.Te
 
 
 def _shape_alone(
-    data: torch.Tensor, form: StoredForm, rows: int, columns: int, num_stacked: int, dtype: torch.dtype
+    data: torch.Tensor,
+    form: StoredForm,
+    rows: int,
+    columns: int,
+    num_stacked: int,
+    num_groups: int,
+    has_order: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    return data.new_empty(QuantisedLayout(form, rows, columns, num_stacked=num_stacked).shape, dtype=dtype)
+    layout = QuantisedLayout(form, rows, columns, num_stacked, num_groups, has_order)
+    return data.new_empty(layout.shape, dtype=dtype)
 
 
 _LIBRARY = torch.library.Library("ratel", "DEF")
-_LIBRARY.define("dequantise(Tensor data, str form, int rows, int columns, int num_stacked, ScalarType dtype) -> Tensor")
+_LIBRARY.define(
+    "dequantise(Tensor data, str form, int rows, int columns, int num_stacked, int num_groups, bool has_order,"
+    " ScalarType dtype) -> Tensor"
+)
 _LIBRARY.impl("dequantise", _dequantise, "CompositeExplicitAutograd")
 torch.library.register_fake("ratel::dequantise", _shape_alone, lib=_LIBRARY)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.coded_tensors import CodedTensor
-from ratel_cli.model.directory import trusted_file
+from ratel_cli.model.directory import find_weight_files, trusted_file
+from ratel_cli.model.quantised import QuantisedLayout
 from ratel_cli.model.quantised_formats import FORMATS, FormatFiles, method_of
 from ratel_cli.model.shards import ShardReader, TensorEntry, TensorFile
 
@@ -123,3 +125,16 @@ def dequantised_files(
                 tensors[name] = entry
         opened.append(DequantisedFile(shard, tensors, coded))
     return opened, coded
+
+
+def packed_layouts(directory: Path, dtype: torch.dtype) -> dict[str, QuantisedLayout]:
+    """The layouts of matrices that can stay as the files have them, by the names of their weights there. Raises
+    BadInput."""
+    settings = quantisation_of(directory)
+    if settings is None:
+        return {}
+    with ExitStack() as resources:
+        shards = [resources.enter_context(ShardReader(path)) for path in find_weight_files(directory).paths]
+        _, coded = dequantised_files(shards, settings, dtype)
+        found = {each.entry.name: each.layout for each in coded.tensors()}
+    return {name: layout for name, layout in found.items() if layout is not None}

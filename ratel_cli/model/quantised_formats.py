@@ -271,7 +271,7 @@ def _find_gptq(found: FormatFiles) -> Iterator[CodedTensor]:
         outputs = codes.shape[1]
         unpack_zeros = partial(word.across, is_less_one=is_less_one)
         num_zero_words = -(-outputs // word.number)
-        yield _turned_tensor(found, codes, parts, (outputs, inputs), num_zero_words, word.down, unpack_zeros)
+        yield _turned_tensor(found, codes, parts, (outputs, inputs), num_zero_words, word, word.down, unpack_zeros)
 
 
 def _find_awq(found: FormatFiles) -> Iterator[CodedTensor]:
@@ -282,7 +282,7 @@ def _find_awq(found: FormatFiles) -> Iterator[CodedTensor]:
     word = WordCodes(4, _AWQ_ORDER)
     for codes, parts in _turned(found, ("qzeros", "scales")):
         shape = (codes.shape[1] * word.number, codes.shape[0])
-        yield _turned_tensor(found, codes, parts, shape, codes.shape[1], word.across, word.across)
+        yield _turned_tensor(found, codes, parts, shape, codes.shape[1], word, word.across, word.across)
 
 
 def _turned(found: FormatFiles, parts: Sequence[str]) -> Iterator[tuple[TensorEntry, list[TensorEntry]]]:
@@ -302,6 +302,7 @@ def _turned_tensor(
     parts: Sequence[TensorEntry],
     shape: tuple[int, int],
     num_zero_words: int,
+    word: WordCodes,
     unpack_codes: Callable[[torch.Tensor], torch.Tensor],
     unpack_zeros: Callable[[torch.Tensor], torch.Tensor],
 ) -> CodedTensor:
@@ -323,6 +324,7 @@ def _turned_tensor(
         part_elements=math.prod(shape),
         unpack_codes=unpack_codes,
         unpack_zeros=unpack_zeros,
+        bits=word.bits,
     )
 
 

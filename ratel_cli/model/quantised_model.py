@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -31,10 +31,13 @@ from ratel_cli.model.quantised import (
     quantise_from,
 )
 from ratel_cli.model.quantised_formats import method_of
+from ratel_cli.model.renaming import plan_renaming
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import QuantisedForm, StoredForm
 
 _STACK_DIMENSIONS = 3
+_FORMS_OF_FILES: Mapping[StoredForm, str] = {"mxfp4": "MXFP4", "int4": "the groups that config.json says"}
+"""Forms that only files have: nothing is quantised to them here."""
 _READ_ELEMENTS = 1 << 23
 """A matrix is read in parts of this many elements."""
 
@@ -62,17 +65,61 @@ def quantise_layers(model: PreTrainedModel, form: QuantisedForm, *, with_experts
 def keep_experts_packed(model: PreTrainedModel) -> None:
     """Let stacks of experts that the files have in MXFP4 stay so, if they are not trained and no module of theirs has
     an adapter."""
-    settings = getattr(model.config, "quantization_config", None) or {}
-    if method_of(settings if isinstance(settings, dict) else settings.to_dict()) == "mxfp4":
+    if method_of(_settings_of(model)) == "mxfp4":
         for module, names in list(_stacks(model)):
             frozen = [name for name in names if not module.get_parameter(name).requires_grad]
             if frozen:
                 quantise_experts(module, frozen, "mxfp4")
 
 
+def keep_layers_packed(model: PreTrainedModel, layouts: Mapping[str, QuantisedLayout] | None) -> None:
+    """Let linear layers stay as GPTQ and AWQ have them in the files, all but the head. `layouts`: of weights in the
+    files, by their names there; None: the files are not here, and config.json says how they are."""
+    if layouts is None:
+        found = dict(_configured_layouts(model))
+    else:
+        targets = plan_renaming(model, layouts).direct
+        found = {target: layouts[name] for target, name in targets.items() if target.endswith(".weight")}
+    head = model.get_output_embeddings()
+    modules = {target: model.get_submodule(target.removesuffix(".weight")) for target in found}
+    chosen = {target: module for target, module in modules.items() if type(module) is nn.Linear and module is not head}
+    pack_layers(model, {target: found[target] for target in chosen})
+
+
+def pack_layers(model: nn.Module, layouts: Mapping[str, QuantisedLayout]) -> None:
+    """Let these linear layers, by the names of their weights, be quantised so. The weights are zeros, if they are not
+    on the meta device."""
+    for name, layout in layouts.items():
+        path = name.removesuffix(".weight")
+        plain = model.get_submodule(path)
+        assert isinstance(plain, nn.Linear) and plain.weight.shape == layout.shape, name
+        made = QuantisedLinear(layout, plain.bias, plain.weight.dtype)
+        if not plain.weight.is_meta:
+            made.weight = nn.Parameter(torch.zeros(layout.num_bytes, dtype=torch.uint8), requires_grad=False)
+        owner, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, made.train(plain.training))
+
+
+def _configured_layouts(model: PreTrainedModel) -> Iterator[tuple[str, QuantisedLayout]]:
+    """What config.json says of the weights of linear layers."""
+    settings = _settings_of(model)
+    method, bits, size = method_of(settings), settings.get("bits", 4), settings.get("group_size", -1)
+    if method not in ("gptq", "awq") or bits != 4 or not isinstance(size, int):
+        return
+    left_out = settings.get("modules_to_not_convert")
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and should_convert_module(name, left_out if isinstance(left_out, list) else None):
+            rows, columns = module.weight.shape
+            group = size if size > 0 else columns
+            if columns % group == 0:
+                number = columns // group
+                layout = QuantisedLayout("int4", rows, columns, num_groups=number, has_order=method == "gptq")
+                yield f"{name}.weight", layout
+
+
 def packed_names(model: nn.Module) -> list[str]:
-    """The names of stacks of experts in MXFP4."""
-    return [name for name, each in quantised_weights(model).items() if each.layout.form == "mxfp4"]
+    """The names of weights that are as the files have them: stacks of experts in MXFP4, layers of GPTQ and AWQ."""
+    return [name for name, each in quantised_weights(model).items() if each.layout.form in _FORMS_OF_FILES]
 
 
 def quantise_stacks(model: nn.Module, forms: Mapping[str, StoredForm]) -> None:
@@ -178,8 +225,9 @@ class QuantisingSource:
             stored = self._stored(name, layer.layout)
             if stored is not None:
                 return stored
-            if layer.layout.form == "mxfp4":
-                raise BadInput(f"the files have {name} not in MXFP4", "use the model from before quantisation")
+            if layer.layout.form in _FORMS_OF_FILES:
+                form = _FORMS_OF_FILES[layer.layout.form]
+                raise BadInput(f"the files have {name} not in {form}", "use the model from before quantisation")
             return quantise_from(lambda start, stop: self._base.read(name, start, stop).to(layer.dtype), layer.layout)
         matrix = torch.empty(shape, dtype=layer.dtype)
         flat = matrix.view(-1)
@@ -188,6 +236,12 @@ class QuantisingSource:
             flat[start:stop] = self._base.read(name, start, stop)
         turned = matrix.T.reshape(-1)
         return quantise_from(lambda start, stop: turned[start:stop], layer.layout)
+
+
+def _settings_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What config.json says of files that are quantised."""
+    settings = getattr(model.config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else cast(dict[str, Any], settings.to_dict())
 
 
 def _quantise_stacks(model: PreTrainedModel, form: QuantisedForm) -> None:
@@ -213,9 +267,7 @@ def _stacks(model: PreTrainedModel) -> Iterator[tuple[nn.Module, list[str]]]:
 
 def _quantised_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     """The layers to quantise, by all their names."""
-    settings = getattr(model.config, "quantization_config", None) or {}
-    of_files = settings if isinstance(settings, dict) else settings.to_dict()
-    named = of_files.get("llm_int8_skip_modules")  # of files that are quantised already
+    named = _settings_of(model).get("llm_int8_skip_modules")  # of files that are quantised already
     left_out = [*(get_keys_to_not_convert(model) if named is None else named), *(model._keep_in_fp32_modules or ())]
     for name, module in model.named_modules(remove_duplicate=False):
         is_linear = type(module) is nn.Linear or isinstance(module, Conv1D)

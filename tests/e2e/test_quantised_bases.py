@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import bitsandbytes as bnb
 import pytest
@@ -14,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Mxfp4Config
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import file_hash, load_data, output_of, ratel, recipe_of, store_of, succeed
+from tests.e2e.runs import file_hash, load_data, output_of, ratel, recipe_of, save_base, store_of, succeed
 from tests.e2e.test_adapters import CHANGES, IN_PEFT, NUM_STEPS, adapter_of, saved_name
 from tests.engine.architectures import tiny_config
-from tests.quantised import dequantised_weights
+from tests.quantised import dequantised_weights, of_words
 from tests.reference import train_in_memory
 
 WEIGHTS = "model.safetensors"
@@ -117,6 +118,85 @@ def test_an_adapter_of_a_base_in_fp8(
     assert ratel("merge", output_of(runs[1]), "-o", tmp_path / "merged-plain").code == 0
     one, other = load_file(merged / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
     assert all(torch.equal(one[name], values) for name, values in other.items())
+
+
+def in_words(
+    base: Path, directory: Path, method: Literal["gptq", "awq"], *, by_activation: bool = False, left_out: str = "none"
+) -> tuple[Path, Path]:
+    """The base model with the matrices of its layers in GPTQ or AWQ, but for a module, and with their numbers."""
+    tensors, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for index, (name, values) in enumerate(load_file(base / WEIGHTS).items()):
+        if name.endswith("proj.weight") and left_out not in name:
+            rows, columns = values.shape
+            parts, numbers[name] = of_words((rows, columns), method, size=16, by_activation=by_activation, seed=index)
+            tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
+        else:
+            tensors[name] = numbers[name] = values
+    settings = {"quant_method": method, "bits": 4, "group_size": 16, "desc_act": by_activation, "version": "gemm"}
+    settings["modules_to_not_convert"] = ["lm_head", left_out]
+    return copied(base, directory / method, tensors, settings), copied(base, directory / "plain", numbers)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "by_activation", "left_out"),
+    [
+        ("gptq", "bfloat16", True, "none"),
+        pytest.param("gptq", "float32", False, "layers.1.mlp.down_proj", marks=pytest.mark.full),
+        pytest.param("awq", "bfloat16", False, "layers.0.self_attn.q_proj", marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_gptq_and_awq_stay_packed_beside_an_adapter(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    method: Literal["gptq", "awq"],
+    dtype: str,
+    by_activation: bool,
+    left_out: str,
+) -> None:
+    """With the bits of the numbers that their codes stand for, and half of the bytes or less, even in groups of 16."""
+    quantised, plain = in_words(
+        save_base(tmp_path / "wide", hidden_size=128), tmp_path, method, by_activation=by_activation, left_out=left_out
+    )
+    runs = [make_config(name, base=each, **CHANGES, dtype=dtype) for name, each in (("a", quantised), ("b", plain))]
+    planned = [json.loads(ratel("plan", each, "--json").stdout)["memory"]["nvme_bytes"] for each in runs]
+    assert_same_adapters(runs)
+    sizes = [store_of(each).stat().st_size for each in runs]
+    matrices = sum(values.numel() for name, values in load_file(plain / WEIGHTS).items() if "proj" in name)
+    assert sizes[1] - sizes[0] > (1 if dtype == "bfloat16" else 2.9) * matrices
+    assert abs((planned[1] - planned[0]) - (sizes[1] - sizes[0])) < 4096
+    for name, each in (("merged", runs[0]), ("merged-plain", runs[1])):
+        ended = ratel("merge", output_of(each), "-o", tmp_path / name)
+        assert ended.code == 0, ended.stderr
+    one, other = load_file(tmp_path / "merged" / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
+    assert all(torch.equal(one[name], values) for name, values in other.items())
+    assert ratel("clean", output_of(runs[0]), "--store", "--yes").code == 0
+    ended = ratel("verify", output_of(runs[0]))
+    assert ended.code == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_plan_without_the_files_takes_config_json_s_word(
+    make_config: MakeConfig, base: Path, tmp_path: Path, method: Literal["gptq", "awq"]
+) -> None:
+    quantised, _ = in_words(base, tmp_path, method, left_out="layers.1.mlp.up_proj")
+    config = make_config(base=quantised, **CHANGES)
+    with_files = json.loads(ratel("plan", config, "--json").stdout)["memory"]
+    (quantised / WEIGHTS).unlink()
+    without = json.loads(ratel("plan", config, "--json").stdout)["memory"]
+    assert without["nvme_bytes"] == with_files["nvme_bytes"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys", [{"peft_use_dora": True}, {"load_in_4bit": True}, {"load_in_8bit": True}], ids=["dora", "4 bit", "8 bit"]
+)
+def test_what_needs_the_numbers_of_gptq_gets_them(
+    make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]
+) -> None:
+    quantised, plain = in_words(base, tmp_path, "gptq")
+    keys = {**CHANGES, **keys, "dtype": "bfloat16"}
+    assert_same_adapters([make_config(name, base=each, **keys) for name, each in (("a", quantised), ("b", plain))])
 
 
 def in_mxfp4(base: Path, directory: Path) -> tuple[Path, Path]:

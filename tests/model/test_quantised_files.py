@@ -7,9 +7,11 @@ for GPTQ and AWQ the definition of the format, element by element.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import bitsandbytes as bnb
 import pytest
@@ -20,11 +22,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ratel_cli.errors import BadInput
+from ratel_cli.model import quantised
 from ratel_cli.model.directory import WEIGHTS_NAME
-from ratel_cli.model.quantised import QuantisedLayout
+from ratel_cli.model.quantised import QuantisedLayout, dequantised
 from ratel_cli.model.quantised_files import dequantised_files
 from ratel_cli.model.shards import ShardReader, TensorFile
 from tests.model.tiny import Tensors, gather, import_all, rejection, save_tiny
+from tests.quantised import packed_across, packed_down
 
 Change = Callable[[str, torch.Tensor], Tensors]
 """What the files have instead of a matrix of a layer."""
@@ -267,14 +271,6 @@ def test_codes_of_bitsandbytes_are_kept(tmp_path: Path, form: str) -> None:
                 assert data is None or torch.equal(data, quantise(values, each)), (shape, each)
 
 
-def packed_down(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """`[codes, columns]` in words of 32 bits, `[words, columns]`, the first code in the lowest bits."""
-    words = torch.zeros(codes.shape[0] * bits // 32, codes.shape[1], dtype=torch.int64)
-    for row in range(len(codes)):
-        words[row * bits // 32] |= codes[row].long() << (row * bits % 32)
-    return words.to(torch.int32)
-
-
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("is_ordered", [True, False], ids=["in order", "by activation"])
@@ -299,6 +295,35 @@ def test_gptq(tmp_path: Path, bits: int, version: str, *, is_ordered: bool) -> N
     }
     settings: dict[str, object] = {"quant_method": "gptq", "bits": bits, "checkpoint_format": version}
     assert torch.equal(read_one(tmp_path, tensors, settings, torch.float16), wanted)
+    check_packed(tmp_path, settings, wanted if bits == 4 else None)
+
+
+def check_packed(directory: Path, settings: Mapping[str, object], wanted: torch.Tensor | None) -> None:
+    """The matrix of the files stays in half a byte for each element, and has the same numbers in any dtype. `wanted`
+    None: it does not stay so."""
+    with ShardReader(directory / WEIGHTS_NAME) as shard:
+        _, coded = dequantised_files([shard], settings, torch.float16)
+        found = coded.take("layer.weight")
+        assert found is not None
+        layout = found.layout
+        if wanted is None:
+            assert layout is None
+            return
+        assert layout is not None and layout.shape == wanted.shape
+        data = found.layout_bytes(layout)
+        assert found.layout_bytes(replace(layout, num_groups=layout.num_groups + 1)) is None
+        assert found.layout_bytes(QuantisedLayout("nf4", *wanted.shape)) is None
+    assert data is not None and len(data) == layout.num_bytes < 0.7 * wanted.numel()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for at_once in (1, 100, 1 << 22):  # elements that are expanded together
+            with mock.patch.object(quantised, "EXPANDED_ELEMENTS", at_once):
+                assert torch.equal(dequantised(data, layout, dtype), wanted.to(dtype))
+
+
+def test_scales_in_another_dtype_are_read_as_numbers(tmp_path: Path) -> None:
+    settings: dict[str, object] = {"quant_method": "gptq", "bits": 4}
+    save_file({**gptq_tensors(), "layer.scales": torch.ones(4, 64).bfloat16()}, tmp_path / WEIGHTS_NAME)
+    check_packed(tmp_path, settings, None)
 
 
 def test_awq(tmp_path: Path) -> None:
@@ -307,15 +332,10 @@ def test_awq(tmp_path: Path) -> None:
     zeros = torch.randint(0, 16, (4, outputs), generator=generator)
     scales = torch.rand(4, outputs, generator=generator).half() / 10
     wanted = ((codes - zeros.repeat_interleave(32, 0)).half() * scales.repeat_interleave(32, 0)).T
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of the columns in a word, from its lowest bits on
-
-    def packed(values: torch.Tensor) -> torch.Tensor:
-        mixed = values.view(len(values), -1, 8)[:, :, order].reshape(len(values), -1)
-        return packed_down(mixed.T, 4).T.contiguous()
-
-    tensors = {"layer.qweight": packed(codes), "layer.qzeros": packed(zeros), "layer.scales": scales}
+    tensors = {"layer.qweight": packed_across(codes), "layer.qzeros": packed_across(zeros), "layer.scales": scales}
     settings: dict[str, object] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
     assert torch.equal(read_one(tmp_path, tensors, settings, torch.float16), wanted)
+    check_packed(tmp_path, settings, wanted)
 
 
 def fp8_tensors() -> Tensors:

@@ -36,15 +36,17 @@ from ratel_cli.model.adapters import (
 )
 from ratel_cli.model.card import Card
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
-from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, has_weights
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import MergedWeights
-from ratel_cli.model.quantised_files import quantisation_of
+from ratel_cli.model.quantised_files import packed_layouts, quantisation_of
 from ratel_cli.model.quantised_model import (
     QuantisingSource,
     is_inputs_first,
     keep_experts_packed,
+    keep_layers_packed,
+    pack_layers,
     plain_spec,
     quantise_layers,
     quantise_stacks,
@@ -175,6 +177,8 @@ class AdaptedBase(LanguageBase):
             quantise_layers(loaded, self.form)
         stacks = {base_name(name): each.layout.form for name, each in quantised.items() if each.layout.num_stacked}
         quantise_stacks(loaded, stacks)
+        packed = {name: each.layout for name, each in quantised.items() if each.layout.form == "int4"}
+        pack_layers(loaded, {base_name(name): layout for name, layout in packed.items()})
         if quantisation is not None:
             with ExitStack() as resources:  # the codes of the files, which are not made of what they stand for
                 source = self._open_base(resources)
@@ -203,12 +207,15 @@ class AdaptedBase(LanguageBase):
         return build_skeleton(self.config, dtype=spec.dtype, attn_implementation=self.attention, task=task)
 
 
-def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task) -> Callable[..., AdaptedBase]:
-    """Put the config's adapter into the skeleton, which is quantised first if the config says so. Returns
-    what makes the base of it. Raises BadInput."""
+def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task, directory: Path) -> Callable[..., AdaptedBase]:
+    """Put the config's adapter into the skeleton, which is quantised first if the config says so, or the files in
+    `directory` are. Returns what makes the base of it. Raises BadInput."""
     settings, form = adapter_of(config, task), quantised_form(config)
     if form is not None:
         quantise_layers(skeleton, form, with_experts=config.quantize_moe_experts)
+    elif not settings.has_magnitudes:  # DoRA takes the numbers of a matrix
+        has_files = has_weights(directory)
+        keep_layers_packed(skeleton, packed_layouts(directory, DTYPES[config.dtype]) if has_files else None)
     peft_config = inject(skeleton, settings)
     if not config.quantize_moe_experts:
         keep_experts_packed(skeleton)

@@ -56,7 +56,7 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     else:
         from ratel_cli.run.inputs.adapted_base import adapt  # PEFT is needed here alone
 
-        make = adapt(skeleton, config, task)
+        make = adapt(skeleton, config, task, directory)
     model = find_blocks(
         skeleton,
         name=name,

@@ -5,7 +5,7 @@ Invariant: what training cannot use is rejected by name before it begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,7 @@ from ratel_cli.run.inputs.base import Base, Weights
 from ratel_cli.run.inputs.settings import quantised_form
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.run.inputs.unused_parts import unused_parts
+from ratel_cli.units import counted
 
 _NUM_TOKENS = 16
 _TOKEN_STRIDE = 7919
@@ -81,7 +82,7 @@ class LanguageBase(Base):
             log.notice(text)
         quantisation = quantisation_of(self.directory)
         if quantisation is not None and weights is not None:
-            log.notice(_of_quantised_files(quantisation, config, is_packed=bool(packed_names(self.model.skeleton))))
+            log.notice(_of_quantised_files(quantisation, config, packed=packed_names(self.model.skeleton)))
         errors.attempt(("base_model",), lambda: check_sidecars(self.directory))
 
     def sidecars(self, config: RunConfig) -> Sidecars:
@@ -119,11 +120,12 @@ class LanguageBase(Base):
         return batch, logits
 
 
-def _of_quantised_files(settings: Mapping[str, object], config: RunConfig, *, is_packed: bool) -> str:
-    """What becomes of a base model's quantised weights. `is_packed`: experts stay in the form of the files."""
+def _of_quantised_files(settings: Mapping[str, object], config: RunConfig, *, packed: Sequence[str]) -> str:
+    """What becomes of a base model's quantised weights. `packed`: those that stay in the form of the files."""
     method = method_of(settings)
-    if is_packed:
-        return f"the base model is quantised ({method}): experts stay so in the store, and compute in {config.dtype}"
+    if packed:
+        what = "experts" if method == "mxfp4" else counted(len(packed), "layer")
+        return f"the base model is quantised ({method}): {what} stay so in the store, and compute in {config.dtype}"
     fact = f"the base model is quantised ({method}): its weights are read as the numbers that they stand for"
     if quantised_form(config) is not None:
         return f"{fact}, and quantised again unless they are in that form already"
