@@ -1,6 +1,6 @@
 """One region of an open store: a slot, or the frozen region. Its records are read and written here, with checksums.
 
-Of blocks that stay in the base model's files a region has the checksums, and a reader (base_files.py).
+Of blocks that stay in the base model's files a region has the checksums, and a reader (base_reader.py).
 
 What a region reads has passed its checksums before the ticket's `wait` returns. The threads of the queue that take
 checksums see to it (io/checksum_workers.py), one part next to the other. `read_unchecked` and `write` leave them to the
@@ -23,7 +23,7 @@ from ratel_cli.io.checksum_workers import parts_of
 from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.sizes import BLOCK_ALIGNMENT
-from ratel_cli.store.base_files import BaseFilesReader
+from ratel_cli.store.base_reader import BaseFilesReader
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.layout import ChunkMap, Region
 

@@ -28,7 +28,8 @@ from ratel_cli.io.files import check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.store.barrier import Barrier, failpoint
-from ratel_cli.store.base_files import BaseFiles, BaseFilesReader
+from ratel_cli.store.base_files import BaseFiles
+from ratel_cli.store.base_reader import BaseFilesReader
 from ratel_cli.store.checksums import FROZEN_STEP
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files

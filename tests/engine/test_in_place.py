@@ -11,7 +11,7 @@ import torch
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store import base_files
+from ratel_cli.store import base_reader
 from ratel_cli.store.base_files import staging_bytes
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import check_training
@@ -35,7 +35,7 @@ LORA = ADAPTERS["all linear"]
 def test_adapters_are_those_of_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, dtype: DtypeName, part_bytes: int
 ) -> None:
-    monkeypatch.setattr(base_files, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(base_reader, "PART_BYTES", part_bytes)
     recipe = recipe_of(LORA, dtype, max_grad_norm=1.0)
     placed = dict[str, object](base_directory=tmp_path / "base", chunk_elements=2048)
     check_training(machine, tmp_path, tiny_config(architecture), recipe, adapter=LORA, **placed)

@@ -16,8 +16,9 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.schedule.rules import ADAMW, FROZEN
-from ratel_cli.store import base_files
-from ratel_cli.store.base_files import BaseFile, BaseFiles, BaseFilesReader, Piece
+from ratel_cli.store import base_reader
+from ratel_cli.store.base_files import BaseFile, BaseFiles, Piece
+from ratel_cli.store.base_reader import BaseFilesReader
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.layout import HEADER_BYTES, Geometry, StoredBlock
 from ratel_cli.store.lock import DATA_FILE_NAME
@@ -118,8 +119,8 @@ def check(store: Store, arrays: dict[int, bytes], step: int) -> None:
 @contextmanager
 def small_parts(patch: pytest.MonkeyPatch, num_bytes: int, number: int = 2) -> Iterator[None]:
     with patch.context() as patched:
-        patched.setattr(base_files, "PART_BYTES", num_bytes)
-        patched.setattr(base_files, "_NUM_STAGED", number)
+        patched.setattr(base_reader, "PART_BYTES", num_bytes)
+        patched.setattr(base_reader, "NUM_STAGED", number)
         yield
 
 
