@@ -1,0 +1,14 @@
+"""Chooses what encodes the conversations of a tokenizer: its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ratel_cli.data.chat_encoder import ChatEncoder, IsWhole
+from ratel_cli.data.template_chats import TemplateChats
+from ratel_cli.data.tokenizer import Tokenizer
+
+
+def choose_chat_encoder(tokenizer: Tokenizer, *, is_whole: IsWhole, notice: Callable[[str], None]) -> ChatEncoder:
+    """What encodes the conversations of a tokenizer. `notice` gets remarks for the user."""
+    return TemplateChats(tokenizer, is_whole=is_whole, notice=notice)
