@@ -17,6 +17,7 @@ ORACLES: dict[str, tuple[str, ...]] = {
     "tests/kernels/rules.py": (),
     "tests/ranks/oracle.py": (),
     "tests/config/json_schema_oracle.py": (),
+    "tests/data/mistral_oracle.py": (),
     "tests/planning/direct/direct_oracle.py": (),
     "tests/planning/direct/direct_program.py": (),
     "tests/kernels/oracle.py": ("ratel_cli._native",),  # the kernels that are judged

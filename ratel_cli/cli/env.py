@@ -21,7 +21,7 @@ from ratel_cli.run.files.user_cache import software_versions
 
 _PACKAGES: Final = (
     "ratel-cli", "torch", "transformers", "tokenizers", "safetensors", "datasets", "huggingface-hub", "numpy",
-    "rich", "pydantic", "flash-attn",
+    "rich", "pydantic", "flash-attn", "mistral-common",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar
 _SIGNS: Mapping[str, str] = {
     "axolotl": """base_model sequence_len micro_batch_size sample_packing dataset_prepared_path val_set_size strict
         lr_scheduler optimizer num_epochs saves_per_epoch evals_per_epoch special_tokens pad_to_sequence_len
-        flash_attention load_in_8bit train_on_inputs pretraining_dataset plugins""",
+        flash_attention load_in_8bit train_on_inputs pretraining_dataset plugins tokenizer_use_mistral_common""",
     "LLaMA-Factory": """stage finetuning_type dataset dataset_dir template cutoff_len overwrite_cache plot_loss
         preprocessing_num_workers pure_bf16 val_size flash_attn enable_liger_kernel""",
     "TRL": """dataset_name dataset_config dataset_mixture dataset_mixer dataset_train_split dataset_test_split

@@ -156,6 +156,10 @@ class RunConfig(Section):
     special_tokens: dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None = None
     """Other special tokens than the tokenizer's own, such as `{eos_token: "<|im_end|>"}`. `bos_token` and `eos_token`
     must be in its vocabulary; others that are not are ignored, with a notice. The exported tokenizer has them too."""
+    tokenizer_use_mistral_common: bool = False
+    """Tokenise with the package mistral-common, the reference for Mistral's models, instead of transformers, and encode
+    conversations by it, without a chat template. It reads `tekken.json`, or `tokenizer.model`: of version 1 unless its
+    name ends with another one, such as `.v3`. Needs `pip install 'ratel-cli[mistral]'`."""
     train_on_inputs: TrainOnInputs = False
     """Also train on the tokens of the prompt. By default only the answer counts in the loss. `conversations`: train on
     all tokens of conversations, but not on a prompt that has a completion of its own; this is the default of TRL."""
@@ -699,7 +703,7 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
 
 
 def _data_contradictions(config: RunConfig) -> list[Contradiction]:
-    found = _task_contradictions(config)
+    found = _task_contradictions(config) + _mistral_contradictions(config)
     if config.test_datasets and config.val_set_size:
         message = "`test_datasets` and `val_set_size` are both set"
         found.append(Contradiction(keys=("val_set_size", "test_datasets"), message=message, hint="remove one of them"))
@@ -718,6 +722,31 @@ def _data_contradictions(config: RunConfig) -> list[Contradiction]:
         keys = ("chat_template", "chat_template_jinja")
         message = "`chat_template` and `chat_template_jinja` name two templates"
         found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
+    return found
+
+
+def _mistral_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What cannot be had from mistral-common."""
+    if not config.tokenizer_use_mistral_common:
+        return []
+    template = config.chat_template or "jinja"  # which has a key of its own
+    wrong = {
+        "chat_template": template != "jinja" and not template.startswith("tokenizer_default"),
+        "chat_template_jinja": config.chat_template_jinja is not None,
+        "special_tokens": bool(config.special_tokens),
+    }
+    found = []
+    for key in (key for key, is_wrong in wrong.items() if is_wrong):
+        reason = "does not change its special tokens" if key == "special_tokens" else "has no chat template"
+        message = f"`tokenizer_use_mistral_common` and `{key}` are both set: mistral-common {reason}"
+        keys = (key, "tokenizer_use_mistral_common")
+        found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
+    if config.task not in ("causal_lm", "classification"):
+        types = {each.type for each in (*config.datasets, *config.test_datasets)}
+        message = f"`tokenizer_use_mistral_common` needs rows for a decoder, not `type: {min(types & set(TASKS))}`"
+        found.append(
+            Contradiction(keys=("tokenizer_use_mistral_common", "datasets"), message=message, hint="remove it")
+        )
     return found
 
 

@@ -469,7 +469,7 @@ _MAY_BE_EMPTY = (
     "attn_implementation", "save_total_limit", "val_set_size", "val_size", "logging_steps", "seed", "train_on_prompt",
     "completion_only_loss", "assistant_only_loss", "output_dir", "streaming", "excess_length_strategy",
     "load_best_model_at_end", "metric_for_best_model", "early_stopping_threshold", "unfrozen_parameters",
-    "frozen_parameters",
+    "frozen_parameters", "tokenizer_use_mistral_common",
 )  # fmt: skip
 
 _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (

@@ -44,6 +44,8 @@ _MASK_KEYS = {
     "mask": "`message_field_training` names a key that is true for the turns that have loss",
 }
 """Other tools' keys of a message that say whether it has loss, or which of its characters have; what to do here."""
+_THINKING, _REASONING = "thinking", "reasoning_content"
+"""The type of a part of a content that is a thought, and the key of it; the key that most chat templates read."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _VARIABLES = "chat_template_kwargs"
 """TRL's column with what else the chat template gets."""
@@ -245,6 +247,7 @@ def _message(turn: object, where: str, options: TurnOptions) -> ChatMessage:
         message |= {"role": "assistant", "tool_calls": _calls(message.pop("content", None), where)}
     elif isinstance(message.get(_FUNCTION_CALL), dict):  # before OpenAI had tool calls
         message["tool_calls"] = [{"type": "function", "function": message.pop(_FUNCTION_CALL)}]
+    message |= _thought_in(message, where)
     if "content" in message:
         message["content"] = content_text(message["content"], where, drops_media=options.drops_media)
     elif not message.get("tool_calls"):
@@ -252,6 +255,22 @@ def _message(turn: object, where: str, options: TurnOptions) -> ChatMessage:
     if options.training_key != _WEIGHT and message.get(_WEIGHT, 1) not in (0, 1):
         raise Unusable(f"the weight of {where} must be 0 or 1, not {printable(str(message[_WEIGHT]))}")
     return message
+
+
+def _thought_in(message: Mapping[str, object], where: str) -> ChatMessage:
+    """The reasoning that is the first part of a content, as Mistral has it, and the other parts; {} if there is none.
+
+    Raises Unusable.
+    """
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, list):
+        return {}
+    first = content[0] if content else None
+    if not isinstance(first, dict) or first.get("type") != _THINKING:
+        return {}
+    if first.get("closed") is False or _REASONING in message:
+        raise Unusable(f"{where} must have one thought, which is closed")
+    return {_REASONING: content_text(first.get(_THINKING), f"the thought of {where}"), "content": content[1:]}
 
 
 def content_text(content: object, where: str, *, drops_media: bool = False) -> str:

@@ -45,7 +45,8 @@ class TextDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDraft:
-    """A conversation for the tokenizer's chat template. Unless it says otherwise, its assistant turns have loss."""
+    """A conversation for the tokenizer's chat template, or for mistral-common. Unless it says otherwise, its assistant
+    turns have loss."""
 
     messages: list[ChatMessage]
     """Each has a role, and content or tool calls; further keys are for the template."""

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ratel_cli.data.chat import ChatRenderer
 from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.choose_chat_encoder import choose_chat_encoder
 from ratel_cli.data.conversations import content_text
 from ratel_cli.data.drafts import Unusable
 from ratel_cli.data.tokenise import opening_tokens, token_ids
@@ -71,9 +71,9 @@ def encode_prompts(
     if not is_chat:
         ids = _encode_texts(tokenizer, prompts)
     else:
-        with ChatRenderer(tokenizer.get_chat_template(), tokenizer.special_tokens_map, notice=notice) as renderer:
-            texts = [_render(renderer, prompt, number) for number, prompt in enumerate(prompts, start=1)]
-        ids = token_ids(tokenizer, texts)
+        with choose_chat_encoder(tokenizer, is_whole=lambda draft: False, notice=notice) as chats:
+            found = chats.prompts([_conversation(prompt) for prompt in prompts])
+        ids = [_usable(each, number) for number, each in enumerate(found, start=1)]
     for number, each in enumerate(ids, start=1):
         if not each:
             raise BadInput(f"prompt {number} has no tokens")
@@ -137,11 +137,12 @@ def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[
     return [each if each[: len(opening)] == opening else [*opening, *each] for each in token_ids(tokenizer, texts)]
 
 
-def _render(renderer: ChatRenderer, prompt: Prompt, number: int) -> str:
-    messages: list[ChatMessage] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
-        return renderer.render_prompt(messages)
-    except Unusable as unusable:
-        raise BadInput(
-            f"prompt {number}: {printable(str(unusable))}", "continue a text without the chat template: --raw"
-        ) from unusable
+def _conversation(prompt: Prompt) -> list[ChatMessage]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _usable(ids: list[int] | Unusable, number: int) -> list[int]:
+    if isinstance(ids, Unusable):
+        hint = "continue a text without the chat template: --raw"
+        raise BadInput(f"prompt {number}: {printable(str(ids))}", hint) from ids
+    return ids

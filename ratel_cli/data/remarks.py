@@ -12,6 +12,15 @@ Remark = tuple[str, str]
 """A kind, and what it is about."""
 
 _OTHER_TEMPLATE = "`chat_template_jinja` sets a template that writes them"
+_OF_CONVERSATIONS = {
+    "muted": "messages with `weight: 0` have no loss {}",
+    "calls": (
+        "this version of the tokenizer leaves out tool calls, and what they return, before the last user turn {}, as "
+        "it does in a prompt"
+    ),
+    "ids": "ids of tool calls are replaced {}: mistral-common takes those of nine letters and digits",
+}
+"""By kind, where the remark says nothing else."""
 
 
 def sentences(counts: Mapping[Remark, int], num_rows: int) -> Iterator[str]:
@@ -44,8 +53,8 @@ def _sentence(kind: str, what: str, where: str, whose: str) -> str:
                 f"the chat template takes `<think>` or `</think>` for words of an answer {where}; write the reasoning "
                 "under the key `reasoning_content` of the message, without marks"
             )
-        case "muted":
-            return f"messages with `weight: 0` have no loss {where}"
+        case "muted" | "calls" | "ids":
+            return _OF_CONVERSATIONS[kind].format(where)
         case "unread":
             column, _, way = what.partition("; ")
             return f"the column {column} {whose} is not read: {way}"

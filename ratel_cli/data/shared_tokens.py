@@ -137,7 +137,7 @@ def _made_by() -> tuple[str, ...]:
     return (hash_of([path.read_text(encoding="utf-8") for path in files]), *map(_version, _LIBRARIES))
 
 
-_LIBRARIES = ("ratel-cli", "transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
+_LIBRARIES = ("ratel-cli", "transformers", "tokenizers", "jinja2", "mistral-common", "datasets", "pyarrow")
 
 
 def _version(package: str) -> str:

@@ -28,7 +28,17 @@ DENOISER_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 """Of an adapter in PEFT's format."""
 
-_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*"]
+_DOWNLOADED = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.model.v*",
+    "*.tiktoken",
+    "*.txt",
+    "LICENSE*",
+    "NOTICE*",
+]
 _NOT_DOWNLOADED = ["*/*", "consolidated*", "*.py"]
 _OPENED_BY_TRANSFORMERS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "additional_chat_templates/*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

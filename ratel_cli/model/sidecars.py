@@ -26,7 +26,7 @@ from ratel_cli.sizes import DtypeName
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "*.tiktoken", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "tekken.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "*.model.v*", "tekken.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
     "*processor_config.json",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip

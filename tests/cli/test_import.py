@@ -312,3 +312,21 @@ def test_the_config_of_a_model_is_refused(capsys: pytest.CaptureFixture[str]) ->
             "error: theirs.yaml:1:1: this is the config of a model, not of a training\n"
             "hint: name the config of the training; this model is its `base_model`\n"
         )
+
+
+def test_mistral_common_is_a_key_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
+    write(
+        "base_model: org/name\ntokenizer_use_mistral_common: true\nadapter: qlora\nload_in_4bit: true\n"
+        "datasets: [{path: a.jsonl, type: chat_template}]\nmicro_batch_size: 1\nsequence_len: 64\nlearning_rate: 1e-4\n"
+    )
+    assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 0
+    told = capsys.readouterr().err
+    assert "from        a config of axolotl" in told and "tokenizer_use_mistral_common, " in told
+    assert load_config(Path("run.yaml")).config.tokenizer_use_mistral_common
+    (dataset,) = load_config(Path("run.yaml")).config.datasets
+    assert dataset.roles_to_train == ("assistant",)
+
+
+def test_mistral_common_may_be_empty() -> None:
+    write("base_model: org/name\ndatasets: [a.jsonl]\ntokenizer_use_mistral_common:\n")
+    assert not load_config(Path("theirs.yaml")).config.tokenizer_use_mistral_common

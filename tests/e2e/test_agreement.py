@@ -91,6 +91,11 @@ def no_tracker(scene: Scene) -> Asked:
     return scene.make(report_to=["wandb", "mlflow"]), []
 
 
+def no_mistral_common(scene: Scene) -> Asked:
+    scene.patch.setattr("ratel_cli.data.mistral_tokenizer.find_spec", lambda name: None)
+    return scene.make(tokenizer_use_mistral_common=True), []
+
+
 def output_is_a_file(scene: Scene) -> Asked:
     (scene.directory / "file").write_text("mine")
     return scene.make(output_dir=str(scene.directory / "file")), []
@@ -312,6 +317,9 @@ CASES = (
     Case(message="the tokenizer has {num_tokens} tokens", code=2, prepare=vocabulary_is_larger),
     Case(message="{base_dir}: no usable tokenizer: {first_line(error)}", code=2,
          prepare=in_base(in_file("tokenizer.json", "{"))),
+    Case(message="no tokenizer for mistral-common: there is neither", code=2,
+         prepare=with_keys(tokenizer_use_mistral_common=True)),
+    Case(message="the package mistral-common is not installed here", code=2, prepare=no_mistral_common),
     Case(message="special_tokens: the tokenizer has no token", code=2,
          prepare=with_keys(special_tokens={"eos_token": "<none>"})),
     Case(message="and the tokenizer has none of its own", code=2, prepare=no_template),

@@ -13,6 +13,7 @@ from typing import cast
 from transformers import AutoTokenizer, PretrainedConfig
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.data.mistral_tokenizer import MistralTokenizer, mistral_file
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, excerpt, first_line
 from ratel_cli.model.directory import trusted_file
@@ -53,12 +54,17 @@ def read_tokenizer(
 
     Raises BadInput if the files, the chat template or the special tokens cannot be used.
     """
+    if config.tokenizer_use_mistral_common:
+        return _mistral_tokenizer(base_dir)
     if not any(next(base_dir.glob(pattern), None) for pattern in _FILES):
         if config.chat_template or config.chat_template_jinja or config.special_tokens:
             raise BadInput(f"{base_dir}: no usable tokenizer: there are no tokenizer files")
         return NoTokenizer(f"{base_dir} has no tokenizer files", num_tokens=num_embeddings)
     try:
-        found = AutoTokenizer.from_pretrained(base_dir, config=model_config, trust_remote_code=False)
+        # Whether mistral-common is installed must not change the tokens.
+        found = AutoTokenizer.from_pretrained(
+            base_dir, config=model_config, trust_remote_code=False, mistral_format=False
+        )
     except Exception as error:
         raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
     known = found.get_vocab()
@@ -72,6 +78,17 @@ def read_tokenizer(
             if mark not in known:
                 notice(f"chat_template: {config.chat_template}: the tokenizer has no token {mark}; it becomes several")
     return tokenizer
+
+
+def _mistral_tokenizer(base_dir: Path) -> MistralTokenizer:
+    """The tokenizer of mistral-common. Raises BadInput."""
+    name = mistral_file([path.name for path in base_dir.iterdir()])
+    if name is None:
+        raise BadInput(
+            f"{base_dir}: no tokenizer for mistral-common: there is neither tekken.json nor tokenizer.model",
+            "remove tokenizer_use_mistral_common, so that transformers reads the tokenizer",
+        )
+    return MistralTokenizer(trusted_file(base_dir, name))
 
 
 def _special_tokens(config: RunConfig, known: Mapping[str, int], notice: Callable[[str], None]) -> dict[str, str]:
@@ -108,7 +125,8 @@ def tokenizer_files(config: RunConfig, base_dir: Path) -> dict[str, str]:
         changed[TEMPLATE_NAME] = template
     special: dict[str, object] = {}
     if config.special_tokens:
-        known = AutoTokenizer.from_pretrained(base_dir, trust_remote_code=False).get_vocab()
+        tokenizer = AutoTokenizer.from_pretrained(base_dir, trust_remote_code=False, mistral_format=False)
+        known = tokenizer.get_vocab()
         special.update(_special_tokens(config, known, lambda text: None))
     for name, values in configs.items():
         new = values | special

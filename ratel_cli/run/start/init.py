@@ -45,7 +45,7 @@ from ratel_cli.run.start.starting_storage import has_space, is_in_memory, other_
 from ratel_cli.run.start.starting_text import DATA_PLACEHOLDER, MODEL_PLACEHOLDER, StartingText
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate, format_traffic
 
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt"]
 _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
 _SPLIT_LENGTH = 2048
 """The sequence length for plain texts, which are split."""

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.data.mistral_tokenizer import check_mistral_common
 from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.files.output import check_run_output
@@ -22,11 +23,13 @@ from ratel_cli.store.lock import DATA_FILE_NAME
 
 
 def check_first(config: RunConfig, errors: ErrorList, *, has_origin: bool = False, overwrite: bool = False) -> None:
-    """Check trackers and directories. What is wrong goes to `errors`, and is raised if a directory cannot exist.
+    """Check packages and directories. What is wrong goes to `errors`, and is raised if a directory cannot exist.
 
     `has_origin`: the run starts from another one; `overwrite`: files of others in the output directory are replaced.
     """
     errors.attempt(("report_to",), partial(check_trackers, config))
+    if config.tokenizer_use_mistral_common:
+        errors.attempt(("tokenizer_use_mistral_common",), check_mistral_common)
     snapshot = config.storage.snapshot
     places = [(("output_dir",), config.output_dir), *((("storage", "paths"), path) for path in config.storage.paths)]
     places += [(("storage", "snapshot", "path"), snapshot.path)] if snapshot is not None else []

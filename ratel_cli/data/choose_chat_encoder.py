@@ -1,0 +1,18 @@
+"""Chooses what encodes the conversations of a tokenizer: its own library if it has one, else its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ratel_cli.data.chat_encoder import ChatEncoder, IsWhole
+from ratel_cli.data.mistral_chats import MistralChats
+from ratel_cli.data.mistral_tokenizer import MistralTokenizer
+from ratel_cli.data.template_chats import TemplateChats
+from ratel_cli.data.tokenizer import Tokenizer
+
+
+def choose_chat_encoder(tokenizer: Tokenizer, *, is_whole: IsWhole, notice: Callable[[str], None]) -> ChatEncoder:
+    """What encodes the conversations of a tokenizer. `notice` gets remarks for the user."""
+    if isinstance(tokenizer, MistralTokenizer):
+        return MistralChats(tokenizer, is_whole=is_whole)
+    return TemplateChats(tokenizer, is_whole=is_whole, notice=notice)
