@@ -104,6 +104,7 @@ MUTANTS = (
     Mutant("embedding and head decay at their own rate", "model/binding.py", "placed.decay and each.rate != ENDS", "placed.decay", "axolotl does not decay them", "engine/test_rate_groups.py"),
     Mutant("groups have the peak of the run", "training/schedule.py", "tuple(peak * self._share(step) for peak", "tuple(self.peak * self._share(step) for _", "groups have rates of their own", "training/test_schedule.py"),
     Mutant("an adapter is added twice", "model/merged_weights.py", "else product) * adapted.scaling", "else product) * 2 * adapted.scaling", "merging has the bits of PEFT", "e2e/test_adapters.py"),
+    Mutant("a head draws behind the embedding", "model/layer_runner.py", "generator.set_state(state)", "pass", "every part draws by a seed of its own", "library/test_encoders.py"),
     Mutant("an adapter is drawn from another seed", "model/adapters.py", "        torch.manual_seed(seed)\n", "        torch.manual_seed(seed + 1)\n", "an adapter begins as PEFT's", "engine/test_adapters.py"),
     Mutant("a pattern matches anywhere in a name", "model/freezing.py", "if expression.match(name)", "if expression.search(name)", "patterns mean what they mean in axolotl", "model/test_freezing.py"),
     Mutant("clipping without epsilon", "engine/optimizer/gradients.py", "max_norm / (norm + 1e-6), max", "max_norm / norm, max", "clipping has the bits of clip_grad_norm_", "engine/test_exactness.py"),
