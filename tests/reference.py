@@ -16,6 +16,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -179,17 +180,20 @@ def train_module(
     recipe: Recipe,
     *,
     decayed: Collection[str],
+    stacks: Sequence[tuple[nn.Module, Sequence[nn.Module]]] = (),
 ) -> Trained:
     """Any module in the dtype of the recipe. `loss_sum`: the sum of the losses of one micro-batch, which is on the
-    device, by the model's own forward."""
+    device, by the model's own forward. `stacks`: the layers of a model that draws, and the module around them; of an
+    encoder-decoder, first those of the encoder."""
     model.to(recipe.device)
 
     def gradients(step: int) -> tuple[float, dict[str, torch.Tensor]]:
         total, sums = 0.0, dict[str, torch.Tensor]()
         num_targets = sum(batch.num_targets for batch in steps[step])
-        for batch in steps[step]:
+        for position, batch in enumerate(steps[step]):
             model.zero_grad(set_to_none=True)
-            loss = loss_sum(batch)
+            with _Seeding(stacks, recipe.seed, step, position) if stacks else nullcontext():
+                loss = loss_sum(batch)
             (loss / num_targets if recipe.loss_scale == 1.0 else loss / num_targets * recipe.loss_scale).backward()
             total += float(loss.detach())
             _collect(model, sums)
@@ -350,7 +354,7 @@ def _gradients_of_rank(
             total += _chunked_backward(model, batch, num_targets, recipe.chunk_tokens, sums)
             _collect(model, sums)
             continue
-        with _Seeding(model, recipe.seed, step, position):
+        with _Seeding([(model, _layers_of(model))], recipe.seed, step, position):
             keywords = {"position_ids": batch.position_ids} if _is_packed(batch) and _takes_positions(model) else {}
             logits = model(input_ids=batch.input_ids, use_cache=False, **keywords).logits
         flat, targets = logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
@@ -412,36 +416,56 @@ _OF_OTHERS = re.compile("image|vision|visual|audio")
 
 
 class _Seeding:
-    """Seeds torch where block i of Ratel's step begins to draw: at the start, before each layer, and behind the
-    last."""
+    """Seeds torch where part i of Ratel's step begins to draw: at the start, before each layer, and behind the last.
 
-    def __init__(self, model: nn.Module, seed: int, step: int, micro_batch: int) -> None:
+    Of two stacks, what is between them is a part, too. What the second one has before its layers goes on where the
+    first part ended: it belongs to that.
+    """
+
+    def __init__(
+        self, stacks: Sequence[tuple[nn.Module, Sequence[nn.Module]]], seed: int, step: int, micro_batch: int
+    ) -> None:
         self._seed, self._step, self._micro_batch = seed, step, micro_batch
-        self._layers = max(
-            (m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and not _OF_OTHERS.search(name)),
-            key=lambda m: sum(p.numel() for p in m.parameters()),
-        )
+        self._stacks = stacks
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._states: list[torch.Tensor] = []
+        """Of the generator, behind the first part."""
 
     def __enter__(self) -> None:
         self._begin(0)
-        for index, layer in enumerate(self._layers):
-            self._handles.append(layer.register_forward_pre_hook(self._hook(index + 1)))
-        behind = len(self._layers) + 1
-        self._handles.append(self._layers[-1].register_forward_hook(lambda *_: self._begin(behind)))
+        self._handles.append(self._stacks[0][1][0].register_forward_pre_hook(self._end_first))
+        part = 0
+        for number, (around, layers) in enumerate(self._stacks):
+            if number:
+                self._handles.append(around.register_forward_pre_hook(self._go_on))
+            for layer in layers:
+                part += 1
+                self._handles.append(layer.register_forward_pre_hook(self._hook(part)))
+            part += 1
+            self._handles.append(layers[-1].register_forward_hook(self._hook(part)))
 
     def __exit__(self, *ignored: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, block: int) -> Callable[[nn.Module, tuple[object, ...]], None]:
-        def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-            self._begin(block)
+    def _end_first(self, *_: object) -> None:
+        self._states.append(torch.get_rng_state())
 
-        return hook
+    def _go_on(self, *_: object) -> None:
+        torch.set_rng_state(self._states[0])
 
-    def _begin(self, block: int) -> None:
-        torch.manual_seed(seed_of_draws(self._seed, step=self._step, block=block, micro_batch=self._micro_batch))
+    def _hook(self, part: int) -> Callable[..., None]:
+        return lambda *_: self._begin(part)
+
+    def _begin(self, part: int) -> None:
+        torch.manual_seed(seed_of_draws(self._seed, step=self._step, block=part, micro_batch=self._micro_batch))
+
+
+def _layers_of(model: nn.Module) -> nn.ModuleList:
+    return max(
+        (m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and not _OF_OTHERS.search(name)),
+        key=lambda m: sum(p.numel() for p in m.parameters()),
+    )
 
 
 def _copy_down(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:

@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from ratel_cli.config.sections import DatasetConfig
 from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES, Plain
+from ratel_cli.dataset_keys import unread_for_type
 
 FILE_NAME = "dataset_info.json"
 _COLUMNS: Mapping[str, str] = {
@@ -32,6 +34,7 @@ _ROLES: Mapping[str, str] = {
     "observation_tag": "tool",
     "function_tag": "function_call",
 }
+_DEFAULTS = {key: field.default for key, field in DatasetConfig.model_fields.items()}
 _SHAREGPT = {"role_tag": "from", "content_tag": "value"}
 
 Info = Mapping[str, Mapping[str, Plain]]
@@ -70,9 +73,7 @@ def describe_set(
     if is_text:
         return {**ours, "type": "completion", "field": columns.get("prompt") or "text"}
     ours["type"] = "chat_template"
-    ours.update({_COLUMNS[key]: column for key, column in columns.items() if key in _COLUMNS and column})
-    if method == "kto" and info.get("formatting", "alpaca") == "alpaca":
-        ours["field_completion"] = ours.pop("field_output", "output")
+    ours.update(_columns(columns, method, is_alpaca=info.get("formatting", "alpaca") == "alpaca"))
     if info.get("formatting", "alpaca") == "alpaca":
         return ours
     tags = info.get("tags")
@@ -85,6 +86,16 @@ def describe_set(
     if roles:
         ours["roles"] = roles
     return ours
+
+
+def _columns(columns: Mapping[str, Plain], method: object, *, is_alpaca: bool) -> dict[str, Plain]:
+    """Our keys for the columns of a set, without those that neither LLaMA-Factory nor Ratel reads."""
+    ours = {_COLUMNS[key]: column for key, column in columns.items() if key in _COLUMNS and column}
+    if method == "kto" and is_alpaca:
+        ours["field_completion"] = ours.pop("field_output", "output")
+    compares = None if method is None else "verdicts" if method == "kto" else "pairs"
+    unread = unread_for_type(ours, _DEFAULTS, "chat_template", compares=compares)
+    return {key: column for key, column in ours.items() if key not in unread}
 
 
 def _why_not(info: Mapping[str, Plain], columns: Mapping[str, Plain], method: object) -> str | None:

@@ -14,10 +14,21 @@ from ratel_cli.config.aliases import TOP
 from ratel_cli.config.dialect import Dialect, KeyOutcome
 from ratel_cli.config.json_schema import editor_line
 from ratel_cli.config.load import dump, validate
-from ratel_cli.config.other_tools import MASK, defaults_of, mask_of_sets, recognise, write_mask, write_system_column
+from ratel_cli.config.other_tools import (
+    MASK,
+    defaults_of,
+    mask_of_sets,
+    recognise,
+    sets_in,
+    write_mask,
+    write_system_column,
+)
+from ratel_cli.config.reporting import Entries
+from ratel_cli.config.sections import DatasetConfig
 from ratel_cli.config.source import read_file
 from ratel_cli.config.torchtune import translate_torchtune
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar, Where, plain, raise_all, read_text
+from ratel_cli.dataset_keys import unread_for_type
 
 _ONLY_OURS = frozenset(
     {
@@ -71,6 +82,7 @@ def import_config(path: Path) -> Imported:
     if steps is not None and steps.value.content and "warmup_ratio" in root.content:
         dialect.drop(root.content.pop("warmup_ratio"), "`warmup_steps` decides, as it does there")
     _add_defaults(root, defaults, has_warmup=has_warmup)
+    _leave_unread(root, tool, dialect)
     _write_masks(root, tool, dialect)
     if tool == "axolotl":
         write_system_column(root)
@@ -163,6 +175,36 @@ def _write_masks(root: Marked, tool: str, dialect: Dialect) -> None:
         row = KeyOutcome(where=entry.where, written=written, value=value, fate="translated", ours=ours)
         dialect.outcomes.append(row)
         write_mask(each)
+
+
+def _leave_unread(root: Marked, tool: str, dialect: Dialect) -> None:
+    """Leave out what the rows of a set do not have read, and axolotl's `field_system`, which it does not read either:
+    its conversations have a column `system`, and other rows none."""
+    assert isinstance(root.content, dict)
+    method = root.content.get("rl")
+    name = None if method is None else method.value.content
+    compares = None if name is None else "verdicts" if name == "kto" else "pairs"
+    defaults = {key: field.default for key, field in DatasetConfig.model_fields.items()}
+    for each in sets_in(root):
+        of_type = str(plain(each["type"].value)) if "type" in each else "auto"
+        keys = {key: plain(entry.value) for key, entry in each.items()}
+        for key in unread_for_type(keys, defaults, of_type, compares=compares):
+            what = f"`type: {of_type}`" if compares is None else f"`rl: {name}`"
+            _leave_out(each, key, f"it is not read for {what}", dialect)
+        usual = "system" if of_type == "chat_template" else None
+        if tool == "axolotl" and compares is None and keys.get("field_system") not in (usual, None):
+            column = "has the column `system`, whatever this says" if usual else "gives these rows no system prompt"
+            _leave_out(each, "field_system", f"axolotl {column}", dialect)
+
+
+def _leave_out(keys: Entries, key: str, reason: str, dialect: Dialect) -> None:
+    """Take a key out of a set, and let the user decide about it."""
+    entry = keys.pop(key, None)
+    if entry is not None:
+        kept = [row for row in dialect.outcomes if row.where != entry.where]
+        value = str(plain(entry.value))
+        row = KeyOutcome(where=entry.where, written=f"datasets.{key}", value=value, fate="undecided", reason=reason)
+        dialect.outcomes = [*kept, row]
 
 
 def _add_defaults(root: Marked, defaults: dict[str, Scalar], *, has_warmup: bool) -> None:

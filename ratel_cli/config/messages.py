@@ -35,6 +35,7 @@ _KEY_HINTS = {
     "eval_steps": "write a number of steps, or remove the key to evaluate only at the end",
 }
 _CHAT_HINT = "use `chat_template` for lists of messages with `role` and `content`; `field_messages` names their column"
+_PROMPT_HINT = "write the words of a prompt into the data: `type: completion` reads `prompt` and `completion`"
 _VALUE_HINTS: Mapping[str, str] = {
     **dict.fromkeys(("oasst", "input_output"), _CHAT_HINT),
     "rex": "the nearest is `polynomial` with `lr_scheduler_kwargs: {power: 0.6}`",
@@ -71,6 +72,8 @@ def contradictions_in(error: ErrorDetails, root: Marked) -> Iterator[tuple[Contr
     for each in error["ctx"]["found"]:
         assert isinstance(each, Contradiction)
         where = place_of_keys(root, error["loc"], each.keys)
+        if each.within:
+            where = locate(root, (*error["loc"], each.keys[0], *each.within)).key
         yield each, Finding(where=where, message=each.message, hint=each.hint)
 
 
@@ -89,7 +92,8 @@ def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str |
         return f"`{key}` {context['words']}", hint if isinstance(hint, str) else None
     if kind == "literal_error":
         ours = str(error["loc"][-1]) if error["loc"] else key
-        return _explain_literal(str(context["expected"]), value, key, _CHOICE_HINTS.get(ours))
+        otherwise = _PROMPT_HINT if ours == "type" and isinstance(value, dict) else _CHOICE_HINTS.get(ours)
+        return _explain_literal(str(context["expected"]), value, key, otherwise)
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         bound = context[name]
@@ -103,13 +107,13 @@ def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str |
 
 
 def _explain_literal(expected: str, value: object, key: str, otherwise: str | None) -> tuple[str, str | None]:
-    """`otherwise`: the hint if no choice is close."""
+    """`otherwise`: the hint if no choice is close, or the value is no text."""
     choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")]
     named = [f"`{choice}`" for choice in choices]
     listed = " or ".join(filter(None, (", ".join(named[:-1]), named[-1])))
     message = f"`{key}` must be {listed}, not {show(value)}"
     if not isinstance(value, str):
-        return message, None
+        return message, otherwise if isinstance(value, dict) else None
     close = get_close_matches(value, choices, n=1)
     return message, _VALUE_HINTS.get(value) or (f"did you mean `{close[0]}`?" if close else otherwise)
 

@@ -120,11 +120,10 @@ def write_mask(each: Marked) -> None:
 
 def write_system_column(root: Marked) -> None:
     """Write into axolotl's sets of conversations that a column `system` has the system prompt, as it has there."""
-    for key in ("datasets", "test_datasets"):
-        for each in _sets_in(root, key):
-            if "type" in each and each["type"].value.content == "chat_template" and "field_system" not in each:
-                where = each["type"].where
-                each["field_system"] = Entry(where=where, written="", value=Marked(where=where, content="system"))
+    for each in sets_in(root):
+        if "type" in each and each["type"].value.content == "chat_template" and "field_system" not in each:
+            where = each["type"].where
+            each["field_system"] = Entry(where=where, written="", value=Marked(where=where, content="system"))
 
 
 MASK = "roles_to_train: [assistant], train_on_eos: turn"
@@ -136,19 +135,20 @@ def other_length(tool: str, root: Marked) -> Finding | None:
     assert isinstance(root.content, dict)
     if tool != "axolotl" or "excess_length_strategy" in root.content:
         return None
-    for each in _sets_in(root, "datasets"):
+    for each in sets_in(root, "datasets"):
         if "type" in each and each["type"].value.content not in ("auto", "completion"):  # plain text is split there too
             message = "Ratel truncates samples that are longer than `sequence_len`, axolotl drops them; for that write"
             return Finding(where=root.content["datasets"].where, message=f"{message} `excess_length_strategy: drop`")
     return None
 
 
-def _sets_in(root: Marked, key: str) -> Iterator[Entries]:
-    """The keys of each dataset."""
+def sets_in(root: Marked, *names: str) -> Iterator[Entries]:
+    """The keys of each dataset; `names`: only of these keys of the top level."""
     assert isinstance(root.content, dict)
-    sets = root.content[key].value.content if key in root.content else None
-    for each in sets if isinstance(sets, list) else ():
-        yield each.content if isinstance(each.content, dict) else {}
+    for name in names or ("datasets", "test_datasets"):
+        sets = root.content[name].value.content if name in root.content else None
+        for each in sets if isinstance(sets, list) else ():
+            yield each.content if isinstance(each.content, dict) else {}
 
 
 def other_mask(tool: str, root: Marked) -> Finding | None:

@@ -46,6 +46,7 @@ from ratel_cli.config.values import (
     TrainOnInputs,
     WarmupSteps,
 )
+from ratel_cli.dataset_keys import KEYS_OF_TEXT, types_that_read, unread_for_type
 from ratel_cli.sizes import SPLIT_KEYS, TASKS, DtypeName, Task
 from ratel_cli.units import counted
 
@@ -703,7 +704,7 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
 
 
 def _data_contradictions(config: RunConfig) -> list[Contradiction]:
-    found = _task_contradictions(config) + _mistral_contradictions(config)
+    found = _task_contradictions(config) + _mistral_contradictions(config) + _unread_contradictions(config)
     if config.test_datasets and config.val_set_size:
         message = "`test_datasets` and `val_set_size` are both set"
         found.append(Contradiction(keys=("val_set_size", "test_datasets"), message=message, hint="remove one of them"))
@@ -768,6 +769,30 @@ def _task_contradictions(config: RunConfig) -> list[Contradiction]:
         message = "`labels` are the classes of `type: classification`, which no dataset has"
         found.append(Contradiction(keys=("datasets", "test_datasets"), message=message))
     return found
+
+
+def _unread_contradictions(config: RunConfig) -> list[Contradiction]:
+    """Keys of datasets that are set and that nothing reads: other rows are trained than the user thinks."""
+    found = []
+    defaults = {key: field.default for key, field in DatasetConfig.model_fields.items()}
+    for section in ("datasets", "test_datasets"):
+        for at, each in enumerate(getattr(config, section)):
+            for key in unread_for_type(dict(each), defaults, each.type, compares=config.compares):
+                by = f"`type: {each.type}`" if config.rl is None else f"`rl: {config.rl}`"
+                message, hint = f"`{key}` is not read for {by}", f"remove it; it is for {_readers_of(key)}"
+                found.append(Contradiction(keys=(section,), message=message, hint=hint, within=(at, key)))
+    return found
+
+
+def _readers_of(key: str) -> str:
+    """What a key of a dataset is for, in words."""
+    names = [f"`{name}`" for name in types_that_read(key)]
+    if key in KEYS_OF_TEXT:
+        return "rows of text"
+    if not names:
+        return "`rl`"
+    names[0] = f"`type: {names[0].strip('`')}`"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _latents_contradictions(config: RunConfig) -> list[Contradiction]:

@@ -45,6 +45,8 @@ class Contradiction:
     """The keys. The error is shown at the first of these that the user wrote."""
     message: str
     hint: str | None = None
+    within: tuple[str | int, ...] = ()
+    """The key inside the value of the first of `keys` at which the error is shown instead."""
 
 
 def rejection(words: str, hint: str | None = None) -> PydanticCustomError:

@@ -41,7 +41,7 @@ def translate_dataset(entries: Entries, report: Report) -> None:
         del entries["data_files"]
         entries["path"] = made(files, names)
         report.read_as(files, f"path: {names}")
-    _custom_prompt(entries, report)
+    _custom_prompt(entries)
     mappings = {
         role: entries.pop(key)
         for key, role in (("message_field_role", "role"), ("message_field_content", "content"))
@@ -72,17 +72,15 @@ def _thinking(entries: Entries, report: Report) -> None:
         report.read_as(entry, f"message_property_mappings: {{{read}: {named}}}")
 
 
-def _custom_prompt(entries: Entries, report: Report) -> None:
-    """axolotl's `type` as a mapping of the columns; one with `format` has a prompt of its own, and stays an error."""
+def _custom_prompt(entries: Entries) -> None:
+    """The columns in axolotl's `type` as a mapping. As a type it stays an error: its prompt has words of its own, by
+    default the instruction and the input with a space behind each."""
     entry = entries.get("type")
     content = None if entry is None else entry.value.content
-    columns = ("field_instruction", "field_input", "field_output", "field_system")
-    if entry is None or not isinstance(content, dict) or not content.keys() <= set(columns):
-        return
-    for key, column in content.items():
-        entries.setdefault(key, column)
-    entries["type"] = made(entry, "alpaca")
-    report.read_as(entry, "type: alpaca")
+    if isinstance(content, dict):
+        for key in ("field_instruction", "field_input", "field_output"):
+            if key in content:
+                entries.setdefault(key, content[key])
 
 
 def _reject_several(entries: Entries, report: Report) -> None:

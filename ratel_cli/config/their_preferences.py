@@ -194,6 +194,9 @@ def _user_defined(entries: Entries, content: Entries, report: Report) -> None:
             message = f"`{key}` writes more than the text of its column"
             hint = "write the words into the data, or set `type: chat_template`"
             report.reject(Finding(where=each.where, message=message, hint=hint), "datasets")
+    system = columns.pop("field_system", None)
+    if system is not None:
+        report.drop(system, "without `prompt_format` no text has it", quietly=False)
     for key, each in columns.items():
         entries.setdefault(key, each)
     entries["type"] = replace(made(entry, "completion"), value=Marked(where=entry.value.where, content="completion"))

@@ -7,7 +7,7 @@ Invariant: a row becomes exactly one draft or raises `Unusable` with the reason.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from ratel_cli.data.compared_rows import ComparedColumns, compared_columns
@@ -33,8 +33,9 @@ from ratel_cli.data.drafts import (
 )
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.media import has_mark, has_media_parts, media_column, without_marks
-from ratel_cli.data.rows import DatasetSource, Media
+from ratel_cli.data.rows import DEFAULTS, DatasetSource, Media
 from ratel_cli.data.unread import has_verdict, reject_preferences, unread_columns
+from ratel_cli.dataset_keys import unread_for_rows
 from ratel_cli.errors import BadInput, printable
 from ratel_cli.sizes import IGNORED_TARGET
 
@@ -77,6 +78,8 @@ class RowFormat:
     """The names of the classes, for `classification`."""
     compared: ComparedColumns | None = None
     """For answers that are compared."""
+    unread: tuple[str, ...] = ()
+    """Keys of the dataset in the config that are set and that nothing reads."""
 
     def draft(self, record: dict[str, object]) -> Draft:
         """Turn one row into a draft. Raises Unusable."""
@@ -132,8 +135,8 @@ class RowFormat:
         """What is read from which columns, and what has loss. For a notice."""
         columns = [printable(column) for column in dict.fromkeys(self.columns)]
         first, last = columns[0], columns[-1]
-        unread = "; what is set about turns is for conversations, and changes nothing here"
-        end = unread if self.turns.chooses_turns and self.kind not in _CONVERSATIONS else ""
+        names = ", ".join(self.unread)
+        end = f"; {names} {'changes' if len(self.unread) == 1 else 'change'} nothing here" if names else ""
         if self.compared is not None:
             what = "chat_template: conversations" if self.is_chat else "completion: texts"
             *_, last = [each for each in columns if each != self.compared.verdict]
@@ -196,7 +199,31 @@ def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_
             hint="set chat_template, or use a base model whose tokenizer has one, or set type: alpaca or type: "
             "completion",
         )
-    return replace(found, turns=_turn_options(source), media=source.media, labels=source.labels or ())
+    return replace(
+        found,
+        turns=_turn_options(source),
+        media=source.media,
+        labels=source.labels or (),
+        unread=_unread(source, found),
+    )
+
+
+def _unread(source: DatasetSource, found: RowFormat) -> tuple[str, ...]:
+    """Keys of a source that are set and that nothing reads: these rows have no such thing, or are read by others."""
+    keys = {each.name: getattr(source, each.name) for each in fields(source)}
+    unread = {*unread_for_rows(keys, DEFAULTS, source.compares or found.kind)}
+    columns = found.columns if found.compared is None else found.compared.names
+    unread |= {key for key in _COLUMN_KEYS if keys[key] != DEFAULTS[key] and keys[key] not in columns}
+    if found.compared is not None and not found.is_chat:  # rows with a system prompt or a history are counted
+        unread |= {key for key in _OF_CHATS if keys[key] != DEFAULTS[key]}
+    return tuple(key for key in keys if key in unread)
+
+
+_COLUMN_KEYS = (
+    "field", "field_label", "field_prompt", "field_completion", "field_chosen", "field_rejected", "field_messages",
+    "field_instruction", "field_input", "field_output", "field_history",
+)  # fmt: skip
+_OF_CHATS = ("system_prompt", "field_tools", "message_property_mappings", "roles")
 
 
 def _reads_answers(source: DatasetSource, found: RowFormat, record: dict[str, object]) -> bool:

@@ -16,7 +16,7 @@ from functools import partial
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Final, Literal, Protocol, cast
 
 from ratel_cli.data.csv_rows import read_csv
 from ratel_cli.data.drafts import TrainOnEos
@@ -88,7 +88,7 @@ class DatasetSource:
     def described(self) -> dict[str, object]:
         """What decides the tokens of its samples, for a hash: keys that came later count only if they are set."""
         values = asdict(self)
-        return {key: value for key, value in values.items() if key in _FIRST_KEYS or value != _DEFAULTS[key]}
+        return {key: value for key, value in values.items() if key in _FIRST_KEYS or value != DEFAULTS[key]}
 
 
 _FIRST_KEYS = frozenset(
@@ -97,7 +97,8 @@ _FIRST_KEYS = frozenset(
         "max_samples",
     }
 )  # fmt: skip
-_DEFAULTS = {each.name: each.default for each in fields(DatasetSource)}
+DEFAULTS: Final = {each.name: each.default for each in fields(DatasetSource)}
+"""By key of a source: what it has if the config does not set it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,8 @@ def open_source(
     Raises BadInput if there is nothing to read, EnvironmentFailure if a file cannot be read.
     """
     paths = _local_files(source.path)
+    if source.text_unit == "file" and not any(_suffix(path) == ".txt" for path in paths or ()):
+        notice(f"{printable(source.path)}: text_unit: file is ignored, because there is no text file (.txt)")
     if paths is None:
         return _open_hub(source, is_stream=is_stream, open_bar=open_bar)
     part = _part(source, is_stream=is_stream, notice=notice)
@@ -218,6 +221,8 @@ def _part(source: DatasetSource, *, is_stream: bool, notice: Callable[[str], Non
     if name != "train":
         rest = "" if part is None else f"; its part [{part.written}] is taken of all rows"
         notice(f"{label}: split {name!r} is ignored, because local files have no splits{rest}")
+    if source.name is not None:
+        notice(f"{label}: name {source.name!r} is ignored, because local files have no configurations")
     return part
 
 

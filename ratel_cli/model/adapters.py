@@ -41,7 +41,7 @@ from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.in_place import FileRanges, located_in
 from ratel_cli.model.merged_weights import AdaptedMatrix, output_lengths
-from ratel_cli.model.quantised import QuantisedLinear
+from ratel_cli.model.quantised_modules import QuantisedLinear
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import ParameterSpec

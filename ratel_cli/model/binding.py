@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ratel_cli.model.quantised import Quantised, QuantisedLayout
+from ratel_cli.model.quantised import QuantisedLayout
+from ratel_cli.model.quantised_modules import Quantised
 from ratel_cli.model.rate_groups import ENDS, GROUP_NAMES, ONE_RATE, RateGroups
 from ratel_cli.model.spec import decays
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block

@@ -2,7 +2,7 @@
 
 Invariants: (1) a value is the product of code and scale, computed in fp32 and rounded once to the dtype that the
 format's own library computes in, then to the model's; (2) memory is one part of a tensor: some rows, or one matrix
-where the files have it turned, and the scales.
+where the files have it transposed, and the scales.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Int8Tensor(ScaledTensor):
 
 @dataclass(kw_only=True)
 class ExpertsTensor(CodedTensor):
-    """Experts in MXFP4, turned: `[experts, outputs, groups, 16]` bytes become `[experts, inputs, outputs]`."""
+    """Experts in MXFP4, transposed: `[experts, outputs, groups, 16]` bytes become `[experts, inputs, outputs]`."""
 
     def layout_bytes(self, layout: QuantisedLayout) -> torch.Tensor | None:
         """See CodedTensor."""
@@ -206,7 +206,7 @@ class BitsandbytesTensor(CodedTensor):
 
 
 @dataclass(kw_only=True)
-class TurnedTensor(CodedTensor):
+class TransposedTensor(CodedTensor):
     """GPTQ and AWQ: a matrix `[inputs, outputs]` in words of 32 bits, a scale and a zero point for groups of inputs."""
 
     unpack_codes: Callable[[torch.Tensor], torch.Tensor]

@@ -97,6 +97,8 @@ class LayerRunner:
         self._expected: torch.Tensor | None = None
         """Those that the next layer must get."""
         self._injected: torch.Tensor | None = None
+        self._draws: list[tuple[torch.Generator, torch.Tensor]] = []
+        """Generators, each with the state that it will have behind the layers, whatever draws before them."""
         self._mark: torch.Tensor | None = None
         """What is added to hidden states in each layer. For trials."""
         self._extras: tuple[tuple[torch.Tensor | None, ...], ...] = ((),) * len(layers)
@@ -223,7 +225,7 @@ class LayerRunner:
 
         `hidden`: as `embed` gives it, `[batch, tokens, hidden_size]` of text. The owner also computes what is before
         the layers again, for nothing. Placeholders as its weights make that cheap, but the head may have bound the
-        matrix. Raises BadInput.
+        matrix. What is behind the layers draws as if nothing had been drawn for that. Raises BadInput.
         """
         return self._run_owner(inputs, injected=hidden)[1]
 
@@ -316,6 +318,7 @@ class LayerRunner:
 
     def _start(self, injected: torch.Tensor | None) -> None:
         self._calls, self._first, self._expected, self._injected = [], None, None, injected
+        self._draws = [] if injected is None else _draws_on(injected.device)
 
     def _shim(self, index: int) -> Forward:
         def forward(*arguments: Argument, **keywords: Argument) -> object:
@@ -333,6 +336,9 @@ class LayerRunner:
             if last and self._ends_at_layers:
                 raise _EndOfLayers
             output = self._injected if last and self._injected is not None else hidden
+            if last:
+                for generator, state in self._draws:
+                    generator.set_state(state)
             self._expected = output if self._mark is None else output + self._mark
             return self._expected if self._num_extras is None else (self._expected, *self._extras[index])
 
@@ -355,6 +361,15 @@ class LayerRunner:
                 f"{type(self.model).__name__}: its layers share a {type(argument).__name__}; "
                 "such models cannot be streamed"
             )
+
+
+def _draws_on(device: torch.device) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """What a model on this device draws from, and its state."""
+    generators = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        generators.append(torch.get_device_module(device).default_generators[index])
+    return [(generator, generator.get_state()) for generator in generators]
 
 
 def _takes_positions(owner: nn.Module, layer: nn.Module) -> bool:

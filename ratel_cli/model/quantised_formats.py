@@ -4,7 +4,7 @@
     compressed-tensors   codes of 1 to 8 bits or in fp8, a scale for each group, channel or matrix; NVFP4 and MXFP4
     mxfp4                experts in 4 bit, an exponent for each 32 elements (OCP Microscaling Formats 1.0)
     bitsandbytes         NF4, FP4 and int8, as `quantised.py` has them
-    gptq, awq            codes of 2, 4 or 8 bits of a turned matrix, scales and zero points for each group of inputs
+    gptq, awq            codes of 2, 4 or 8 bits of a transposed matrix, scales and zero points for each group of inputs
 
 Invariant: what does not fit together raises BadInput here, before anything is read.
 """
@@ -29,7 +29,7 @@ from ratel_cli.model.coded_tensors import (
     ExpertsTensor,
     Int8Tensor,
     ScaledTensor,
-    TurnedTensor,
+    TransposedTensor,
     WordCodes,
     fp4_codes,
     plain_codes,
@@ -266,12 +266,12 @@ def _find_gptq(found: FormatFiles) -> Iterator[CodedTensor]:
         raise found.unread(f"bits is {excerpt(str(bits))}; Ratel reads 2, 4 and 8")
     is_less_one = found.options.get("checkpoint_format") != "gptq_v2"
     word = WordCodes(int(bits))
-    for codes, parts in _turned(found, ("qzeros", "scales", "g_idx")):
+    for codes, parts in _transposed(found, ("qzeros", "scales", "g_idx")):
         inputs = codes.shape[0] * word.number
         outputs = codes.shape[1]
         unpack_zeros = partial(word.across, is_less_one=is_less_one)
         num_zero_words = -(-outputs // word.number)
-        yield _turned_tensor(found, codes, parts, (outputs, inputs), num_zero_words, word, word.down, unpack_zeros)
+        yield _transposed_tensor(found, codes, parts, (outputs, inputs), num_zero_words, word, word.down, unpack_zeros)
 
 
 def _find_awq(found: FormatFiles) -> Iterator[CodedTensor]:
@@ -280,12 +280,12 @@ def _find_awq(found: FormatFiles) -> Iterator[CodedTensor]:
     if not version.endswith("gemm") or bits != 4:
         raise found.unread(f"AWQ's version {excerpt(version)} in {bits} bit is not read")
     word = WordCodes(4, _AWQ_ORDER)
-    for codes, parts in _turned(found, ("qzeros", "scales")):
+    for codes, parts in _transposed(found, ("qzeros", "scales")):
         shape = (codes.shape[1] * word.number, codes.shape[0])
-        yield _turned_tensor(found, codes, parts, shape, codes.shape[1], word, word.across, word.across)
+        yield _transposed_tensor(found, codes, parts, shape, codes.shape[1], word, word.across, word.across)
 
 
-def _turned(found: FormatFiles, parts: Sequence[str]) -> Iterator[tuple[TensorEntry, list[TensorEntry]]]:
+def _transposed(found: FormatFiles, parts: Sequence[str]) -> Iterator[tuple[TensorEntry, list[TensorEntry]]]:
     for name, file in found.files.items():
         if name.endswith(".qweight"):
             codes, stem = file.tensors[name], name.removesuffix("qweight")
@@ -296,7 +296,7 @@ def _turned(found: FormatFiles, parts: Sequence[str]) -> Iterator[tuple[TensorEn
             yield codes, [found.entry(stem + part) for part in parts]
 
 
-def _turned_tensor(
+def _transposed_tensor(
     found: FormatFiles,
     codes: TensorEntry,
     parts: Sequence[TensorEntry],
@@ -317,7 +317,7 @@ def _turned_tensor(
         )
     for each in groups:
         _check_groups(found, each, shape[1], range(num_groups))
-    return TurnedTensor(
+    return TransposedTensor(
         entry=found.result(codes, codes.name.removesuffix("qweight") + "weight", shape),
         files=found.files,
         sources=(codes.name, *(each.name for each in parts)),

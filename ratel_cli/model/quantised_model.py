@@ -2,7 +2,7 @@
 
 Which layers: those that transformers quantises with bitsandbytes, so all linear layers but the head, those with tied
 weights, and those that the model keeps in fp32. GPT-2's layers, whose matrices are `[inputs, outputs]`, become linear
-layers with the matrix turned. Stacks of experts are no layers; they are quantised if that is asked for.
+layers with the matrix transposed. Stacks of experts are no layers; they are quantised if that is asked for.
 """
 
 from __future__ import annotations
@@ -22,15 +22,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ratel_cli.errors import BadInput
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.in_place import FileRanges, located_in
-from ratel_cli.model.quantised import (
-    Quantised,
-    QuantisedLayout,
-    QuantisedLinear,
-    quantise,
-    quantise_experts,
-    quantise_from,
-)
+from ratel_cli.model.quantised import QuantisedLayout, quantise, quantise_from
 from ratel_cli.model.quantised_formats import method_of
+from ratel_cli.model.quantised_modules import Quantised, QuantisedLinear, quantise_experts
 from ratel_cli.model.renaming import plan_renaming
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import QuantisedForm, StoredForm
@@ -189,7 +183,7 @@ class QuantisingSource:
     """The weights of a model whose matrices are quantised, from those of the model before.
 
     Files that have the same codes already are taken as they are. Memory is the bytes of one matrix, which are kept for
-    the last one, and of one that is turned its values.
+    the last one, and of one that is transposed its values.
     """
 
     def __init__(
@@ -220,8 +214,8 @@ class QuantisingSource:
 
     def _quantised(self, name: str) -> torch.Tensor:
         layer, shape = self._layers[name], self._plain.get_parameter(name).shape
-        is_turned = is_inputs_first(self._plain, name)
-        if not is_turned:
+        is_transposed = is_inputs_first(self._plain, name)
+        if not is_transposed:
             stored = self._stored(name, layer.layout)
             if stored is not None:
                 return stored
@@ -234,8 +228,8 @@ class QuantisingSource:
         for start in range(0, len(flat), _READ_ELEMENTS):
             stop = min(start + _READ_ELEMENTS, len(flat))
             flat[start:stop] = self._base.read(name, start, stop)
-        turned = matrix.T.reshape(-1)
-        return quantise_from(lambda start, stop: turned[start:stop], layer.layout)
+        transposed = matrix.T.reshape(-1)
+        return quantise_from(lambda start, stop: transposed[start:stop], layer.layout)
 
 
 def _settings_of(model: PreTrainedModel) -> dict[str, Any]:

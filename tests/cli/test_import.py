@@ -148,6 +148,38 @@ def test_the_mask_of_axolotl_is_written_out(capsys: pytest.CaptureFixture[str]) 
     assert path.read_text()
 
 
+def test_a_key_that_the_rows_of_a_set_do_not_have_read_is_left_to_the_user() -> None:
+    """axolotl's conversations have the column `system`, and its texts and instructions no system prompt."""
+    sets = "{path: b.jsonl, type: completion, field_system: sys, roles: {user: [human]}}, "
+    sets += "{path: c.jsonl, type: chat_template, field_system: sys}, {path: d.jsonl, type: alpaca, field_system: sys}"
+    tests = "test_datasets: [{path: e.jsonl, type: completion, message_field: chats}]\n"
+    imported = import_config(write(AXOLOTL.replace("{path: a.jsonl, type: alpaca}", sets) + tests))
+    found = [(each.written, each.reason) for each in imported.outcomes if each.written.startswith("datasets.field_")]
+    not_read = "it is not read for `type: completion`"
+    assert found == [
+        ("datasets.field_system", not_read),
+        ("datasets.field_system", "axolotl has the column `system`, whatever this says"),
+        ("datasets.field_system", "axolotl gives these rows no system prompt"),
+        ("datasets.field_messages", not_read),
+    ]
+    undecided = [each.written for each in imported.outcomes if each.fate == "undecided"]
+    assert undecided.count("datasets.field_system") == 3
+    assert {"datasets.roles", "datasets.field_messages"} < set(undecided)
+    Path("run.yaml").write_text(imported.text)
+    config = load_config(Path("run.yaml")).config
+    assert [each.field_system for each in config.datasets] == [None, "system", None]
+
+
+def test_a_set_of_preferences_keeps_its_system_prompt_and_no_key_that_is_not_read() -> None:
+    sets = "{path: b.jsonl, type: chatml.intel, field_output: say}"
+    imported = import_config(write(AXOLOTL.replace("{path: a.jsonl, type: alpaca}", sets) + "rl: dpo\n"))
+    reasons = {each.written: each.reason for each in imported.outcomes if each.fate == "undecided"}
+    assert reasons["datasets.field_output"] == "it is not read for `rl: dpo`"
+    Path("run.yaml").write_text(imported.text)
+    [found] = load_config(Path("run.yaml")).config.datasets
+    assert (found.field_system, found.field_prompt) == ("system", "question")
+
+
 def test_axolotl_trains_the_words_of_all_turns() -> None:
     path = write(AXOLOTL.replace("type: alpaca", "type: chat_template") + "train_on_inputs: true\n")
     reasons = {each.written: each.reason for each in import_config(path).outcomes if each.fate == "undecided"}

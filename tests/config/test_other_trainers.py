@@ -441,6 +441,7 @@ INFO = {
     "shared": {"file_name": "shared.json", "formatting": "sharegpt"},
     "ranked": {"file_name": "ranked.json", "ranking": True},
     "judged": {"file_name": "judged.json", "columns": {"kto_tag": "good"}},
+    "half": {"file_name": "half.json", "columns": {"prompt": "ask", "response": "say", "chosen": "good"}},
     "seen": {"file_name": "seen.json", "formatting": "sharegpt", "columns": {"images": "pictures"}},
     "nowhere": {"columns": {}},
 }
@@ -465,6 +466,8 @@ def test_the_sets_of_llama_factory(load: Load) -> None:
         "conversations",
         {"role": "from", "content": "value"},
     )
+    (half,) = load("base_model: m\ndataset_dir: sets\ndataset: half\n").config.datasets
+    assert (half.field_output, half.field_chosen) == ("say", "chosen"), "a column that is not read there is not here"
     (text_set,) = load("base_model: m\ndataset_dir: sets\nstage: pt\ndataset: mine\n").config.datasets
     assert (text_set.type, text_set.field) == ("completion", "ask")
 
@@ -496,10 +499,11 @@ def test_a_dataset_info_that_cannot_be_read(complain: Complain, text: str) -> No
     assert found.startswith("run.yaml:2:10: sets/dataset_info.json: cannot be read: ")
 
 
-def test_the_columns_of_a_prompt_of_axolotl(load: Load) -> None:
+def test_a_prompt_of_axolotl_has_words_that_ratel_does_not_write(complain: Complain) -> None:
     text = "base_model: m\ndatasets: [{path: a, type: {field_instruction: ask, field_output: say}}]\n"
-    (found,) = load(text).config.datasets
-    assert (found.type, found.field_instruction, found.field_output) == ("alpaca", "ask", "say")
+    (found,) = complain(text)
+    hint = "write the words of a prompt into the data: `type: completion` reads `prompt` and `completion`"
+    assert found.endswith(f", not a mapping | {hint}")
 
 
 @pytest.mark.parametrize("switch", ["adapter:", "use_peft: false", "finetuning_type: full"])

@@ -69,6 +69,8 @@ def test_axolotls_own_columns(tmp_path: Path) -> None:
     [found] = imported(tmp_path, axolotl(kind, rl="ipo")).datasets
     assert (found.type, found.field_prompt) == ("completion", "q")
     assert (found.field_chosen, found.field_rejected) == ("good", "bad")
+    [same] = imported(tmp_path, axolotl({**kind, "field_system": "sys"}, rl="ipo")).datasets
+    assert same == found, "no text has the system prompt there"
     wrong = rejection(tmp_path, axolotl({**kind, "prompt_format": "Q: {prompt}"}, rl="ipo"))
     assert "`prompt_format` writes more" in wrong
 

@@ -38,14 +38,6 @@ def test_auto_chooses_by_the_columns(columns: str, kind: str, used: tuple[str, .
         assert column in found.describe()
 
 
-@pytest.mark.parametrize("columns", ["instruction output", "input_ids", "text", "prompt completion", "messages"])
-def test_what_is_set_about_turns_is_for_conversations(columns: str) -> None:
-    record: dict[str, object] = dict.fromkeys(columns.split(), "x")
-    source = DatasetSource(path="p", roles_to_train=("user",))
-    said = decide_format(source, record, has_chat_template=True).describe()
-    assert ("for conversations, and changes nothing" in said) == (columns != "messages")
-
-
 def test_questions_without_a_chat_template_become_alpaca() -> None:
     record: dict[str, object] = {"question": "q", "answer": "a"}
     found = decide_format(DatasetSource(path="p"), record, has_chat_template=False)

@@ -166,6 +166,15 @@ def test_a_split_of_local_files_is_ignored_with_a_notice(tree: Path, notices: li
     assert notices[0].endswith("because local files have no splits; its part [:50%] is taken of all rows")
 
 
+def test_what_is_for_hub_datasets_and_for_text_files_is_ignored_with_a_notice(tree: Path, notices: list[str]) -> None:
+    path = str(tree / "b.jsonl")
+    open_source(DatasetSource(path=path, name="en", text_unit="file"), notice=notices.append)
+    assert notices == [
+        f"{path}: text_unit: file is ignored, because there is no text file (.txt)",
+        f"{path}: name 'en' is ignored, because local files have no configurations",
+    ]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_hub_dataset_is_streamed_from_its_files(
     tmp_path: Path, notices: list[str], monkeypatch: pytest.MonkeyPatch, is_stream: bool

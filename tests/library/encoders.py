@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
@@ -66,38 +67,55 @@ PAIRS: dict[str, dict[str, object]] = {
     "m2m_100": {**_BART, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
 }
 """Encoder-decoders. What is between the stacks has no parameters in some, and positions are frozen in some."""
+_HALF = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
+DROPOUT: dict[str, dict[str, object]] = {
+    "bert": {**_HALF, "classifier_dropout": 0.4},
+    "roberta": {**_HALF, "classifier_dropout": 0.4},
+    "modernbert": {"embedding_dropout": 0.3, "mlp_dropout": 0.3, "attention_dropout": 0.2, "classifier_dropout": 0.4},
+    "distilbert": {"dropout": 0.3, "attention_dropout": 0.2, "seq_classif_dropout": 0.4},
+    "electra": {**_HALF, "classifier_dropout": 0.4},
+    "mpnet": _HALF,
+    "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.2},
+    "t5": {"dropout_rate": 0.3},
+    "t5 untied": {"dropout_rate": 0.3},
+    "bart": {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.2},
+}
+"""Changes of a configuration that let a model drop in its embedding, its layers and its head, by name."""
 EAGER = ("deberta-v2", "mpnet")
 """Without another kernel of attention."""
 CAUSAL = ("llama", "gpt2")
 """Decoders, whose classifiers look at the last token that is no padding."""
 
 
-def encoder_config(name: str) -> PretrainedConfig:
+def encoder_config(name: str, *, drops: bool = False) -> PretrainedConfig:
+    """`drops`: with dropout wherever the model may have it."""
+    changes = DROPOUT[name] if drops else {}
     if name in CAUSAL:
-        config = tiny_config(name)
+        config = tiny_config(name, **{**dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0), **changes})
         config.pad_token_id = 0
-        config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
     elif name in PAIRS:
-        return AutoConfig.for_model(name.split(maxsplit=1)[0], **_SHAPE, **PAIRS[name])
+        return AutoConfig.for_model(name.split(maxsplit=1)[0], **{**_SHAPE, **PAIRS[name], **changes})
     else:
-        config = AutoConfig.for_model(name, **_SHAPE, **CONFIGS[name])
+        config = AutoConfig.for_model(name, **{**_SHAPE, **CONFIGS[name], **changes})
     config.id2label = {index: f"class {index}" for index in range(NUM_CLASSES)}
     return config
 
 
-def encoder(name: str, task: Task, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def encoder(name: str, task: Task, dtype: torch.dtype = torch.float32, *, drops: bool = False) -> PreTrainedModel:
     """A model with random weights, far enough from those of a step that rounding hides none."""
     torch.manual_seed(7)
     attention = "eager" if name in EAGER else "sdpa"
-    drawn = AUTO_CLASSES[task].from_config(encoder_config(name), attn_implementation=attention)
-    model = AUTO_CLASSES[task].from_config(encoder_config(name), attn_implementation=attention, dtype=dtype)
+    drawn = AUTO_CLASSES[task].from_config(encoder_config(name, drops=drops), attn_implementation=attention)
+    model = AUTO_CLASSES[task].from_config(
+        encoder_config(name, drops=drops), attn_implementation=attention, dtype=dtype
+    )
     model.load_state_dict(drawn.state_dict())
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def saved_encoder(directory: Path, name: str, task: Task) -> Path:
-    encoder(name, task).save_pretrained(directory)
+def saved_encoder(directory: Path, name: str, task: Task, *, drops: bool = False) -> Path:
+    encoder(name, task, drops=drops).save_pretrained(directory)
     return directory
 
 
@@ -137,18 +155,34 @@ def labelled_steps(
     return [[batch() for _ in range(num_micro_batches)] for _ in range(number)]
 
 
-def trained_encoder(name: str, task: Task, steps: Sequence[Sequence[LabelledBatch]], recipe: Recipe) -> Trained:
-    """What plain PyTorch makes of the model on these steps."""
-    model = encoder(name, task, recipe.dtype)
+def trained_encoder(
+    name: str, task: Task, steps: Sequence[Sequence[LabelledBatch]], recipe: Recipe, *, drops: bool = False
+) -> Trained:
+    """What plain PyTorch makes of the model on these steps. `drops`: with dropout, seeded as Ratel promises."""
+    model = encoder(name, task, recipe.dtype, drops=drops)
     weights = {key: each.detach().clone() for key, each in encoder(name, task).named_parameters()}
     decayed = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    # A cache lays keys and values out in another way, and products of these then round otherwise.
+    settings = {"use_cache": False} if name in CAUSAL or name in PAIRS else {}
 
     def loss_sum(batch: LabelledBatch) -> torch.Tensor:
         placed = {name: each.to(recipe.device) for name, each in batch.items()}
         labels = placed["labels"].reshape(-1)
-        logits = model(**(placed if task == "seq2seq" else {**placed, "labels": None})).logits
+        logits = model(**(placed if task == "seq2seq" else {**placed, "labels": None}), **settings).logits
         return cross_entropy(logits.reshape(len(labels), -1).float(), labels, ignore_index=-100, reduction="sum")
 
     model.train().to(recipe.device)
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
-    return train_module(model, loss_sum, weights, steps, recipe, decayed=decayed)
+    stacks = _stacks(model) if drops else ()
+    return train_module(model, loss_sum, weights, steps, recipe, decayed=decayed, stacks=stacks)
+
+
+def _stacks(model: PreTrainedModel) -> list[tuple[nn.Module, nn.ModuleList]]:
+    """The modules with layers, in the order in which they run, each with its layers."""
+    found: list[tuple[nn.Module, nn.ModuleList]] = []
+    for around in model.modules():
+        is_in_layer = any(around is each for _, layers in found for each in layers.modules())
+        layers = next((each for each in around.children() if isinstance(each, nn.ModuleList)), None)
+        if layers is not None and not is_in_layer:
+            found.append((around, layers))
+    return found

@@ -3,6 +3,7 @@ PyTorch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tests.library.encoders import (
     AUTO_CLASSES,
     CAUSAL,
     CONFIGS,
+    DROPOUT,
     EAGER,
     NUM_CLASSES,
     PAIRS,
@@ -89,6 +91,49 @@ def test_they_train_as_plain_pytorch_does(
     frozen = {key for key, each in encoder(name, task).named_parameters() if not each.requires_grad}
     stayed = {key for key, each in loaded.named_parameters() if torch.equal(before[key].to(each.dtype), each)}
     assert len(stayed - frozen) <= 1, stayed
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_micro_batches"),
+    [
+        *itertools.product(["bert"], ["float32", "bfloat16"], [1, 3]),
+        *thinned(pairwise([each for each in DROPOUT if each != "bert"], ["float32", "bfloat16"], [1, 3]), every=4),
+    ],
+)
+def test_every_part_draws_by_a_seed_of_its_own(
+    tmp_path: Path, name: str, dtype: DtypeName, num_micro_batches: int
+) -> None:
+    """Dropout in the embedding, in the layers and in the head, which is behind a second call of the embedding; between
+    the stacks of an encoder-decoder, too. Draws of layers and embedding are those of forward when they run again."""
+    task: Task = "seq2seq" if name in PAIRS else "classification"
+    steps = labelled_steps(task, 3, num_micro_batches, vocabulary=encoder_config(name).vocab_size)
+    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=0.5)
+    trained = trained_encoder(name, task, steps, recipe, drops=True)
+    base = saved_encoder(tmp_path / "base", name, task, drops=True)
+    losses, norms = [], []
+    notice = pytest.warns(UserWarning, match="using eager") if name in EAGER else nullcontext()
+    with (
+        notice,
+        ratel.open(
+            base,
+            storage=[tmp_path / "store"],
+            task=task,
+            dtype=dtype,
+            device="cpu",
+            weight_decay=0.1,
+            max_grad_norm=0.5,
+        ) as model,
+    ):
+        for batch in steps:
+            losses.append(model.forward_backward(batch))
+            model.step(learning_rate=recipe.learning_rate)
+            norms.append(model.grad_norm)
+        model.save_pretrained(tmp_path / "out")
+    assert (losses, norms) == (list(trained.losses), list(trained.norms))
+    loaded = AUTO_CLASSES[task].from_pretrained(tmp_path / "out", dtype=DTYPES[dtype])
+    assert [
+        name for name, each in loaded.named_parameters() if not torch.equal(each, trained.weights[name].to(each.dtype))
+    ] == []
 
 
 @pytest.mark.parametrize("task", ["masked_lm", "classification", "seq2seq"])
