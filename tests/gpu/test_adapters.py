@@ -56,3 +56,11 @@ def test_wherever_bytes_rest(tmp_path: Path, placement: str, architecture: str) 
     settings = ADAPTERS["dropout"]
     recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)
     check_training(gpu_machine, tmp_path, tiny_config(architecture), recipe, adapter=settings, **PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [("llama_tied", "bfloat16"), ("qwen3_moe", "float16")])
+def test_a_base_that_stays_in_its_files(tmp_path: Path, architecture: str, dtype: DtypeName) -> None:
+    settings = ADAPTERS["all linear"]
+    recipe = recipe_of(settings, dtype, max_grad_norm=1.0)
+    placed = dict[str, object](base_directory=tmp_path / "base", placement=AHEAD)
+    check_training(gpu_machine, tmp_path, tiny_config(architecture), recipe, adapter=settings, **placed)

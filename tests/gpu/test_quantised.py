@@ -29,6 +29,20 @@ def test_a_gpu_expands_to_the_same_bits(shape: tuple[int, int], dtype: torch.dty
     assert found.device == data.device and torch.equal(found.cpu(), oracle.dequantised(matrix, form))
 
 
+@pytest.mark.parametrize("has_order", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_expands_int4_to_the_same_bits(dtype: torch.dtype, has_order: bool) -> None:
+    """Against the CPU, which tests/model/test_quantised_files.py compares with the formats' definition."""
+    generator, layout = torch.Generator().manual_seed(2), QuantisedLayout("int4", 96, 256, 0, 8, has_order)
+    data = torch.randint(0, 256, (layout.num_bytes,), generator=generator, dtype=torch.uint8)
+    _, scales, _, *order = layout.parts(data)
+    scales.view(torch.float16).copy_(torch.rand(96 * 8, generator=generator) / 40)
+    for each in order:
+        each.view(torch.int16).copy_(torch.randint(0, 8, (256,), generator=generator))
+    found = dequantised(data.to(gpu_of_this_process()), layout, dtype)
+    assert torch.equal(found.cpu(), dequantised(data, layout, dtype))
+
+
 @pytest.mark.parametrize(
     ("architecture", "adapter", "form", "dtype", "num_micro_batches"),
     rotating(
