@@ -13,7 +13,7 @@ from typing import Final
 
 _PAIR: Final = ("field_prompt", "field_completion")
 _ALPACA: Final = ("field_instruction", "field_input", "field_output")
-_CHAT: Final = ("field_system", "system_prompt", "field_tools")
+_CHAT: Final = ("field_system", "system_prompt", "drop_system_message", "field_tools")
 _MESSAGES: Final = ("message_property_mappings", "roles")
 _LOSS: Final = ("roles_to_train", "train_on_eos")
 _COMPARED: Final = ("field_prompt", "field_messages", "field_instruction", "field_input", "field_history")

@@ -414,7 +414,7 @@ FOREIGN_IN_DATASETS: Mapping[str, Foreign] = {
         (_TEMPLATE, "conversation chat_template split_thinking eot_tokens roles_kwargs"),
         (
             _SELECTION,
-            """shards shards_idx drop_system_message message_field_training_detail train_on_eot
+            """shards shards_idx message_field_training_detail train_on_eot
             skip drop_exceeded_length data_dir data_files subset""",
         ),
     )

@@ -184,6 +184,8 @@ class DatasetConfig(Section):
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """A system prompt for all rows, in place of their own. `chat_template` puts it before each conversation; `alpaca`
     writes it in place of the first sentences of its prompt. Default: none."""
+    drop_system_message: bool = False
+    """Leave out the system prompt that a conversation begins with, such as for a model whose template has none."""
     field_history: Column | None = None
     """The column with earlier rounds, as pairs of question and answer, for `chat_template` with instruction and output.
     Default: no column."""

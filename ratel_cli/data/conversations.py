@@ -65,6 +65,8 @@ class TurnOptions:
     """The column with a system prompt; None: no column."""
     system_prompt: str | None = None
     """The system prompt of all conversations, in place of their own; None: they have their own."""
+    drops_system_message: bool = False
+    """Whether a conversation that begins with a system prompt of its own loses it."""
     roles_to_train: tuple[str, ...] | None = None
     train_on_eos: TrainOnEos | None = None
     training_key: str | None = None
@@ -320,10 +322,16 @@ def _parsed(text: str, what: str) -> object:
 def with_system_prompt(record: dict[str, object], options: TurnOptions, turns: list[ChatMessage]) -> list[ChatMessage]:
     """The turns behind the system prompt of all rows, which takes the place of their own, or behind that of a column.
 
-    A column's is left out if it is empty, or if the conversation begins with one. Raises Unusable.
+    A column's is left out if it is empty, or if the conversation begins with one; or both are, if the config says so.
+    Raises Unusable.
     """
     if options.system_prompt is not None:
         return [_turn("system", options.system_prompt), *(turn for turn in turns if turn["role"] != "system")]
+    if options.drops_system_message:
+        kept = turns[turns[0]["role"] == "system" :]
+        if not kept:
+            raise Unusable("the conversation has a system prompt alone")
+        return kept
     if options.system is None or record.get(options.system) is None or turns[0]["role"] == "system":
         return turns
     prompt = text_in(record, options.system)

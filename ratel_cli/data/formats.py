@@ -223,7 +223,7 @@ _COLUMN_KEYS = (
     "field", "field_label", "field_prompt", "field_completion", "field_chosen", "field_rejected", "field_messages",
     "field_instruction", "field_input", "field_output", "field_history",
 )  # fmt: skip
-_OF_CHATS = ("system_prompt", "field_tools", "message_property_mappings", "roles")
+_OF_CHATS = ("system_prompt", "drop_system_message", "field_tools", "message_property_mappings", "roles")
 
 
 def _reads_answers(source: DatasetSource, found: RowFormat, record: dict[str, object]) -> bool:
@@ -244,6 +244,7 @@ def _turn_options(source: DatasetSource) -> TurnOptions:
         tools=source.field_tools,
         system=source.field_system,
         system_prompt=source.system_prompt,
+        drops_system_message=source.drop_system_message,
         roles_to_train=source.roles_to_train,
         train_on_eos=source.train_on_eos,
         training_key=source.message_field_training,

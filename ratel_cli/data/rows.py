@@ -66,6 +66,7 @@ class DatasetSource:
     weight: float = 1.0
     field_system: str | None = None
     system_prompt: str | None = None
+    drop_system_message: bool = False
     field_history: str | None = None
     field_tools: str = "tools"
     message_property_mappings: Mapping[str, str] | None = None

@@ -17,11 +17,13 @@ Record = Mapping[str, object]
 DEFAULTS = {each.name: each.default for each in fields(DatasetSource)}
 ASKED = {"role": "user", "content": "a", "note": "c", "train": True}
 ANSWER = {"role": "assistant", "content": "b", "note": "d", "train": False}
-TURNS = [ASKED, ANSWER]
+SYSTEM = {"role": "system", "content": "e"}
+TURNS = [SYSTEM, ASKED, ANSWER]
 OTHERS: Sequence[object] = ("z", "c1", True, TURNS, [ASKED], [ANSWER], [["q", "a"]], [{"name": "tool"}])
 """What the column that a key may name has."""
 VALUES: Mapping[str, object] = {
     "system_prompt": "be kind",
+    "drop_system_message": True,
     "message_property_mappings": {"content": "note"},
     "roles": {"tool": ("user",)},
     "roles_to_train": ("user",),
@@ -44,10 +46,11 @@ ROWS: Mapping[tuple[DatasetType, Compares | None], Sequence[Record]] = {
     ("classification", None): [{"text": "a", "label": "c0"}],
     ("seq2seq", None): [TEXTS],
     ("completion", "pairs"): [
-        PAIR, PAIR_OF_TURNS, {"instruction": "a", "input": "x", "chosen": "b", "rejected": "c"},
+        PAIR, PAIR_OF_TURNS, {**PAIR_OF_TURNS, "messages": [SYSTEM, ASKED]},
+        {"instruction": "a", "input": "x", "chosen": "b", "rejected": "c"},
     ],
     ("chat_template", "pairs"): [
-        PAIR, PAIR_OF_TURNS,
+        PAIR, PAIR_OF_TURNS, {**PAIR_OF_TURNS, "messages": [SYSTEM, ASKED]},
         {"instruction": "a", "input": "x", "chosen": "b", "rejected": "c"},
     ],
     ("chat_template", "verdicts"): [

@@ -162,6 +162,7 @@ ROUNDS = RowFormat(
     turns=TurnOptions(system="system"),
 )
 FLAGGED = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(training_key="train"))
+UNPROMPTED = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(drops_system_message=True))
 CALLS = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(roles={"call": "function_call"}))
 _NO_CALL = "message 1 is no tool call: an object with name and arguments is needed"
 
@@ -220,6 +221,11 @@ _NO_CALL = "message 1 is no tool call: an object with name and arguments is need
             FLAGGED,
             {"messages": [{**TURNS[0], "train": "yes"}]},
             "'train' of message 1 must be true or false",
+        ),
+        (
+            UNPROMPTED,
+            {"messages": [{"role": "system", "content": "s"}]},
+            "the conversation has a system prompt alone",
         ),
         (CALLS, {"messages": [{"from": "call", "value": "f()"}]}, "'content of message 1' is not JSON"),
         (CALLS, {"messages": [{"from": "call", "value": "7"}]}, _NO_CALL),

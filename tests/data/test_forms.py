@@ -126,6 +126,14 @@ FORMS = {
         keys={"system_prompt": "be kind", "field_system": "system"},
         samples=(f"{S}be kind{END}\n{U}a{END}\n{A}⟦b{END}\n⟧",) * 2,
     ),
+    "a system prompt that is left out": Form(
+        content=rows(
+            {"messages": [message("system", "s"), *TWO_ROUNDS[:2]]},
+            {"messages": TWO_ROUNDS[:2], "system": "t"},
+        ),
+        keys={"drop_system_message": True, "field_system": "system"},
+        samples=(f"{U}a{END}\n{A}⟦b{END}\n⟧",) * 2,
+    ),
     "a system prompt before a prompt and its completion": Form(
         content=rows({"prompt": TWO_ROUNDS[:1], "completion": TWO_ROUNDS[1:2]}),
         keys={"system_prompt": "s"},
