@@ -16,12 +16,8 @@ _BITS: Mapping[int, str] = {4: "load_in_4bit", 8: "load_in_8bit"}
 _DOUBLE: Sequence[str] = ("double_quantization", "use_bnb_nested_quant")
 """Names of LLaMA-Factory and TRL for double quantisation."""
 _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
 _OPTIONS = "bnb_config_kwargs"
 """axolotl's mapping of other settings of 4 bit, which replace those of its own."""
-
-
 _OF_FILES: Mapping[str, str] = {"Mxfp4Config": "MXFP4", "FineGrainedFP8Config": "fp8"}
 """axolotl's `model_quantization_config`: how the files of the base model are quantised."""
 

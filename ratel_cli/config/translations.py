@@ -147,6 +147,13 @@ def _delay(entries: Entries, report: Report) -> None:
         report.drop(entries.pop("eval_delay"), "nothing follows from an evaluation here")
 
 
+def _main_branch(entries: Entries, report: Report) -> None:
+    """`main`, which others' configs often name, is what is read anyway, also of a directory."""
+    for key in ("revision_of_model", "model_revision"):
+        if key in entries and entries[key].value.content == "main":
+            report.drop(entries.pop(key), "it is the default")
+
+
 def _steps_without_end(entries: Entries, report: Report) -> None:
     """`max_steps: -1` means that the epochs decide."""
     entry = entries.get("max_steps")
@@ -478,6 +485,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _no_gpu,
     _strategies,
     _delay,
+    _main_branch,
     _steps_without_end,
     _minimum_rate,
     _whole_batch,

@@ -83,7 +83,7 @@ def check_mistral_common() -> None:
 
 
 def mistral_file(names: Sequence[str]) -> str | None:
-    """The file that mistral-common takes of these: `tekken.json`, or the one whose name has the last version."""
+    """The file that mistral-common takes of these: `tekken.json`, or the last one by name."""
     found = sorted(name for name in names if _FILE_NAME.fullmatch(name))
     return "tekken.json" if "tekken.json" in found else found[-1] if found else None
 

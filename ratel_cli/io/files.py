@@ -114,7 +114,7 @@ def use_direct_io(fds: Sequence[int], paths: Sequence[Path], notice: Callable[[s
         except OSError:
             buffered.append(str(path.parent))
     if buffered:
-        where = ", ".join(buffered)
+        where = ", ".join(dict.fromkeys(buffered))
         notice(f"direct I/O is not available on {where}; transfers use the page cache, with the same results")
 
 

@@ -154,8 +154,8 @@ class CheckpointSource(Closing):
         tensors = {name: reader.tensors[name] for name, reader in self._readers.items()}
         found: dict[str, dict[int, tuple[ShardReader, TensorEntry]]] = {}
         for name, content in replace(self._origins, frozen=frozenset()).contents(tensors).items():
-            reader, entry = self._readers[name], tensors[name]
-            if not isinstance(content, TrainedContent) or not isinstance(reader, ShardReader):
+            reader, entry = self._readers[name].file_of(name), tensors[name]
+            if not isinstance(content, TrainedContent) or reader is None:
                 continue
             if content.strides == contiguous_strides(entry.shape):
                 found.setdefault(content.parameter, {})[content.offset] = reader, entry

@@ -36,6 +36,10 @@ class DequantisedFile(TensorFile):
         self.path, self.tensors = file.path, tensors
         self._file, self._coded = file, coded
 
+    def file_of(self, name: str) -> ShardReader | None:
+        """See TensorFile."""
+        return None if self._coded.has(name) else self._file
+
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """See TensorFile."""
         coded = self._coded.take(name)
@@ -59,6 +63,10 @@ class Coded:
             self._last.forget()
         self._last = found
         return found
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is quantised."""
+        return name in self._tensors
 
     def forget(self) -> None:
         """Give back all memory."""

@@ -8,7 +8,7 @@ layers with the matrix transposed. Stacks of experts are no layers; they are qua
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +30,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import QuantisedForm, StoredForm
 
 _STACK_DIMENSIONS = 3
-_FORMS_OF_FILES: Mapping[StoredForm, str] = {"mxfp4": "MXFP4", "int4": "the groups that config.json says"}
+_FORMS_OF_FILES: Mapping[StoredForm, str] = {"mxfp4": "MXFP4", "int4": "config.json says"}
 """Forms that only files have: nothing is quantised to them here."""
 _READ_ELEMENTS = 1 << 23
 """A matrix is read in parts of this many elements."""
@@ -66,18 +66,28 @@ def keep_experts_packed(model: PreTrainedModel) -> None:
                 quantise_experts(module, frozen, "mxfp4")
 
 
-def keep_layers_packed(model: PreTrainedModel, layouts: Mapping[str, QuantisedLayout] | None) -> None:
+def keep_layers_packed(
+    model: PreTrainedModel, layouts: Mapping[str, QuantisedLayout] | None, *, trained: Sequence[str] = ()
+) -> None:
     """Let linear layers stay as GPTQ and AWQ have them in the files, all but the head. `layouts`: of weights in the
-    files, by their names there; None: the files are not here, and config.json says how they are."""
+    files, by their names there; None: the files are not here, and config.json says how they are. `trained`: ends of
+    the names of modules that are trained whole, and so not packed."""
     if layouts is None:
         found = dict(_configured_layouts(model))
     else:
         targets = plan_renaming(model, layouts).direct
         found = {target: layouts[name] for target, name in targets.items() if target.endswith(".weight")}
-    head = model.get_output_embeddings()
-    modules = {target: model.get_submodule(target.removesuffix(".weight")) for target in found}
-    chosen = {target: module for target, module in modules.items() if type(module) is nn.Linear and module is not head}
-    pack_layers(model, {target: found[target] for target in chosen})
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    whole = [each for name, each in modules.items() if name.endswith(tuple(trained))] if trained else []
+    left_out = {inner for each in (head, *whole) if each is not None for inner in each.modules()}
+
+    def is_chosen(target: str) -> bool:
+        module = modules.get(target.removesuffix(".weight"))
+        if type(module) is not nn.Linear or module in left_out:
+            return False
+        return module.weight.shape == found[target].shape  # else the files do not fit, which is said elsewhere
+
+    pack_layers(model, {target: found[target] for target in found if is_chosen(target)})
 
 
 def pack_layers(model: nn.Module, layouts: Mapping[str, QuantisedLayout]) -> None:
@@ -221,7 +231,7 @@ class QuantisingSource:
                 return stored
             if layer.layout.form in _FORMS_OF_FILES:
                 form = _FORMS_OF_FILES[layer.layout.form]
-                raise BadInput(f"the files have {name} not in {form}", "use the model from before quantisation")
+                raise BadInput(f"{name} is not quantised in the files as {form}", "use the model before quantisation")
             return quantise_from(lambda start, stop: self._base.read(name, start, stop).to(layer.dtype), layer.layout)
         matrix = torch.empty(shape, dtype=layer.dtype)
         flat = matrix.view(-1)

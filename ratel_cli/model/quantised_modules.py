@@ -121,7 +121,7 @@ def quantise_experts(module: nn.Module, names: Sequence[str], form: StoredForm) 
     for name in names:
         values = module.get_parameter(name)
         stacks[name] = layout = QuantisedLayout.of(form, values.shape)
-        if values.is_meta or form == "mxfp4" or form == "int4":
+        if values.is_meta or form == "mxfp4" or form == "int4":  # which only files have
             data = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=values.device)
         else:
             data = quantise(values.detach(), form)

@@ -78,6 +78,10 @@ class TensorFile(ABC):
     """By name."""
 
     @abstractmethod
+    def file_of(self, name: str) -> ShardReader | None:
+        """The file that has this tensor as it is read here; None if it is made of others."""
+
+    @abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out`, flat and in the tensor's dtype, with elements of the flattened tensor from `start` on.
 
@@ -126,6 +130,10 @@ class ShardReader(TensorFile, Closing):
         header = bytearray(self._data_start)
         _read_exactly(self.path, self._fd, memoryview(header), 0)
         return bytes(header)
+
+    def file_of(self, name: str) -> ShardReader:  # noqa: ARG002
+        """See TensorFile."""
+        return self
 
     def offset_of(self, entry: TensorEntry) -> int:
         """Where a tensor's data begins in the file."""

@@ -97,7 +97,9 @@ class StepMemory:
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
         self._process_bytes = process_bytes + notes_bytes(self._own.segments, workload, num_layers=spec.num_layers)
-        self._process_bytes += staging_bytes(max((block.file_bytes or 0 for block in self._own.blocks), default=0))
+        self._process_bytes += max(
+            (staging_bytes(block.file_bytes or 0, block.compute_bytes) for block in self._own.blocks), default=0
+        )
         self._gpu = gpu
         self._segments = SegmentMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums, part=part)
         self._known_moments: dict[object, _Moments] = {}

@@ -22,22 +22,23 @@ from ratel_cli.json_fields import JsonFields, checked_integer, checked_list, che
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
-PART_BYTES: Final = 4 << 20
-"""What is read and copied as one: as the queue's requests, so that every drive is at its full speed."""
+PART_BYTES: Final = 3 << 20
+"""What is read and copied as one: with the pages around it one request of the queue, and whole chunks in any dtype."""
 NUM_STAGED: Final = 8
 """Parts in flight: more than keep a drive busy while others are copied."""
 _AROUND_BYTES: Final = 64 << 10
-"""The pages around eight pieces: of what layers have, more are rarely in a part."""
+"""The pages around eight pieces, which a part may have however large pieces are."""
 _MAGIC: Final = b"RATELBAS"
 _HEAD: Final = struct.Struct("<8sQ")
 _CRC: Final = struct.Struct("<I")
 _HINT: Final = "restore a snapshot with `ratel restore CONFIG`, or start over with --resume no"
-PUT_BACK: Final = "put the file back as it was, or start over with --resume no"
 
 
-def staging_bytes(largest_bytes: int) -> int:
-    """The memory that a reader takes, of whose blocks the largest one has `largest_bytes` in files."""
-    return NUM_STAGED * min(PART_BYTES + _AROUND_BYTES, largest_bytes)
+def staging_bytes(file_bytes: int, block_bytes: int) -> int:
+    """The memory that a reader takes for a block of this size, of which it reads `file_bytes`: a part of it with the
+    pages around its pieces, of which small ones have many."""
+    around_bytes = PART_BYTES * 2 * max(0, file_bytes - block_bytes) // max(1, block_bytes)
+    return NUM_STAGED * min(PART_BYTES + _AROUND_BYTES + around_bytes, file_bytes)
 
 
 class Piece(NamedTuple):

@@ -34,7 +34,6 @@ from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.base_files import (
     NUM_STAGED,
     PART_BYTES,
-    PUT_BACK,
     BaseFile,
     BaseFiles,
     Piece,
@@ -42,6 +41,8 @@ from ratel_cli.store.base_files import (
     range_in_file,
 )
 from ratel_cli.units import align_up
+
+_PUT_BACK = "put the file back as it was, or start over with --resume no"
 
 
 class _Part(NamedTuple):
@@ -110,12 +111,14 @@ class BaseFilesReader(Closing):
         self._begin_waiting()
         return ticket
 
-    def changed(self, block: int, found: IntegrityFailure) -> IntegrityFailure:
-        """The error for a block whose checksums the files do not give any more, which are what was `found`."""
+    def changed(self, block: int, first: int, last: int) -> IntegrityFailure:
+        """The error for bytes [first, last) of a block's array, which have another checksum."""
         listed = self.files
-        numbers = sorted({piece.file for piece in listed.pieces.get(block, ())})
+        numbers = sorted({piece.file for piece in overlapping(listed.pieces.get(block, ()), first, last)})
         names = " or ".join(listed.files[number].path for number in numbers) or "a file"
-        return IntegrityFailure(f"base_storage: {names} has changed since the run began: {found.message}", PUT_BACK)
+        return IntegrityFailure(
+            f"base_storage: {names} has changed since the run began (block {block}, bytes {first} to {last})", _PUT_BACK
+        )
 
     def settle(self) -> None:
         """Wait until nothing is being read."""
@@ -134,9 +137,9 @@ class BaseFilesReader(Closing):
     def _open(self) -> _OpenFiles:
         """The open files, with a free buffer for each part in flight."""
         assert self._loaded is not None
-        opened = _OpenFiles(self._loaded.files, self._notice)
         largest_bytes = max(map(_staged_bytes, self._loaded.pieces.values()), default=0)
-        self._free = [opened.lease(largest_bytes) for _ in range(NUM_STAGED)]
+        opened = _OpenFiles(self._loaded.files, self._notice, buffer_bytes=largest_bytes)
+        self._free = list(opened.buffers)
         return opened
 
     def _begin_waiting(self) -> None:
@@ -148,18 +151,20 @@ class BaseFilesReader(Closing):
                 part, buffer, opened = self._waiting.popleft(), self._free.pop(), self._opened
             assert opened is not None
             part.ticket.begin_part()
+            transfer: Ticket | None = None
             try:
                 extents, copies = opened.placed(part, buffer)
                 transfer = self._queue.read(extents)
                 self._queue.checksums.start(partial(self._finish, part, buffer, transfer, copies))
             except Exception as error:  # noqa: BLE001 - every ticket must end
+                settle([] if transfer is None else [transfer])  # nothing is read into the buffer any more
                 self._end(part, buffer, error)
 
     def _finish(self, part: _Part, buffer: memoryview, transfer: Ticket, copies: Sequence[_Copy]) -> None:
         """What a thread for checksums does for a part."""
         failure: Exception | None = None
         try:
-            transfer.wait()
+            _wait(transfer)
             _copy(copies, part.memory)
             part.check()
         except Exception as error:  # noqa: BLE001 - raised by the ticket's `wait`
@@ -176,32 +181,29 @@ class BaseFilesReader(Closing):
 class _OpenFiles(Closing):
     """The files, open for direct I/O, and memory for what is read of them."""
 
-    def __init__(self, files: Sequence[BaseFile], notice: Callable[[str], None]) -> None:
-        """Raises BadInput if a file is missing or has another size."""
+    def __init__(self, files: Sequence[BaseFile], notice: Callable[[str], None], *, buffer_bytes: int) -> None:
+        """Raises BadInput if a file is missing or has another size, IntegrityFailure if it cannot be read."""
         self._resources = ExitStack()
         self._fds: list[int] = []
         self._ends: list[tuple[int, bytes]] = []
         """Of each file, where its whole pages end, and the bytes behind them, which direct I/O does not read."""
         with ExitStack() as opened:
-            self._pool = opened.enter_context(BufferPool(None))
             for path, num_bytes in files:
                 fd = _open_again(path, num_bytes)
                 opened.callback(os.close, fd)
                 self._fds.append(fd)
                 end = num_bytes // PAGE_BYTES * PAGE_BYTES
-                self._ends.append((end, os.pread(fd, num_bytes - end, end)))
+                self._ends.append((end, _end_of(fd, path, num_bytes - end, end)))
+            pool, purpose = opened.enter_context(BufferPool(None)), "pages of the base model's files"
+            leases = [pool.lease(buffer_bytes, purpose, crosses_link=False) for _ in range(NUM_STAGED)]
+            self.buffers = tuple(opened.enter_context(lease).memory for lease in leases)
+            """One for each part in flight."""
             use_direct_io(self._fds, [Path(each.path) for each in files], notice)
             self._resources = opened.pop_all()
 
     def close(self) -> None:
         """Close the files, and give the memory back. Idempotent."""
         self._resources.close()
-
-    def lease(self, num_bytes: int) -> memoryview:
-        """Memory until `close`."""
-        lease = self._pool.lease(num_bytes, "pages of the base model's files", crosses_link=False)
-        self._resources.callback(lease.release)
-        return lease.memory
 
     def placed(self, part: _Part, buffer: memoryview) -> tuple[list[Extent], list[_Copy]]:
         """What to read into the buffer for a part, and what to copy then."""
@@ -226,12 +228,28 @@ def _open_again(path: str, num_bytes: int) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise BadInput(f"base_storage: {path} cannot be read: {error.strerror}", PUT_BACK) from error
+        raise BadInput(f"base_storage: {path} cannot be read: {error.strerror}", _PUT_BACK) from error
     found = os.fstat(fd).st_size
     if found != num_bytes:
         os.close(fd)
-        raise BadInput(f"base_storage: {path} has {found} bytes, and had {num_bytes} when the run began", PUT_BACK)
+        raise BadInput(f"base_storage: {path} has {found} bytes, and had {num_bytes} when the run began", _PUT_BACK)
     return fd
+
+
+def _end_of(fd: int, path: str, num_bytes: int, offset: int) -> bytes:
+    """The bytes of a file that are no whole page."""
+    try:
+        return os.pread(fd, num_bytes, offset)
+    except OSError as error:
+        raise IntegrityFailure(f"base_storage: {path} cannot be read: {error.strerror}", "check the drive") from error
+
+
+def _wait(transfer: Ticket) -> None:
+    """Raises IntegrityFailure, with what that means for the run."""
+    try:
+        transfer.wait()
+    except IntegrityFailure as failure:
+        raise IntegrityFailure(f"base_storage: {failure.message}", failure.hint or _PUT_BACK) from failure
 
 
 def _staged_bytes(pieces: Sequence[Piece]) -> int:

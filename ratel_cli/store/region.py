@@ -137,11 +137,12 @@ class OpenRegion:
 
         def check(first: int, last: int) -> None:
             if chunks is not None:
-                begin, end = start + first // unit_bytes * unit, min(stop, start + -(-last // unit_bytes) * unit)
-                try:
-                    self._check(block, field, begin, end, memory[first:last])
-                except IntegrityFailure as failure:
-                    raise reader.changed(block, failure) from failure
+                for at in range(first, last, unit_bytes):  # chunk by chunk: the error names the files of one
+                    begin, behind = start + at // unit_bytes * unit, min(last, at + unit_bytes)
+                    try:
+                        self._check(block, field, begin, min(stop, begin + unit), memory[at:behind])
+                    except IntegrityFailure as failure:
+                        raise reader.changed(block, first_byte + at, first_byte + behind) from failure
 
         first_byte = records.field_bytes(block, field, start)
         return reader.read(block, first_byte, memory, unit_bytes=unit_bytes, check=check)

@@ -141,7 +141,10 @@ def test_parts_that_text_does_not_use_may_be_frozen(load: Load) -> None:
 
 
 def test_the_revision_of_a_hub_model(load: Load) -> None:
-    assert load(MINIMAL + "model_revision: main\n").config.revision_of_model == "main"
+    assert load(MINIMAL + "model_revision: v1\n").config.revision_of_model == "v1"
+    for key in ("model_revision", "revision_of_model"):  # which a directory has, too
+        loaded = load(MINIMAL + f"{key}: main\n")
+        assert loaded.config.revision_of_model is None and "changes nothing here" in loaded.notices[0]
 
 
 def test_a_default_may_be_true(load: Load, complain: Complain) -> None:

@@ -15,7 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Mxfp4Config
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import file_hash, load_data, output_of, ratel, recipe_of, save_base, store_of, succeed
+from tests.e2e.runs import (
+    assert_rejected,
+    file_hash,
+    finetune,
+    load_data,
+    output_of,
+    ratel,
+    recipe_of,
+    save_base,
+    store_of,
+    succeed,
+)
 from tests.e2e.test_adapters import CHANGES, IN_PEFT, NUM_STEPS, adapter_of, saved_name
 from tests.engine.architectures import tiny_config
 from tests.quantised import dequantised_weights, of_words
@@ -187,9 +198,38 @@ def test_a_plan_without_the_files_takes_config_json_s_word(
     assert without["nvme_bytes"] == with_files["nvme_bytes"]
 
 
+def test_a_base_in_gptq_that_does_not_fit_its_config(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    quantised, _ = in_words(base, tmp_path, "gptq")
+    path = quantised / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 64}))
+    ended = finetune(make_config(base=quantised, **CHANGES))
+    assert_rejected(ended, 2, "has shape", "but the model needs")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_gptq_and_awq_leave_as_it_is_may_stay_in_the_files(
+    make_config: MakeConfig, base: Path, tmp_path: Path, method: Literal["gptq", "awq"]
+) -> None:
+    """Embedding, norms and head; the layers are in words there, and copied as bytes."""
+    quantised, plain = in_words(base, tmp_path, method)
+    keys = {**CHANGES, "dtype": "float32"}
+    runs = [
+        make_config("a", base=quantised, **keys),
+        make_config("b", base=plain, **keys),
+    ]
+    said = succeed(runs[0], "base_storage=in_place")
+    assert "stay in the files of" in said and "are copied, as the files have them otherwise" in said
+    succeed(runs[1])
+    found, wanted = map(adapter_of, runs)
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "keys", [{"peft_use_dora": True}, {"load_in_4bit": True}, {"load_in_8bit": True}], ids=["dora", "4 bit", "8 bit"]
+    "keys",
+    [{"peft_use_dora": True}, {"load_in_4bit": True}, {"load_in_8bit": True}, {"lora_modules_to_save": ["up_proj"]}],
+    ids=["dora", "4 bit", "8 bit", "trained whole"],
 )
 def test_what_needs_the_numbers_of_gptq_gets_them(
     make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]

@@ -12,7 +12,6 @@ from ratel_cli.planning.activations import offload
 from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store import base_reader
-from ratel_cli.store.base_files import staging_bytes
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import check_training
 from tests.engine.machine import initial_weights, machine, random_steps
@@ -70,9 +69,3 @@ def test_traffic_is_the_prediction_to_the_byte(tmp_path: Path, placement: str, a
         if placement != "resident":
             assert wanted.forward_in_files_bytes > sum(block.compute_bytes for block in frozen) / 2
     assert {path: path.read_bytes() for path in before} == before
-
-
-def test_memory_of_a_reader_is_counted() -> None:
-    assert staging_bytes(0) == 0
-    assert staging_bytes(4096) == 8 * 4096
-    assert staging_bytes(1 << 40) == 8 * ((4 << 20) + (64 << 10))

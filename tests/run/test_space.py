@@ -212,7 +212,9 @@ def test_where_the_base_takes_the_space_it_may_stay_in_its_files() -> None:
     frozen = replace(SPEC, blocks=(*(replace(block, rule=FROZEN) for block in SPEC.blocks[:-1]), last))
     placed = frozen.in_files({block.index: block.compute_bytes for block in frozen.blocks[:-1]})
     hardware = replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, free_bytes=0, weights=(1,)))
-    for spec, hint in ((frozen, "base_storage: in_place"), (placed, "storage.durability: none"), (SPEC, "durability")):
+    packed = replace(frozen, blocks=(*(replace(each, dtype="uint8") for each in frozen.blocks[:-1]), last))
+    halved = "storage.durability: none"
+    for spec, hint in ((frozen, "base_storage: in_place"), (placed, halved), (SPEC, halved), (packed, halved)):
         with pytest.raises(NotEnoughSpace) as raised:
             check_store_space(config_of(), spec, 1 << 60, hardware)
         assert hint in str(raised.value.hint)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -17,7 +19,7 @@ from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.store import base_reader
-from ratel_cli.store.base_files import BaseFile, BaseFiles, Piece
+from ratel_cli.store.base_files import NUM_STAGED, BaseFile, BaseFiles, Piece, staging_bytes
 from ratel_cli.store.base_reader import BaseFilesReader
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.layout import HEADER_BYTES, Geometry, StoredBlock
@@ -197,11 +199,11 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, queue: IoQueue) -> None:
     path.write_bytes(content)
     with open_store([tmp_path / "store"], queue) as store, BufferPool(None) as pool:
         for _ in range(2):  # a reader goes on after a failure
-            with pytest.raises(IntegrityFailure, match=r"has changed since .*: block 1, frozen: elements") as raised:
+            with pytest.raises(IntegrityFailure, match=r"has changed since .* \(block 1, bytes \d+ to \d+\)") as raised:
                 read(store, 1)
             assert str(path) in raised.value.message and "put the file back" in str(raised.value.hint)
         assert read(store, 3) == arrays[3]
-        with pytest.raises(IntegrityFailure, match="block 1, frozen"):
+        with pytest.raises(IntegrityFailure, match="block 1, bytes"):
             store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
 
 
@@ -232,8 +234,74 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, queue: IoQueue) ->
         assert read(store, 1) == arrays[1]
         for path, _ in files.files:
             os.truncate(path, 0)
-        with pytest.raises(IntegrityFailure, match="the file ends there"):
+        with pytest.raises(IntegrityFailure, match=r"base_storage: .*the file ends there") as raised:
             read(store, 1)
+        assert "put the file back" in str(raised.value.hint)
+
+
+def test_the_error_names_the_file_of_the_chunk_that_differs(tmp_path: Path, queue: IoQueue) -> None:
+    """Not all files of a block, which may be dozens."""
+    path, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    array = contents(0, 1, "frozen", 2 * SIZES[0])
+    path.write_bytes(array[:4096])
+    other.write_bytes(array[4096:])
+    pieces = {1: (Piece(0, 4096, 0, 0), Piece(4096, 8192, 1, 0)), 3: (), 4: ()}
+    files = BaseFiles(files=(BaseFile(str(path), 4096), BaseFile(str(other), 8192)), pieces=pieces)
+    arrays = {1: array, 3: bytes(2 * SIZES[1]), 4: bytes(4 * SIZES[2])}
+    with imported(tmp_path / "store", queue, files, arrays) as store:
+        check(store, arrays, 0)
+        other.write_bytes(bytes(8192))
+        with pytest.raises(IntegrityFailure, match="bytes 4096 to 8192") as raised:
+            read(store, 1)
+        assert str(other) in raised.value.message and str(path) not in raised.value.message
+
+
+def test_a_tail_that_cannot_be_read(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, arrays = files_in(tmp_path / "base")
+    with imported(tmp_path / "store", queue, files, arrays) as store:
+        monkeypatch.setattr(os, "pread", _fails)
+        with pytest.raises(IntegrityFailure, match=r"base_storage: .* cannot be read: Input/output error"):
+            read(store, 1)
+        monkeypatch.undo()
+        assert read(store, 1) == arrays[1]
+
+
+def _fails(*_: object) -> bytes:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_without_threads_the_read_ends_when_the_transfer_has(tmp_path: Path, queue: IoQueue) -> None:
+    class Busy:
+        def start(self, work: object) -> None:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    class Closing:
+        checksums = Busy()
+        tickets: ClassVar[list[Ticket]] = []
+
+        def read(self, extents: Sequence[Extent]) -> Ticket:
+            self.tickets.append(queue.read(extents))
+            return self.tickets[-1]
+
+    files, _ = files_in(tmp_path / "base")
+    with BaseFilesReader(lambda: files, Closing(), pytest.fail) as reader, BufferPool(None) as pool:  # type: ignore[arg-type]
+        ticket = reader.read(1, 0, filled(pool, bytes(12288)), unit_bytes=4096, check=lambda first, last: None)
+        assert all(each.done for each in Closing.tickets)
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            ticket.wait()
+
+
+def test_what_a_reader_takes_is_what_a_plan_counts() -> None:
+    """Also of many small pieces, as of a stack of experts: each has pages around it."""
+    for sizes in ([3 << 20] * 9, [20_000] * 900, [3_000_001], [7]):
+        pieces, position, offset = [], 0, 2088
+        for size in sizes:
+            pieces.append(Piece(position, size, 0, offset))
+            position, offset = position + size, offset + size + 64
+        listed = BaseFiles(files=(BaseFile("a", offset),), pieces={0: tuple(pieces)})
+        leased = NUM_STAGED * base_reader._staged_bytes(pieces)
+        planned = staging_bytes(listed.read_bytes(0, position), position)
+        assert 0 < leased <= planned + NUM_STAGED * 3 * 4096, sizes[:1]
 
 
 def test_a_queue_that_takes_nothing_ends_the_read(tmp_path: Path, queue: IoQueue) -> None:

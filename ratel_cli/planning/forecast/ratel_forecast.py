@@ -223,11 +223,13 @@ def host_limit_bytes(setting: Setting) -> int:
     return max(0, host.available_bytes - margin_bytes(host.memory_bytes))
 
 
-def more_space(spec: ModelSpec, *, num_ranks: int) -> str:
-    """What to do where a store does not fit. Several ranks have no `durability: none`."""
+def more_space(spec: ModelSpec, *, num_ranks: int, has_files: bool = True) -> str:
+    """What to do where a store does not fit. Several ranks have no `durability: none`. `has_files`: the weights are not
+    drawn."""
     more = "name more directories in storage.paths"
-    copied = sum(block.compute_bytes for block in spec.blocks if not block.is_trained and not block.is_in_files)
-    if copied > sum(block.record_bytes for block in spec.blocks):
+    frozen = [block for block in spec.blocks if not block.is_trained and block.dtype != "uint8"]
+    may_stay = has_files and not any(block.is_in_files for block in frozen)
+    if may_stay and sum(block.compute_bytes for block in frozen) > sum(block.record_bytes for block in spec.blocks):
         return f"{more}, or leave the frozen weights in the base model's files: base_storage: in_place"
     return more if num_ranks > 1 else f"{more}, or halve the need with storage.durability: none"
 

@@ -215,7 +215,8 @@ def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task, directory: P
         quantise_layers(skeleton, form, with_experts=config.quantize_moe_experts)
     elif not settings.has_magnitudes:  # DoRA takes the numbers of a matrix
         has_files = has_weights(directory)
-        keep_layers_packed(skeleton, packed_layouts(directory, DTYPES[config.dtype]) if has_files else None)
+        layouts = packed_layouts(directory, DTYPES[config.dtype]) if has_files else None
+        keep_layers_packed(skeleton, layouts, trained=settings.saved_modules)
     peft_config = inject(skeleton, settings)
     if not config.quantize_moe_experts:
         keep_experts_packed(skeleton)

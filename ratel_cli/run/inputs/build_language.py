@@ -102,7 +102,7 @@ def _in_place(base: LanguageBase, config: RunConfig) -> ModelSpec:
     if not any(block.is_in_files for block in placed.blocks):
         raise BadInput(
             f"base_storage: in_place: nothing that is frozen lies in the files of {base.directory} in {config.dtype}",
-            "set `dtype` to that of the files, or base_storage: store",
+            "its weights are quantised, or in another dtype; set `dtype` to that of the files, or base_storage: store",
         )
     return placed
 

@@ -96,6 +96,8 @@ def description_file(config: RunConfig) -> Path:
     looks_at_files = config.base_storage == "in_place" or '"quantization_config"' in content
     of_files = [config.base_storage, _files_of_weights(config.base_model)] if looks_at_files else []
     known = [content, config.dtype, config.attn_implementation, software, chosen, *of_task, *of_files]
+    if config.revision_of_model is not None:
+        known.append(config.revision_of_model)
     return user_cache_file("model", known)
 
 

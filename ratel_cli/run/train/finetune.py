@@ -14,6 +14,7 @@ the run's only when nothing can refuse the command any more.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.shares import share_of
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import device_of
+from ratel_cli.model.directory import find_weight_files
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
@@ -396,7 +398,8 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
     )
     if config.base_storage == "in_place":
         directory = run.inputs.base.directory
-        is_elsewhere = device_of(directory) not in map(device_of, config.storage.paths)
+        devices = {os.stat(path).st_dev for path in find_weight_files(directory).paths}  # links are followed
+        is_elsewhere = not devices.issubset(map(device_of, config.storage.paths))
         rows.insert(-1, base_row(run.inputs.model.spec, directory, is_elsewhere=is_elsewhere))
     if config.has_reference and run.store is None:
         num_steps = min(run.inputs.num_steps, data.steps_per_epoch)

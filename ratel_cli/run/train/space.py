@@ -132,7 +132,7 @@ def check_store_space(
     """Raise NotEnoughSpace unless store and scratch files of a new run fit together, of this rank and of those that
     share its drives."""
     available_bytes = hardware.nvme.free_bytes // layout.on_drives + taken_bytes(config.storage.paths)
-    hint = f"free some space; or {more_space(spec, num_ranks=layout.num_ranks)}"
+    hint = f"free some space; or {more_space(spec, num_ranks=layout.num_ranks, has_files=not config.random_init)}"
     if need_bytes > available_bytes:
         raise NotEnoughSpace(
             f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "

@@ -297,8 +297,8 @@ def prepare_store(
     """An empty store, which becomes valid with its first commit. Every byte is written once: minutes for a large one.
 
     The context closes it, and shows the progress of making the `what`. `queue`: the context's own if None.
-    `base_files`: see `Store.create`. Raises
-    BadInput if there is a store already and `overwrite` is not set, EnvironmentFailure if there is no space.
+    `base_files`: see `Store.create`. Raises BadInput if there is a store already and `overwrite` is not set,
+    EnvironmentFailure if there is no space.
     """
     total_bytes = geometry.slot_address(geometry.num_slots)
     with context.bar(f"preparing the {what}", total_bytes) as advance:
