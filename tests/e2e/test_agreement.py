@@ -182,8 +182,10 @@ def store_in_use(scene: Scene) -> Asked:
     scene.resources.enter_context(StoreLock([store_of(config).parent], create=False, wait_seconds=0))
     real = StoreLock
 
-    def lock(directories: list[Path], *, create: bool, wait_seconds: float, read_only: bool = False) -> StoreLock:
-        return real(directories, create=create, wait_seconds=0.05, read_only=read_only)
+    def lock(
+        directories: list[Path], *, create: bool, wait_seconds: float, read_only: bool = False, shared: bool = False
+    ) -> StoreLock:
+        return real(directories, create=create, wait_seconds=0.05, read_only=read_only, shared=shared)
 
     scene.patch.setattr("ratel_cli.store.open.StoreLock", lock)
     return config, ["max_steps=2"]

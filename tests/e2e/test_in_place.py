@@ -119,7 +119,7 @@ def _flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        (_flip, 4, "has changed since the run began: block"),
+        (_flip, 4, "has changed since the run began (block"),
         (lambda path: path.write_bytes(path.read_bytes() + bytes(8)), 2, "belong to no tensor"),
         (Path.unlink, 2, "is missing"),
     ],

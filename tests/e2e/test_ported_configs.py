@@ -68,7 +68,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def tiny_values(config: Path, base: Path, data: dict[str, Path]) -> list[str]:
     """Overrides with a tiny model and data of the same types, whatever the config names; without trackers."""
-    replaced = [f"base_model={base}", "output_dir=out", "sequence_len=512", "device=cpu", "storage.engine=threads"]
+    replaced = [
+        f"base_model={base}",
+        "revision_of_model=null",
+        "output_dir=out",
+        "sequence_len=512",
+        "device=cpu",
+        "storage.engine=threads",
+    ]
     replaced.append("report_to=none")
     loaded = load_config(config, replaced).config
     for number, dataset in enumerate(loaded.datasets):

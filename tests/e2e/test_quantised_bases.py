@@ -228,14 +228,20 @@ def test_what_gptq_and_awq_leave_as_it_is_may_stay_in_the_files(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "keys",
-    [{"peft_use_dora": True}, {"load_in_4bit": True}, {"load_in_8bit": True}, {"lora_modules_to_save": ["up_proj"]}],
+    [
+        {"peft_use_dora": True},
+        {"load_in_4bit": True},
+        {"load_in_8bit": True},
+        # What is trained begins with the numbers in `dtype`, as those of any quantised file.
+        {"lora_modules_to_save": ["up_proj"], "dtype": "float32"},
+    ],
     ids=["dora", "4 bit", "8 bit", "trained whole"],
 )
 def test_what_needs_the_numbers_of_gptq_gets_them(
     make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]
 ) -> None:
     quantised, plain = in_words(base, tmp_path, "gptq")
-    keys = {**CHANGES, **keys, "dtype": "bfloat16"}
+    keys = {**CHANGES, "dtype": "bfloat16", **keys}
     assert_same_adapters([make_config(name, base=each, **keys) for name, each in (("a", quantised), ("b", plain))])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.export_layout import ConvertedContent, Origins, TrainedContent
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
 from ratel_cli.model.in_place import base_files_of, located_in, placed_in_files
+from ratel_cli.model.shards import TensorSpec
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
@@ -125,6 +128,29 @@ def test_one_tensor_of_another_dtype_keeps_its_block_out(tmp_path: Path) -> None
         placed = placed_in_files(spec, source)
     copied = [block.name for block in placed.blocks if not block.is_trained and not block.is_in_files]
     assert len(copied) == 1 and "1" in copied[0]
+
+
+def test_what_files_have_transposed_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some have the experts of a mixture: the same numbers in another order."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    contents = Origins.contents
+
+    def transposed(origins: Origins, tensors: Mapping[str, TensorSpec]) -> dict[str, TrainedContent | ConvertedContent]:
+        found = contents(origins, tensors)
+        whole = found[name]
+        assert isinstance(whole, TrainedContent)
+        return {**found, name: replace(whole, strides=whole.strides[::-1])}
+
+    saved_model(tmp_path, "llama", torch.bfloat16)
+    spec, source = frozen_spec(tmp_path, "llama", "bfloat16")
+    with source:
+        assert source.located(name) is not None
+    monkeypatch.setattr(Origins, "contents", transposed)
+    spec, source = frozen_spec(tmp_path, "llama", "bfloat16")
+    with source:
+        assert source.located(name) is None
+        copied = [block for block in placed_in_files(spec, source).blocks if not block.is_in_files]
+    assert name in {each.name for block in copied for each in block.parameters}
 
 
 def test_other_sources_have_no_files() -> None:
