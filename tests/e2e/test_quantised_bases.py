@@ -152,7 +152,7 @@ def in_words(
     ("method", "dtype", "by_activation", "left_out"),
     [
         ("gptq", "bfloat16", True, "none"),
-        pytest.param("gptq", "float32", False, "layers.1.mlp.down_proj", marks=pytest.mark.full),
+        pytest.param("gptq", "float32", False, "layers.1.mlp.down_proj", marks=pytest.mark.nightly),
         pytest.param("awq", "bfloat16", False, "layers.0.self_attn.q_proj", marks=pytest.mark.full),
     ],
 )
@@ -231,7 +231,7 @@ def test_what_gptq_and_awq_leave_as_it_is_may_stay_in_the_files(
     [
         {"peft_use_dora": True},
         {"load_in_4bit": True},
-        {"load_in_8bit": True},
+        pytest.param({"load_in_8bit": True}, marks=pytest.mark.nightly),
         # What is trained begins with the numbers in `dtype`, as those of any quantised file.
         {"lora_modules_to_save": ["up_proj"], "dtype": "float32"},
     ],
