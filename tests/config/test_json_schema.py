@@ -140,7 +140,7 @@ def test_what_is_wrong_about_single_keys_is_found() -> None:
     )
     of_several = re.compile(
         r"both set|needs|twice|multiple|mean the same|`datasets` is|less than `|but `|does not use|"
-        r"is neither|is not read"
+        r"is neither|is not read|is set, but"
     )
     beyond = re.compile(r"1e3|1e999|val_set_size|1\.5|~no-such-user|\\0")  # numbers and paths that JSON cannot describe
     checked = []
