@@ -41,6 +41,11 @@ def staging_bytes(file_bytes: int, block_bytes: int) -> int:
     return NUM_STAGED * min(PART_BYTES + _AROUND_BYTES + around_bytes, file_bytes)
 
 
+def list_bytes_of(base_files: BaseFiles | None) -> int:
+    """What the list takes in a store, in bytes: nothing where every block is in the store."""
+    return 0 if base_files is None else len(base_files.content)
+
+
 class Piece(NamedTuple):
     """A range of a file that is a range of a block's array. In bytes."""
 

@@ -28,7 +28,7 @@ from ratel_cli.io.files import check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.store.barrier import Barrier, failpoint
-from ratel_cli.store.base_files import BaseFiles
+from ratel_cli.store.base_files import BaseFiles, list_bytes_of
 from ratel_cli.store.base_reader import BaseFilesReader
 from ratel_cli.store.checksums import FROZEN_STEP
 from ratel_cli.store.commit import Commits
@@ -173,7 +173,7 @@ class Store(Closing):
         permission or the lock is missing, and IntegrityFailure if a write fails.
         """
         directories, barrier = check_directories(paths), barrier or Barrier()
-        assert geometry.list_bytes == (0 if base_files is None else len(base_files.content))
+        assert geometry.list_bytes == list_bytes_of(base_files)
         manifest = first_manifest(os.urandom(16), identity, geometry)
         lock = make_files(
             directories,

@@ -55,6 +55,7 @@ from ratel_cli.run.train.store import import_base
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName, QuantisedForm
 from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.base_files import list_bytes_of
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.engine.architectures import VOCAB_SIZE
@@ -420,7 +421,7 @@ def machine(
                 num_slots=1 if in_place else 2,
                 shares=(1,) * num_directories,
                 chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
-                list_bytes=0 if base_files is None else len(base_files.content),
+                list_bytes=list_bytes_of(base_files),
             )
             made = Store.create(paths, geometry, identity=IDENTITY, queue=queue, barrier=barrier, base_files=base_files)
             store = resources.enter_context(made)

@@ -23,7 +23,7 @@ from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
 from ratel_cli.schedule.rules import RuleChoice, rules_of
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, QuantisedForm, Task
-from ratel_cli.store.base_files import BaseFiles
+from ratel_cli.store.base_files import BaseFiles, list_bytes_of
 from ratel_cli.store.layout import WHOLE, Geometry, RankSlice, StoredBlock
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.best import BestRule
@@ -251,5 +251,5 @@ def new_geometry(
         num_slots=num_slots(config),
         shares=shares,
         rank_slice=rank_slice,
-        list_bytes=0 if base_files is None else len(base_files.content),
+        list_bytes=list_bytes_of(base_files),
     )

@@ -28,6 +28,7 @@ from ratel_cli.run.train.open import newest_snapshot
 from ratel_cli.run.train.space import SNAPSHOT_SLOTS, Space
 from ratel_cli.run.train.start import Start, StartOver
 from ratel_cli.run.train.store import describe_store, prepare_store, reject_replacing
+from ratel_cli.store.base_files import list_bytes_of
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import stored_rank_slice
@@ -99,7 +100,7 @@ def make_snapshot(
         num_slots=SNAPSHOT_SLOTS,
         shares=(1,),
         rank_slice=rank_slice,
-        list_bytes=0 if base_files is None else len(base_files.content),
+        list_bytes=list_bytes_of(base_files),
     )
     try:
         return prepare_store(
