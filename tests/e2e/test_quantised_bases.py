@@ -98,6 +98,15 @@ def assert_same_adapters(runs: list[Path]) -> None:
     assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
 
 
+def assert_same_merged(runs: list[Path], folder: Path) -> None:
+    """Merge both, into the folder. The first one's model has every tensor of the second's."""
+    for name, each in zip(("merged", "merged-plain"), runs, strict=True):
+        ended = ratel("merge", output_of(each), "-o", folder / name)
+        assert ended.code == 0, ended.stderr
+    found, wanted = (load_file(folder / name / WEIGHTS) for name in ("merged", "merged-plain"))
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_full_run_from_fp8_is_that_from_the_dequantised_weights(
     make_config: MakeConfig, base: Path, tmp_path: Path, dtype: str
@@ -175,11 +184,7 @@ def test_layers_of_gptq_and_awq_stay_packed_beside_an_adapter(
     matrices = sum(values.numel() for name, values in load_file(plain / WEIGHTS).items() if "proj" in name)
     assert sizes[1] - sizes[0] > (1 if dtype == "bfloat16" else 2.9) * matrices
     assert abs((planned[1] - planned[0]) - (sizes[1] - sizes[0])) < 4096
-    for name, each in (("merged", runs[0]), ("merged-plain", runs[1])):
-        ended = ratel("merge", output_of(each), "-o", tmp_path / name)
-        assert ended.code == 0, ended.stderr
-    one, other = load_file(tmp_path / "merged" / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
-    assert all(torch.equal(one[name], values) for name, values in other.items())
+    assert_same_merged(runs, tmp_path)
     assert ratel("clean", output_of(runs[0]), "--store", "--yes").code == 0
     ended = ratel("verify", output_of(runs[0]))
     assert ended.code == 0, ended.stdout + ended.stderr
@@ -288,11 +293,7 @@ def test_experts_in_mxfp4_stay_packed_beside_an_adapter(
     assert_same_adapters(runs)
     sizes = [store_of(each).stat().st_size for each in runs]
     assert (sizes[0] < sizes[1] - 40_000) is stays_packed
-    for name, each in (("merged", runs[0]), ("merged-plain", runs[1])):
-        ended = ratel("merge", output_of(each), "-o", tmp_path / name)
-        assert ended.code == 0, ended.stderr
-    one, other = load_file(tmp_path / "merged" / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
-    assert all(torch.equal(one[name], values) for name, values in other.items())
+    assert_same_merged(runs, tmp_path)
     assert ratel("clean", output_of(runs[0]), "--store", "--yes").code == 0
     ended = ratel("verify", output_of(runs[0]))
     assert ended.code == 0, ended.stdout + ended.stderr
