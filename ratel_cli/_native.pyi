@@ -15,7 +15,8 @@ native_square_root().
 
 bf16 layout: the fp32 master is hi16 (the bf16 weight, rounded to nearest even) and lo16 (its low half). Where lo16 is
 0x8000, a tie, one more bit is set if hi16 was rounded up: the sign of v32, which is never negative itself; or without a
-v32 the element's bit in tie8, the lowest bit of a byte first.
+v32 the element's bit in tie8, the lowest bit of a byte first. Stochastic layout: p16, the bf16 weight, is all; an
+update rounds it at random, by the bits that docs/store-format.md defines.
 """
 
 from array import array
@@ -129,9 +130,17 @@ class _Plain(Protocol[_Scalars_contra]):
     """One update of a layout's fields. The gradient, the last array, may be bfloat16, float16 or float32.
 
     The bits are those of the rule's reference on fp32 tensors (kernels/README.md). A NaN becomes 0x7fc00000.
+    `roundings`: of a stochastic layout one pair, of any other none: the parameter's key in this update, and the number
+    of the first element. Raises ValueError for another number of pairs.
     """
 
-    def __call__(self, *arrays: _Array, scalars: _Scalars_contra, isa: str | None = None) -> None: ...
+    def __call__(
+        self,
+        *arrays: _Array,
+        scalars: _Scalars_contra,
+        roundings: Sequence[tuple[int, int]] = (),
+        isa: str | None = None,
+    ) -> None: ...
 
 class _Update(Protocol[_Scalars_contra]):
     """The plain update on segments of the arrays: (first, last, whether weight decay applies), in order; and checksums.
@@ -143,7 +152,8 @@ class _Update(Protocol[_Scalars_contra]):
     page of 4096, which the array must have. Those of the bytes before the update are compared with the table of
     `before`, all of which must be set; those after it are entered into the table of `after`, and set there. None:
     neither is wanted. Returns which of the former differ: (number of the field, number of the chunk in the arrays),
-    both from 0. With checksums the arrays must have a multiple of 512 elements. `gradient_dtype`: the gradient comes as
+    both from 0. With checksums the arrays must have a multiple of 512 elements. `roundings`: as in the plain update, a
+    pair for each segment. `gradient_dtype`: the gradient comes as
     its bytes, too, and this is the type of its elements.
     """
 
@@ -156,6 +166,7 @@ class _Update(Protocol[_Scalars_contra]):
         first_chunk: int = 0,
         before: ChunkChecksums | None = None,
         after: ChunkChecksums | None = None,
+        roundings: Sequence[tuple[int, int]] = (),
         gradient_dtype: DtypeName | None = None,
         isa: str | None = None,
     ) -> list[tuple[int, int]]: ...
@@ -171,64 +182,82 @@ class _Stream(Protocol):
 # Arrays: the fields of the rule's record (ratel_cli/schedule/rules.py) in their order, and the gradient.
 
 adamw_bfloat16: _Plain[AdamWScalars]
+adamw_stochastic: _Plain[AdamWScalars]
 adamw_float32: _Plain[AdamWScalars]
 adamw_float16: _Plain[AdamWScalars]
 update_adamw_bfloat16: _Update[AdamWScalars]
+update_adamw_stochastic: _Update[AdamWScalars]
 update_adamw_float32: _Update[AdamWScalars]
 update_adamw_float16: _Update[AdamWScalars]
 stream_adamw_bfloat16: _Stream
+stream_adamw_stochastic: _Stream
 stream_adamw_float32: _Stream
 stream_adamw_float16: _Stream
 
 adamw_8bit_bfloat16: _Plain[AdamWScalars]
+adamw_8bit_stochastic: _Plain[AdamWScalars]
 adamw_8bit_float32: _Plain[AdamWScalars]
 adamw_8bit_float16: _Plain[AdamWScalars]
 update_adamw_8bit_bfloat16: _Update[AdamWScalars]
+update_adamw_8bit_stochastic: _Update[AdamWScalars]
 update_adamw_8bit_float32: _Update[AdamWScalars]
 update_adamw_8bit_float16: _Update[AdamWScalars]
 stream_adamw_8bit_bfloat16: _Stream
+stream_adamw_8bit_stochastic: _Stream
 stream_adamw_8bit_float32: _Stream
 stream_adamw_8bit_float16: _Stream
 
 lion_bfloat16: _Plain[LionScalars]
+lion_stochastic: _Plain[LionScalars]
 lion_float32: _Plain[LionScalars]
 lion_float16: _Plain[LionScalars]
 update_lion_bfloat16: _Update[LionScalars]
+update_lion_stochastic: _Update[LionScalars]
 update_lion_float32: _Update[LionScalars]
 update_lion_float16: _Update[LionScalars]
 stream_lion_bfloat16: _Stream
+stream_lion_stochastic: _Stream
 stream_lion_float32: _Stream
 stream_lion_float16: _Stream
 
 sgd_bfloat16: _Plain[SgdScalars]
+sgd_stochastic: _Plain[SgdScalars]
 sgd_float32: _Plain[SgdScalars]
 sgd_float16: _Plain[SgdScalars]
 update_sgd_bfloat16: _Update[SgdScalars]
+update_sgd_stochastic: _Update[SgdScalars]
 update_sgd_float32: _Update[SgdScalars]
 update_sgd_float16: _Update[SgdScalars]
 stream_sgd_bfloat16: _Stream
+stream_sgd_stochastic: _Stream
 stream_sgd_float32: _Stream
 stream_sgd_float16: _Stream
 
 sgd_momentum_bfloat16: _Plain[SgdScalars]
+sgd_momentum_stochastic: _Plain[SgdScalars]
 sgd_momentum_float32: _Plain[SgdScalars]
 sgd_momentum_float16: _Plain[SgdScalars]
 update_sgd_momentum_bfloat16: _Update[SgdScalars]
+update_sgd_momentum_stochastic: _Update[SgdScalars]
 update_sgd_momentum_float32: _Update[SgdScalars]
 update_sgd_momentum_float16: _Update[SgdScalars]
 stream_sgd_momentum_bfloat16: _Stream
+stream_sgd_momentum_stochastic: _Stream
 stream_sgd_momentum_float32: _Stream
 stream_sgd_momentum_float16: _Stream
 
 # Behind the fields: the direction, bfloat16, which is only read.
 
 muon_bfloat16: _Plain[MuonScalars]
+muon_stochastic: _Plain[MuonScalars]
 muon_float32: _Plain[MuonScalars]
 muon_float16: _Plain[MuonScalars]
 update_muon_bfloat16: _Update[MuonScalars]
+update_muon_stochastic: _Update[MuonScalars]
 update_muon_float32: _Update[MuonScalars]
 update_muon_float16: _Update[MuonScalars]
 stream_muon_bfloat16: _Stream
+stream_muon_stochastic: _Stream
 stream_muon_float32: _Stream
 stream_muon_float16: _Stream
 

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
+import xxhash
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
 from transformers.integrations.neftune import activate_neftune
 
+from tests.kernels.rules import random_halves, rounded_at_random
 from tests.reference_optimizers import optimizers_of
 
 
@@ -54,6 +56,8 @@ class Recipe:
     """Of `sgd`; `muon` has it unless this is set."""
     adjust_lr_fn: str = "match_rms_adamw"
     """Of `muon`."""
+    bf16_master: str = "fp32"
+    """`stochastic`: weights in bf16 are their own masters, rounded at random after each update, by `seed`."""
     learning_rate: float = 1e-3
     group_rates: tuple[tuple[str, float], ...] = ()
     """Regular expressions, each with the learning rate of the parameters whose names have it; the first one counts."""
@@ -215,6 +219,13 @@ def _trained(
         name: nn.Parameter(weights[name].clone().float(), requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
     }
+    rounded = {
+        name: master
+        for name, master in masters.items()
+        if recipe.bf16_master == "stochastic" and recipe.dtype == torch.bfloat16 and name not in recipe.kept
+    }
+    for master in rounded.values():
+        master.data = master.data.bfloat16().float()
     _copy_down(model, masters)
     trained = {name: master for name, master in masters.items() if master.requires_grad}
     groups = [
@@ -256,6 +267,9 @@ def _trained(
             master.grad = gradients[name].cpu() if name in gradients else None
         for optimizer in optimizers:
             optimizer.step()
+        for name, master in rounded.items():
+            if master.grad is not None:
+                _round_at_random(master, f"{recipe.seed}/{step + 1}/{name}")
         _copy_down(model, masters)
         losses.append(loss)
         norms.append(norm)
@@ -274,6 +288,12 @@ def _trained(
             if master in optimizer.state
         },
     )
+
+
+def _round_at_random(master: torch.Tensor, key: str) -> None:
+    flat = master.detach().view(-1)
+    random = random_halves(xxhash.xxh3_64_intdigest(key.encode()), torch.arange(flat.numel()))
+    flat.copy_(rounded_at_random(flat, random))
 
 
 def _decays(name: str, decayed_names: Collection[str], recipe: Recipe) -> bool:

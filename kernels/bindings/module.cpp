@@ -40,6 +40,8 @@ namespace {
 
 using Name = std::optional<std::string>;
 using Ranges = std::vector<std::tuple<size_t, size_t, bool>>;
+// For each range its parameter's key in this update, and the number of the range's first element in the parameter.
+using Roundings = std::vector<std::pair<uint64_t, uint64_t>>;
 // Chunks whose checksum is another one: number of the field in the record, number of the chunk in the arrays.
 using Mismatches = std::vector<std::pair<size_t, size_t>>;
 
@@ -200,6 +202,7 @@ using Fields = const nb::handle*;
 
 Names names_of(const HalvedWeights*) { return {"hi16", "lo16"}; }
 Names names_of(const TiedWeights*) { return {"hi16", "lo16", "tie8"}; }
+Names names_of(const RoundedWeights*) { return {"p16"}; }
 Names names_of(const Float32Weights*) { return {"w32"}; }
 Names names_of(const Float16Weights*) { return {"w16", "w32"}; }
 Names names_of(const TwoMoments*) { return {"m32", "v32"}; }
@@ -217,6 +220,10 @@ HalvedWeights taken(Arrays& arrays, Fields given, const HalvedWeights*) {
 TiedWeights taken(Arrays& arrays, Fields given, const TiedWeights*) {
   const HalvedWeights halves = taken(arrays, given, static_cast<const HalvedWeights*>(nullptr));
   return {halves.hi16, halves.lo16, arrays.bytes("tie8", given[2], 8)};
+}
+
+RoundedWeights taken(Arrays& arrays, Fields given, const RoundedWeights*) {
+  return {arrays.bfloat16("p16", given[0])};
 }
 
 Float32Weights taken(Arrays& arrays, Fields given, const Float32Weights*) { return {arrays.float32("w32", given[0])}; }
@@ -258,6 +265,10 @@ void add_fields(std::vector<ChunkField>* fields, const HalvedWeights& weights) {
 
 void add_fields(std::vector<ChunkField>* fields, const TiedWeights& weights) {
   fields->insert(fields->end(), {{weights.hi16, 2}, {weights.lo16, 2}, {weights.tie8, 1, 8}});
+}
+
+void add_fields(std::vector<ChunkField>* fields, const RoundedWeights& weights) {
+  fields->push_back({weights.p16, 2});
 }
 
 void add_fields(std::vector<ChunkField>* fields, const Float32Weights& weights) {
@@ -327,8 +338,21 @@ void check_pages(const char* name, const Arrays& arrays, const std::vector<Chunk
   }
 }
 
-// `unit`: how many elements belong together.
-std::vector<Segment> segments_of(const Ranges& ranges, size_t count, size_t unit) {
+template <class State>
+constexpr bool kRoundsAtRandom = std::is_same_v<typename State::Weights, RoundedWeights>;
+
+// Throws unless there are as many as the layout needs: one for each of `wanted`, or none.
+template <class State>
+void check_roundings(const Roundings& roundings, size_t wanted) {
+  const size_t number = kRoundsAtRandom<State> ? wanted : 0;
+  if (roundings.size() != number) {
+    throw std::invalid_argument("roundings: must be " + std::to_string(number) + ", are " +
+                                std::to_string(roundings.size()));
+  }
+}
+
+// `unit`: how many elements belong together. `roundings`: one for each range, or none.
+std::vector<Segment> segments_of(const Ranges& ranges, const Roundings& roundings, size_t count, size_t unit) {
   std::vector<Segment> segments;
   size_t end = 0;
   for (const auto& [first, last, decays] : ranges) {
@@ -341,6 +365,10 @@ std::vector<Segment> segments_of(const Ranges& ranges, size_t count, size_t unit
                                   std::to_string(first) + ", " + std::to_string(last) + ") does not");
     }
     segments.push_back({first, last, decays});
+    if (!roundings.empty()) {
+      const auto& [key, first_element] = roundings[segments.size() - 1];
+      segments.back().rounding = {key, first_element};
+    }
     end = last;
   }
   return segments;
@@ -355,10 +383,15 @@ template <class Rule, class State, class... Handles>
 struct Layout {
   using Scalars = typename Rule::Scalars;
 
-  static void update(Handles... fields, nb::handle gradient, const Scalars& scalars, const Name& isa) {
+  static void update(Handles... fields, nb::handle gradient, const Scalars& scalars, const Roundings& roundings,
+                     const Name& isa) {
     const nb::handle given[] = {fields...};
     Arrays arrays;
-    const State state = state_of<State>(arrays, given);
+    State state = state_of<State>(arrays, given);
+    check_roundings<State>(roundings, 1);
+    for (const auto& [key, first] : roundings) {
+      set_rounding(&state.weights, {key, first});
+    }
     const Gradient typed = arrays.gradient("gradient", gradient);
     const Kernels& kernels = select_kernels(isa);
     nb::gil_scoped_release unlocked;
@@ -377,13 +410,15 @@ struct Layout {
 
   static Mismatches update_chunks(Handles... fields, nb::handle gradient, const Scalars& scalars, const Ranges& ranges,
                                   size_t chunk_elements, uint32_t first_chunk, const ChunkChecksums* before,
-                                  const ChunkChecksums* after, const Name& gradient_dtype, const Name& isa) {
+                                  const ChunkChecksums* after, const Roundings& roundings, const Name& gradient_dtype,
+                                  const Name& isa) {
     const nb::handle given[] = {fields...};
     Arrays arrays;
     const State state = state_of<State>(arrays, given);
     const Gradient typed = arrays.gradient("gradient", gradient, gradient_dtype);
     const size_t count = arrays.count();
-    const std::vector<Segment> segments = segments_of(ranges, count, kGrain<Rule, State>);
+    check_roundings<State>(roundings, ranges.size());
+    const std::vector<Segment> segments = segments_of(ranges, roundings, count, kGrain<Rule, State>);
     if (chunk_elements == 0 || chunk_elements % kChunkGrain != 0) {
       throw std::invalid_argument("chunk_elements: must be a multiple of " + std::to_string(kChunkGrain) + ", is " +
                                   std::to_string(chunk_elements));
@@ -438,12 +473,13 @@ void define_layout(nb::module_& module, const std::string& name, std::index_sequ
   }
   const nb::arg gradient("gradient"), scalars("scalars");
   module.def(name.c_str(), Functions::update, nb::arg(fields[places])..., gradient, nb::kw_only(), scalars,
-             nb::arg("isa") = nb::none());
+             nb::arg("roundings") = Roundings(), nb::arg("isa") = nb::none());
   module.def(("stream_" + name).c_str(), Functions::stream, nb::arg(fields[places])..., gradient, nb::kw_only(),
              nb::arg("isa") = nb::none());
   module.def(("update_" + name).c_str(), Functions::update_chunks, nb::arg(fields[places])..., gradient, nb::kw_only(),
              scalars, nb::arg("segments"), nb::arg("chunk_elements"), nb::arg("first_chunk") = 0,
-             nb::arg("before") = nb::none(), nb::arg("after") = nb::none(), nb::arg("gradient_dtype") = nb::none(),
+             nb::arg("before") = nb::none(), nb::arg("after") = nb::none(), nb::arg("roundings") = Roundings(),
+             nb::arg("gradient_dtype") = nb::none(),
              nb::arg("isa") = nb::none());
 }
 
@@ -453,6 +489,8 @@ void define_rule(nb::module_& module, const std::string& name) {
   constexpr bool is_tied = std::is_same_v<typename Rule::Bfloat16::Weights, TiedWeights>;
   define_layout<Rule, typename Rule::Bfloat16>(module, name + "_bfloat16",
                                                std::make_index_sequence<2 + is_tied + num_moments>{});
+  define_layout<Rule, typename Rule::Stochastic>(module, name + "_stochastic",
+                                                 std::make_index_sequence<1 + num_moments>{});
   define_layout<Rule, typename Rule::Float32>(module, name + "_float32", std::make_index_sequence<1 + num_moments>{});
   define_layout<Rule, typename Rule::Float16>(module, name + "_float16", std::make_index_sequence<2 + num_moments>{});
 }

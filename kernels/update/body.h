@@ -100,10 +100,11 @@ void square_root(float* values, SquareRoot kind, size_t count) {
 
 }  // namespace
 
-// The kernels of a rule in three layouts.
+// The kernels of a rule in four layouts.
 #define RATEL_RULE(Rule, update)                                                                         \
   {                                                                                                      \
-    {update<Rule::Bfloat16>, stream<Rule::Bfloat16>}, {update<Rule::Float32>, stream<Rule::Float32>}, {  \
+    {update<Rule::Bfloat16>, stream<Rule::Bfloat16>}, {update<Rule::Stochastic>, stream<Rule::Stochastic>}, \
+        {update<Rule::Float32>, stream<Rule::Float32>}, {                                                \
       update<Rule::Float16>, stream<Rule::Float16>                                                       \
     }                                                                                                    \
   }
@@ -111,6 +112,7 @@ void square_root(float* values, SquareRoot kind, size_t count) {
 #define RATEL_SGD(Rule, Values)                                                                          \
   {                                                                                                      \
     {sgd<Values, Rule::Bfloat16>, stream<Rule::Bfloat16>},                                               \
+        {sgd<Values, Rule::Stochastic>, stream<Rule::Stochastic>},                                       \
         {sgd<Values, Rule::Float32>, stream<Rule::Float32>}, {                                           \
       sgd<Values, Rule::Float16>, stream<Rule::Float16>                                                  \
     }                                                                                                    \

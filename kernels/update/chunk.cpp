@@ -24,6 +24,10 @@ TiedWeights from(const TiedWeights& weights, size_t at) {
   return {weights.hi16 + at, weights.lo16 + at, weights.tie8 + at / 8};
 }
 
+RoundedWeights from(const RoundedWeights& weights, size_t at) {
+  return {weights.p16 + at, weights.key, weights.first + at};
+}
+
 Float32Weights from(const Float32Weights& weights, size_t at) { return {weights.w32 + at}; }
 
 Float16Weights from(const Float16Weights& weights, size_t at) { return {weights.w16 + at, weights.w32 + at}; }
@@ -134,7 +138,9 @@ void update_chunk(const Kernels& kernels, State state, Gradient gradient, const 
     for (; segment != segments.end() && segment->first < last; ++segment) {
       const size_t begins = std::max(first, segment->first);
       const size_t ends = std::min(last, segment->last);
-      of_layout.update(from(state, begins), from(gradient, begins), segment->decays ? scalars : others, ends - begins);
+      State part = from(state, begins);
+      set_rounding(&part.weights, {segment->rounding.key, segment->rounding.first + (begins - segment->first)});
+      of_layout.update(part, from(gradient, begins), segment->decays ? scalars : others, ends - begins);
       if (segment->last > last) {
         break;  // the next tile has the rest
       }
@@ -152,9 +158,10 @@ void update_chunk(const Kernels& kernels, State state, Gradient gradient, const 
 #define RATEL_CHUNK(Rule, Layout)                                                                               \
   template void update_chunk<Rule>(const Kernels&, Rule::Layout, Gradient, const Rule::Scalars&,                \
                                    const std::vector<Segment>&, std::vector<ChunkField>*, size_t, size_t);
-#define RATEL_CHUNKS(Rule)    \
-  RATEL_CHUNK(Rule, Bfloat16) \
-  RATEL_CHUNK(Rule, Float32)  \
+#define RATEL_CHUNKS(Rule)      \
+  RATEL_CHUNK(Rule, Bfloat16)   \
+  RATEL_CHUNK(Rule, Stochastic) \
+  RATEL_CHUNK(Rule, Float32)    \
   RATEL_CHUNK(Rule, Float16)
 
 RATEL_CHUNKS(AdamW)

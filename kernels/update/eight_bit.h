@@ -147,6 +147,10 @@ RATEL_INLINE TiedWeights from(const TiedWeights& weights, size_t at) {
   return {weights.hi16 + at, weights.lo16 + at, weights.tie8 + at / 8};
 }
 
+RATEL_INLINE RoundedWeights from(const RoundedWeights& weights, size_t at) {
+  return {weights.p16 + at, weights.key, weights.first + at};
+}
+
 RATEL_INLINE Float32Weights from(const Float32Weights& weights, size_t at) { return {weights.w32 + at}; }
 
 RATEL_INLINE Float16Weights from(const Float16Weights& weights, size_t at) {

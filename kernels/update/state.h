@@ -15,6 +15,7 @@ using ratel::Gradient;
 using ratel::HalvedWeights;
 using ratel::NoMoments;
 using ratel::OneMoment;
+using ratel::RoundedWeights;
 using ratel::SignedMoments;
 using ratel::State;
 using ratel::TiedWeights;
@@ -43,6 +44,16 @@ RATEL_INLINE Words store_weight(const TiedWeights& weights, Floats weight, size_
   store(weights.hi16 + at, split.hi16, count);
   store(weights.lo16 + at, split.lo16, count);
   store_bits(weights.tie8, split.tie, at, count);
+  return Words{};
+}
+
+RATEL_INLINE Floats load_weight(const RoundedWeights& weights, Words, size_t at, size_t count) {
+  return from_bfloat16(load<Halves>(weights.p16 + at, count));
+}
+
+RATEL_INLINE Words store_weight(const RoundedWeights& weights, Floats weight, size_t at, size_t count) {
+  const Words random = random_halves(weights.key, weights.first + at);
+  store(weights.p16 + at, round_at_random(weight, random), count);
   return Words{};
 }
 
@@ -235,6 +246,13 @@ RATEL_INLINE void flip(const State<TiedWeights, Moments>& state, Words key, size
   const Words bits = load_bits(state.weights.tie8, at, count);
   flip_halves(state.weights, state.moments, key, at, count);
   store_bits(state.weights.tie8, bits ^ key, at, count);
+}
+
+template <class Moments>
+RATEL_INLINE void flip(const State<RoundedWeights, Moments>& state, Words key, size_t at, size_t count) {
+  const Halves weight = load<Halves>(state.weights.p16 + at, count) ^ narrow(key);
+  flip(state.moments, key, at, count);
+  store(state.weights.p16 + at, weight, count);
 }
 
 template <class Moments>

@@ -60,7 +60,8 @@ _HARMLESS = (
 """The same for keys inside other keys."""
 _DEFAULTS_OF_8_BIT: Mapping[str, Plain] = {"optimizer.min_8bit_size": 4096, "optimizer.block_wise": True}
 """Of the classes of bitsandbytes: with other values the moments are others."""
-_OF_OPTIMIZER = ("optimizer._component_", "optimizer.betas", "optimizer.optim_bits", *_DEFAULTS_OF_8_BIT)
+_ROUNDS = "optimizer.bf16_stochastic_round"
+_OF_OPTIMIZER = ("optimizer._component_", "optimizer.betas", "optimizer.optim_bits", _ROUNDS, *_DEFAULTS_OF_8_BIT)
 MOMENTS_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
 _UNDECIDED: Mapping[str, str] = {
     "model": "Ratel takes the model as its config.json describes it",
@@ -273,6 +274,11 @@ def _optimizer(name: str, entry: Entry, flat: Entries, translated: Entries, repo
         _betas(entry, translated, report)
     elif name == "optimizer.optim_bits":
         report.drop(entry, "the optimizer's name says here how many bits its moments have")
+    elif name == _ROUNDS and content is False:
+        report.drop(entry, "it is the default")
+    elif name == _ROUNDS and content is True:
+        translated["bf16_master"] = made(entry, "stochastic")
+        report.read_as(entry, "bf16_master: stochastic")
     elif content is None or content == _DEFAULTS_OF_8_BIT[name]:
         report.drop(entry, "Ratel does it so")
     else:

@@ -246,6 +246,24 @@ def _optimizer_options(entries: Entries, report: Report) -> None:
     entries["optim_args"] = replace(entry, value=Marked(where=entry.value.where, content=options))
 
 
+def _stochastic_rounding(entries: Entries, report: Report) -> None:
+    """torchao's option among transformers' `optim_args`, which has no master weights to round from either."""
+    options = entries.get("optim_args")
+    content = None if options is None else options.value.content
+    if options is None or not isinstance(content, dict) or "bf16_stochastic_round" not in content:
+        return
+    entry = content["bf16_stochastic_round"]
+    kept = {key: value for key, value in content.items() if value is not entry}
+    if str(entry.value.content).lower() in ("true", "1", "yes", "y", "on", "t"):  # what transformers takes for true
+        entries["bf16_master"] = made(entry, "stochastic")
+        report.read_as(entry, "bf16_master: stochastic")
+    else:
+        report.drop(entry, "it is the default")
+    entries["optim_args"] = replace(options, value=Marked(where=options.value.where, content=kept))
+    if not kept:
+        del entries["optim_args"]
+
+
 def _old_lion(entries: Entries, report: Report) -> None:
     """axolotl's old Lion, of the package lion_pytorch: it has betas of its own unless both are given."""
     names = [key for key in ("optimizer", "optim") if key in entries]
@@ -492,6 +510,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _no_options,
     _order,
     _optimizer_options,
+    _stochastic_rounding,
     _old_lion,
     _muon,
     _plugins,

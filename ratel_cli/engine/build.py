@@ -178,7 +178,9 @@ class UpdatingParts(Closing):
         updates, placement, store = settings.updates, settings.placement, self._store
         trained = [block for block in self._model.spec.blocks if block.is_trained]
         updater = self._resources.enter_context(
-            GroupUpdater(settings.optimizer, num_threads=placement.adamw_threads, device=self._device)
+            GroupUpdater(
+                settings.optimizer, seed=settings.seed, num_threads=placement.adamw_threads, device=self._device
+            )
         )
         work = GroupWork(updater, store, self._pool, timeline=self._timeline)
         order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from ratel_cli.json_fields import JsonFields, read_as
-from ratel_cli.schedule.rules import ADAMW, NEWTON_SCHULZ_STEPS, RULES, Rule
+from ratel_cli.schedule.rules import ADAMW, NEWTON_SCHULZ_STEPS, P16, RULES, Rule
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, WeightDtype
 from ratel_cli.store.layout import Record, StoredBlock
 from ratel_cli.units import align_up
@@ -139,6 +139,11 @@ class BlockSpec:
         """Whether its gradient is added up from segment to segment, whole, for each micro-batch. Of what tokens are
         looked up in, only rows are (engine/optimizer/lookup_sum.py)."""
         return self.is_trained and bool(self.borrowers) and not self.is_looked_up
+
+    @cached_property
+    def is_rounded_at_random(self) -> bool:
+        """Whether updates are, to the weights that the device computes with: there is no master."""
+        return P16 in self.record.fields
 
     @property
     def scales_loss(self) -> bool:

@@ -9,8 +9,8 @@ the order of the record, and repeat their names (`kernels/`, `ratel_cli/_native.
 Every rule keeps master weights (P32) in fp32, and its moments (OS32) as its fields say. For bf16 the master is split
 into its upper and lower half. The upper half is the weight that the device computes with (P16), so no separate copy of
 it exists. Rounding loses one bit, which the sign of AdamW's v carries, and one bit for each element (`tie8`) where
-there is no v (docs/store-format.md). A frozen block keeps its compute weights alone, or the
-bytes of quantised ones.
+there is no v (docs/store-format.md). Or bf16 keeps no master at all: each rule has a twin with stochastic
+rounding, whose updates are rounded to bf16 at random. A frozen block keeps its compute weights alone, or the bytes of quantised ones.
 
 Most rules update each element by itself, so the optimizer walks through a block in groups of any size. One that needs
 a matrix as a whole, such as Muon, gets each matrix as a block of its own, and updates it as one group.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ratel_cli.sizes import WeightDtype
@@ -31,6 +31,8 @@ HI16: Final = Field("hi16", "bfloat16")
 LO16: Final = Field("lo16", "int16")
 TIE8: Final = Field("tie8", "uint8", per=8)
 """Bits: how a tie of the master was rounded. The lowest bit of a byte is that of its first element."""
+P16: Final = Field("p16", "bfloat16")
+"""The weight that the device computes with, where there is no master."""
 W16: Final = Field("w16", "float16")
 W32: Final = Field("w32", "float32")
 """The master."""
@@ -46,6 +48,12 @@ LEAST_8BIT: Final = 4096
 """Elements of the smallest parameter whose moments are in 8 bit, as in bitsandbytes."""
 
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "sgd", "muon"]
+Bf16Master = Literal["fp32", "stochastic"]
+"""What is kept of weights in bf16: the fp32 master, or the weight alone, to which updates are rounded at random."""
+
+
+STOCHASTIC: Final = "_stochastic"
+"""The end of a rule's name that has no master in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,12 @@ class Rule:
         """The fields of a block that computes in `dtype`."""
         return dict(self.records)[dtype]
 
+    def without_master(self) -> Rule:
+        """The rule's twin, which in bf16 has no master."""
+        moments = [each for each in self.record("bfloat16").fields if each not in (HI16, LO16, TIE8)]
+        records = {**dict(self.records), "bfloat16": Record((P16, *moments))}
+        return replace(self, name=self.name + STOCHASTIC, records=tuple(records.items()))
+
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
@@ -93,6 +107,15 @@ class RuleChoice:
         if self.of_matrices is not None and is_weight_of_layer and not is_embedding and len(shape) == 2:
             return self.of_matrices
         return self.main if math.prod(shape) >= self.least_elements else self.of_small
+
+    def without_master(self) -> RuleChoice:
+        """The same choice among the rules' twins."""
+        main, of_small, of_embeddings, of_matrices = (
+            None if rule is None else rule.without_master()
+            for rule in (self.main, self.of_small, self.of_embeddings, self.of_matrices)
+        )
+        assert main is not None and of_small is not None
+        return RuleChoice(main, of_small, self.least_elements, of_embeddings, of_matrices)
 
 
 def _records(*moments: Field, halves: tuple[Field, ...] = (HI16, LO16, TIE8)) -> tuple[tuple[WeightDtype, Record], ...]:
@@ -122,7 +145,11 @@ FROZEN: Final = Rule(
     ),
     is_frozen=True,
 )
-RULES: Final = {rule.name: rule for rule in (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON, FROZEN)}
+TRAINING_RULES: Final = (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON)
+"""Those that have an fp32 master."""
+RULES: Final = {
+    rule.name: rule for rule in (*TRAINING_RULES, *(each.without_master() for each in TRAINING_RULES), FROZEN)
+}
 ALL_ADAMW: Final = RuleChoice(ADAMW, ADAMW)
 _CHOICES: Final[Mapping[str, RuleChoice]] = {
     "adamw": ALL_ADAMW,
@@ -134,8 +161,9 @@ _CHOICES: Final[Mapping[str, RuleChoice]] = {
 }
 
 
-def rules_of(optimizer: OptimizerName, *, has_momentum: bool = False) -> RuleChoice:
+def rules_of(optimizer: OptimizerName, *, has_momentum: bool = False, bf16_master: Bf16Master = "fp32") -> RuleChoice:
     """The rules of an optimizer. `has_momentum`: of `sgd`, whether it keeps a sum of the gradients."""
+    found = _CHOICES[optimizer]
     if optimizer == "sgd" and has_momentum:
-        return RuleChoice(SGD_MOMENTUM, SGD_MOMENTUM)
-    return _CHOICES[optimizer]
+        found = RuleChoice(SGD_MOMENTUM, SGD_MOMENTUM)
+    return found if bf16_master == "fp32" else found.without_master()

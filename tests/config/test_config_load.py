@@ -26,9 +26,9 @@ OF_THE_INTERFACE = """
     mlm_probability
     shuffle
     micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate loraplus_lr_ratio
-    embedding_lr embedding_lr_scale lr_scheduler
-    lr_scheduler_kwargs warmup_steps warmup_ratio optimizer optim_args adam_beta1 adam_beta2 adam_epsilon weight_decay
-    max_grad_norm label_smoothing_factor neftune_noise_alpha use_dft_loss
+    embedding_lr embedding_lr_scale lr_scheduler lr_scheduler_kwargs warmup_steps warmup_ratio optimizer optim_args
+    bf16_master adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm
+    label_smoothing_factor neftune_noise_alpha use_dft_loss
     rl rl_beta simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight disable_dropout
     dtype gradient_dtype device attn_implementation activations head_chunk optimizer_overlap
     deterministic trace storage limits

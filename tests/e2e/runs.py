@@ -472,6 +472,7 @@ def recipe_of(config: Path) -> Recipe:
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
+        bf16_master=settings.bf16_master,
         seed=settings.seed,
     )
 

@@ -38,6 +38,10 @@ KEYS: dict[str, dict[str, object]] = {
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
     "muon": {"optimizer": "muon", "weight_decay": 0.1},
 }
+ROUNDED: dict[str, dict[str, object]] = {
+    "adamw, rounded at random": {"bf16_master": "stochastic"},
+    "adamw_8bit, rounded at random": {"bf16_master": "stochastic", **KEYS["adamw_8bit"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +51,15 @@ def wide_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_fused_torch
-@pytest.mark.parametrize(("optimizer", "dtype"), rotating(list(KEYS), ["bfloat16", "float32"]))
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [*rotating(list(KEYS), ["bfloat16", "float32"]), *((optimizer, "bfloat16") for optimizer in ROUNDED)],
+)
 def test_the_export_is_what_pytorch_trains(
     make_config: MakeConfig, wide_base: Path, optimizer: str, dtype: str
 ) -> None:
     config = make_config(
-        **KEYS[optimizer], base_model=str(wide_base), dtype=dtype, max_steps=4, lr_scheduler="constant"
+        **(KEYS | ROUNDED)[optimizer], base_model=str(wide_base), dtype=dtype, max_steps=4, lr_scheduler="constant"
     )
     succeed(config)
     trained = train_in_memory(
@@ -67,13 +74,15 @@ def test_the_export_is_what_pytorch_trains(
     assert [line["loss"] for line in metrics(config)] == list(trained.losses)
     assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
     name = "sgd" if optimizer == "momentum" else optimizer
-    assert f"optimizer: {name}" in (output_of(config) / "README.md").read_text()
+    card = (output_of(config) / "README.md").read_text()
+    assert ("bf16_master: stochastic" if optimizer in ROUNDED else f"optimizer: {name}") in card
     assert ratel("verify", config).code == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "momentum", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "momentum", "muon", "adamw_8bit, rounded at random"])
 def test_a_killed_run_goes_on(make_config: MakeConfig, wide_base: Path, optimizer: str) -> None:
-    keys = {**KEYS[optimizer], "base_model": str(wide_base), "max_steps": 4}
+    keys = {**(KEYS | ROUNDED)[optimizer], "base_model": str(wide_base), "max_steps": 4}
+    keys |= {"dtype": "bfloat16"} if optimizer in ROUNDED else {}
     undisturbed, config = make_config("undisturbed", **keys), make_config(**keys)
     succeed(undisturbed)
     run_until_killed(config, kill_at="commit.written:3")
@@ -86,6 +95,8 @@ def test_another_optimizer_is_another_run(make_config: MakeConfig) -> None:
     succeed(config)
     ended = finetune(config, "optimizer=lion", "max_steps=2")
     assert_rejected(ended, 2, "optimizer was adamw, is now lion")
+    ended = finetune(config, "bf16_master=stochastic", "dtype=bfloat16", "max_steps=2")
+    assert_rejected(ended, 2, "bf16_master was fp32, is now stochastic")
 
 
 @pytest.mark.full

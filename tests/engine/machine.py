@@ -240,6 +240,8 @@ class Machine:
                 fields[field.name] = values_of(memory, field)
             if not block.is_trained:
                 master = fields["frozen"].float()
+            elif "p16" in fields:
+                master = fields["p16"].float()
             elif block.dtype == "bfloat16":
                 master = torch.empty(block.num_elements)
                 join = _native.join_bfloat16 if "v32" in fields else _native.join_tied_bfloat16
@@ -381,7 +383,8 @@ def machine(
         if recipe.unfrozen is not None:
             freeze(skeleton, unfrozen=recipe.unfrozen, frozen=())
         gradients = NAMES_OF_DTYPES[recipe.gradient_dtype or recipe.dtype]
-        rules = rules_of(recipe.optimizer, has_momentum=recipe.momentum > 0)
+        assert recipe.bf16_master in ("fp32", "stochastic")
+        rules = rules_of(recipe.optimizer, has_momentum=recipe.momentum > 0, bf16_master=recipe.bf16_master)
         model = find_blocks(skeleton, name="tiny", gradient_dtype=gradients, rates=rates, rules=rules)
         if adapter is not None and adapter.has_magnitudes:
             magnitudes = magnitudes_of(adapted_matrices(skeleton, model.spec))

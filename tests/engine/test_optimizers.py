@@ -32,6 +32,11 @@ RECIPES = {
         optimizer="muon", momentum=0.8, nesterov=True, adjust_lr_fn="original", learning_rate=0.02
     ),
 }
+WITHOUT_MASTER = {
+    f"{name}, rounded at random": replace(recipe, bf16_master="stochastic")
+    for name, recipe in {"adamw": Recipe(), **RECIPES}.items()
+    if name != "muon otherwise"
+}
 _RESIDENT = replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK)
 WAYS: dict[str, dict[str, object]] = {
     "two ahead": {"placement": AHEAD},
@@ -75,11 +80,34 @@ def test_where_states_rest_and_when_updates_run_changes_no_bit(
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "architecture", "max_grad_norm"),
+    rotating(list(WITHOUT_MASTER), ["llama", "gpt2", "llama_tied", "gpt_oss"], [None, 0.5]),
+)
+def test_weights_without_a_master_are_rounded_at_random(
+    tmp_path: Path, optimizer: str, architecture: str, max_grad_norm: float | None
+) -> None:
+    recipe = replace(WITHOUT_MASTER[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    check_training(machine, tmp_path, larger_config(architecture), recipe, num_steps=4, num_tokens=16)
+
+
+@needs_fused_torch
+@pytest.mark.parametrize(
+    ("optimizer", "way", "max_grad_norm"), rotating(list(WITHOUT_MASTER), list(WAYS), [None, 0.5], full_pairs=True)
+)
+def test_where_states_rest_decides_nothing_of_the_rounding(
+    tmp_path: Path, optimizer: str, way: str, max_grad_norm: float | None
+) -> None:
+    recipe = replace(WITHOUT_MASTER[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    check_training(machine, tmp_path, larger_config("llama_tied"), recipe, num_steps=3, **WAYS[way])
+
+
+@needs_fused_torch
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum", "muon", "adamw, rounded at random"])
 def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> None:
     """An embedding of 3 * 256 Ki elements, and a part of a chunk. Groups and the parts of threads are whole chunks."""
     config = larger_config("llama", vocab_size=(3 * CHUNK_ELEMENTS + 20_000) // larger_config("llama").hidden_size)
-    recipe = replace(RECIPES[optimizer], dtype=torch.bfloat16)
+    recipe = replace((RECIPES | WITHOUT_MASTER)[optimizer], dtype=torch.bfloat16)
     check_training(
         machine,
         tmp_path,
@@ -94,14 +122,22 @@ def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
 @pytest.mark.parametrize(
     ("optimizer", "values"),
-    [("adamw_8bit", 6 + 1 / 8 + 2 * 4 / 256), ("lion", 65 / 8), ("sgd", 33 / 8), ("muon", 65 / 8)],
+    [
+        ("adamw_8bit", 6 + 1 / 8 + 2 * 4 / 256),
+        ("lion", 65 / 8),
+        ("sgd", 33 / 8),
+        ("muon", 65 / 8),
+        ("adamw, rounded at random", 10),
+        ("adamw_8bit, rounded at random", 4 + 2 * 4 / 256),
+        ("sgd, rounded at random", 2),
+    ],
 )
 def test_a_step_moves_the_bytes_of_the_record(
     tmp_path: Path, optimizer: str, values: float, max_grad_norm: float | None
 ) -> None:
     """To the byte as predicted. A whole chunk has this many bytes for each element in bf16."""
     config = larger_config("llama")
-    recipe = replace(RECIPES[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    recipe = replace((RECIPES | WITHOUT_MASTER)[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
     with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
         spec = ratel.model.spec
         moved = moved_by_last_step(ratel, recipe, random_steps(3, 2))

@@ -77,20 +77,27 @@ class Native:
                 _native.split_bfloat16(weight, *ends, self.fields["v32"], isa=isa)
             else:
                 _native.split_tied_bfloat16(weight, *ends, self.fields["tie8"], isa=isa)
+        elif layout == "stochastic":
+            self.fields["p16"].copy_(weight)
         else:
             self.fields["w32"].copy_(weight)
         if "m8" in self.fields:
             self.fields["m8"].fill_(127)
             assert self.fields["m_scale"].numel() == -(-size // UNIT)
 
-    def step(self, gradient: torch.Tensor, scalars: AnyScalars) -> None:
-        """One update."""
+    def step(self, gradient: torch.Tensor, scalars: AnyScalars, *, rounding: tuple[int, int] = (0, 0)) -> None:
+        """One update. `rounding`: key and first element, of the stochastic layout alone."""
         given = (direction_of(gradient), gradient) if self.rule == "muon" else (gradient,)
-        kernel(self.rule, self.layout)(*self.fields.values(), *given, scalars=scalars, isa=self._isa)
+        roundings = [rounding] if self.layout == "stochastic" else []
+        kernel(self.rule, self.layout)(
+            *self.fields.values(), *given, scalars=scalars, roundings=roundings, isa=self._isa
+        )
 
     @property
     def master(self) -> torch.Tensor:
         """The fp32 master."""
+        if self.layout == "stochastic":
+            return self.fields["p16"].float()
         if self.layout != "bfloat16":
             return self.fields["w32"]
         hi16, lo16 = self.fields["hi16"], self.fields["lo16"]

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-Layout = Literal["bfloat16", "float32", "float16"]
-LAYOUTS: tuple[Layout, ...] = ("bfloat16", "float32", "float16")
+Layout = Literal["bfloat16", "stochastic", "float32", "float16"]
+LAYOUTS: tuple[Layout, ...] = ("bfloat16", "stochastic", "float32", "float16")
 RuleName = Literal["adamw", "adamw_8bit", "lion", "sgd", "sgd_momentum", "muon"]
 UNIT = 256
 PAGE_BYTES = 4096
@@ -62,7 +62,12 @@ RULES = tuple(_MOMENTS)
 def fields_of(rule: RuleName, layout: Layout) -> tuple[FieldOf, ...]:
     """Those of a rule's record, in their order."""
     halves = _HALVES if rule == "adamw" else (*_HALVES, _TIES)
-    weights = {"bfloat16": halves, "float32": (_W32,), "float16": (FieldOf("w16", torch.float16), _W32)}
+    weights = {
+        "bfloat16": halves,
+        "stochastic": (FieldOf("p16", torch.bfloat16),),
+        "float32": (_W32,),
+        "float16": (FieldOf("w16", torch.float16), _W32),
+    }
     return (*weights[layout], *_MOMENTS[rule])
 
 
@@ -106,6 +111,27 @@ def restored(codes: torch.Tensor, scales: torch.Tensor, values_of_codes: torch.T
     return values_of_codes[codes.long()] * scales.repeat_interleave(UNIT)[: codes.numel()]
 
 
+def random_halves(key: int, elements: torch.Tensor) -> torch.Tensor:
+    """The 16 random bits of these elements of a parameter, int64, from its 64-bit key in an update."""
+
+    def times(bits: torch.Tensor, factor: int) -> torch.Tensor:  # by halves, which do not overflow
+        return ((bits >> 16) * factor % 2**16 * 2**16 + (bits & 0xFFFF) * factor) % 2**32
+
+    bits = (elements & 0xFFFFFFFF) ^ (key & 0xFFFFFFFF)
+    bits = times(bits ^ bits >> 17, 0xED5AD4BB)
+    bits = times(((bits ^ bits >> 11) + (key >> 32) + (elements >> 32)) % 2**32, 0xAC4C1B51)
+    bits = times(bits ^ bits >> 15, 0x31848BAB)
+    return (bits ^ bits >> 14) >> 16
+
+
+def rounded_at_random(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Each value as the bf16 towards zero, or the next one away from it: as often as it is near, in 2**-16."""
+    word = values.view(torch.int32).long() & 0xFFFFFFFF
+    truncated, rest = word >> 16, word & 0xFFFF
+    found = truncated + (random >= 2**16 - rest).long()
+    return torch.where(values.isnan(), 0x7FC0, found).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
 @dataclass
 class Numbers:
     """The settings of a rule, for all its updates."""
@@ -142,6 +168,7 @@ class Reference:
                 "v_scale": torch.zeros(number),
             }
         updates: dict[RuleName, Callable[[torch.Tensor], None]] = {
+            "adamw": self._adamw,
             "adamw_8bit": self._adamw_8bit,
             "lion": self._lion,
             "sgd": self._sgd,
@@ -151,6 +178,15 @@ class Reference:
         self._update = updates[rule]
         self._parameter = torch.nn.Parameter(self.weight)
         momentum = numbers.momentum if rule == "sgd_momentum" else 0.0
+        self._torch_adamw = torch.optim.AdamW(
+            [self._parameter],
+            lr=LEARNING_RATE,
+            betas=(numbers.beta1, numbers.beta2),
+            eps=numbers.epsilon,
+            weight_decay=numbers.weight_decay,
+            foreach=False,
+            fused=False,
+        )
         self._torch_sgd = torch.optim.SGD(
             [self._parameter],
             lr=LEARNING_RATE,
@@ -165,6 +201,12 @@ class Reference:
         """One update by a gradient of any dtype."""
         self._step += 1
         self._update(gradient.float())
+
+    def _adamw(self, gradient: torch.Tensor) -> None:
+        self._parameter.grad = gradient
+        self._torch_adamw.step()
+        state = self._torch_adamw.state[self._parameter]
+        self.moments = {"m32": state["exp_avg"], "v32": state["exp_avg_sq"]}
 
     def _adamw_8bit(self, gradient: torch.Tensor) -> None:
         numbers, moments, of_m, of_v = self.numbers, self.moments, signed_map(), unsigned_map()

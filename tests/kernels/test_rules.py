@@ -27,12 +27,13 @@ from tests.kernels.rules import (
     RuleName,
     fields_of,
     quantised,
+    random_halves,
     restored,
+    rounded_at_random,
     signed_map,
     unsigned_map,
 )
 
-NEW_RULES: tuple[RuleName, ...] = tuple(rule for rule in RULES if rule != "adamw")
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
@@ -69,15 +70,22 @@ def check(
 ) -> None:
     generator = torch.Generator().manual_seed(size)
     weight = torch.randn(size, generator=generator) * 0.02
+    if layout == "stochastic":
+        weight = weight.bfloat16().float()
     native, reference = Native(rule, layout, weight, isa=isa), Reference(rule, weight, numbers)
     for step in range(1, num_steps + 1):
         gradient = gradients(size, gradient_dtype, generator, scale)
-        native.step(gradient, scalars_of(rule, numbers, step))
+        rounding = (0x9E3779B97F4A7C15 * step % 2**64, 2**32 - 700 + 13 * step)  # the element's number exceeds 32 bits
+        native.step(gradient, scalars_of(rule, numbers, step), rounding=rounding)
         reference.step(gradient)
+        if layout == "stochastic":
+            random = random_halves(rounding[0], rounding[1] + torch.arange(size))
+            reference.weight.copy_(rounded_at_random(reference.weight, random))
         what = f"{rule}, {layout}, {isa}, {size} elements, step {step}"
         assert_same(native.master, reference.weight, f"{what}, weight")
         for name, expected in reference.moments.items():
-            assert_same(native.fields[name], expected, f"{what}, {name}")
+            found = native.fields[name]
+            assert_same(found.abs() if name == "v32" else found, expected, f"{what}, {name}")
         if layout != "float32":
             assert_same(native.compute, reference.weight.to(native.compute.dtype), f"{what}, compute weight")
 
@@ -85,7 +93,7 @@ def check(
 @needs_fused_torch
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rule", NEW_RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_rule_has_the_bits_of_its_reference(rule: RuleName, layout: Layout, isa: str) -> None:
     numbers = Numbers(weight_decay=0.1)
     for size in (*SIZES, 255, 256, 257, 511, 513, 10_001):
@@ -96,7 +104,7 @@ def test_a_rule_has_the_bits_of_its_reference(rule: RuleName, layout: Layout, is
 
 @needs_fused_torch
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rule", NEW_RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("numbers", "scale"),
     [
@@ -112,7 +120,7 @@ def test_other_settings_and_magnitudes(rule: RuleName, isa: str, numbers: Number
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("rule", NEW_RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_gradients_are_scaled_first(rule: RuleName) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, gradient = (torch.randn(500, generator=generator) for _ in range(2))
@@ -181,7 +189,7 @@ def test_numbers_that_are_none_are_the_same_on_every_instruction_set(isa: str) -
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rule", NEW_RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_stream_twice_restores(rule: RuleName, layout: Layout, isa: str) -> None:
     generator = torch.Generator().manual_seed(7)
     for size in SIZES:
@@ -271,7 +279,8 @@ def test_chunks_have_the_bits_of_the_plain_kernel_and_the_checksums_of_the_libra
             values[first // each.per : -(-last // each.per)] for values, each in zip(expected, fields, strict=False)
         ]
         given = [each[first:last] for each in expected[len(fields) :]]
-        kernel(rule, layout)(*parts, *given, scalars=scalars, isa=isa)
+        roundings = [(first**7 % 2**64, last)] if layout == "stochastic" else []
+        kernel(rule, layout)(*parts, *given, scalars=scalars, roundings=roundings, isa=isa)
     entered, after = native_checksums([0] * len(before), 2)
     mismatches = kernel(rule, layout, prefix="update_")(
         *found,
@@ -280,6 +289,7 @@ def test_chunks_have_the_bits_of_the_plain_kernel_and_the_checksums_of_the_libra
         chunk_elements=chunk_elements,
         before=native_checksums(before, 1)[1],
         after=after,
+        roundings=[(first**7 % 2**64, last) for first, last, _ in segments] if layout == "stochastic" else [],
         isa=isa,
     )
     assert mismatches == []
@@ -345,6 +355,73 @@ def test_ties_are_kept_bit_by_bit(isa: str, size: int) -> None:
     rounded_up = (word & 0x1FFFF) == 0x18000
     assert torch.equal(bits.flatten()[:size].bool(), rounded_up)
     assert bool(bits.flatten()[size:].all())
+
+
+def test_random_bits_are_spread_evenly_and_unlike_those_of_other_steps_and_elements() -> None:
+    """Of 2**20 elements: no value of the upper or lower 8 bits is too frequent (chi-squared of 255 degrees of freedom,
+    whose mean is 255, and standard deviation 22.6). At no distance of elements is there a correlation, with themselves
+    or with those of the next step, of more than six standard deviations."""
+    number = 1 << 20
+    keys = [xxhash.xxh3_64_intdigest(f"42/{step}/model.norm.weight".encode()) for step in (1, 2)]
+    spectra = []
+    for key in keys:
+        drawn = random_halves(key, torch.arange(number))
+        for part in (drawn >> 8, drawn & 255):
+            counts = torch.bincount(part, minlength=256).double()
+            assert float(((counts - number / 256) ** 2 / (number / 256)).sum()) < 255 + 5 * 22.6
+        spectra.append(torch.fft.rfft((drawn.double() - drawn.double().mean()) / drawn.double().std()))
+    for other in spectra:
+        correlation = torch.fft.irfft(spectra[0].conj() * other) / number
+        assert float(correlation[1:].abs().max()) < 6 / number**0.5
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rounding_at_random_is_right_on_average(isa: str) -> None:
+    """Where rounding to the nearest would leave every weight as it is: 1,000 updates by a fiftieth of what lies between
+    two bf16 numbers."""
+    size, step = 4096, 2**-8 / 50
+    native = Native("sgd", "stochastic", torch.ones(size), isa=isa)
+    gradient = torch.full((size,), -step / LEARNING_RATE)
+    for number in range(1, 1001):
+        native.step(gradient, scalars_of("sgd", Numbers(), number), rounding=(number * 0x9E3779B97F4A7C15 % 2**64, 0))
+    moved = native.master - 1
+    assert abs(float(moved.mean()) / (1000 * step) - 1) < 0.01
+    assert float(moved.std()) > 2**-8
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_rounding_at_random_leaves_as_it_is(isa: str) -> None:
+    """Numbers that bf16 has, infinities and zeros of both signs; and NaN is the canonical one."""
+    values = torch.tensor([0.0, -0.0, 1.0, -1.5, torch.inf, -torch.inf, 2.0**-133, -(2.0**-126), 1e38, torch.nan])
+    values = values.bfloat16().float().repeat(7)
+    native = Native("sgd", "stochastic", values, isa=isa)
+    native.step(torch.zeros(values.numel()), scalars_of("sgd", Numbers(), 1), rounding=(2**64 - 1, 2**64 - 5))
+    expected = torch.where(values.isnan(), 0x7FC0, values.bfloat16().view(torch.int16).int()).to(torch.int16)
+    assert torch.equal(native.fields["p16"].view(torch.int16), expected)
+    largest = torch.full((64,), 3.39e38)  # just below what bf16 has not
+    native = Native("sgd", "stochastic", largest, isa=isa)
+    native.step(torch.full((64,), -1e36 / LEARNING_RATE), scalars_of("sgd", Numbers(), 1), rounding=(3, 0))
+    assert not bool(native.master.isnan().any())
+
+
+def test_roundings_belong_to_the_stochastic_layout_alone() -> None:
+    gradient, scalars = torch.zeros(8), scalars_of("sgd", Numbers(), 1)
+    update, p16, w32 = kernel("sgd", "stochastic"), torch.ones(8).bfloat16(), torch.ones(8)
+    for given in ([], [(1, 0), (2, 0)]):
+        with pytest.raises(ValueError, match=rf"^roundings: must be 1, are {len(given)}$"):
+            update(p16, gradient, scalars=scalars, roundings=given)
+    with pytest.raises(ValueError, match=r"^roundings: must be 0, are 1$"):
+        kernel("sgd", "float32")(w32, gradient, scalars=scalars, roundings=[(1, 0)])
+    with pytest.raises(ValueError, match=r"^roundings: must be 2, are 1$"):
+        kernel("sgd", "stochastic", prefix="update_")(
+            p16,
+            gradient,
+            scalars=scalars,
+            segments=[(0, 4, True), (4, 8, True)],
+            chunk_elements=512,
+            roundings=[(1, 0)],
+        )
+    assert torch.equal(p16, torch.ones(8).bfloat16())
 
 
 @needs_bitsandbytes

@@ -118,7 +118,8 @@ def test_the_document_has_the_fields_of_every_rule(tmp_path: Path, queue: IoQueu
     found = StoreReader([tmp_path]).format
     for rule in RULES.values():
         for dtype, record in () if rule.is_frozen else rule.records:
-            assert found.fields(dtype, rule.name) == [[each.name, each.dtype, each.per] for each in record.fields]
+            documented = rule.name if dtype == "bfloat16" else rule.name.removesuffix("_stochastic")
+            assert found.fields(dtype, documented) == [[each.name, each.dtype, each.per] for each in record.fields]
 
 
 @EVERY_SHAPE

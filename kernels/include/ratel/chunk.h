@@ -13,11 +13,18 @@
 
 namespace ratel {
 
+// What the random bits of a parameter's elements follow from (RoundedWeights).
+struct Rounding {
+  uint64_t key = 0;
+  uint64_t first = 0;
+};
+
 // Elements [first, last) of the arrays: one parameter, or a part of it. `first` is the first element of a unit.
 struct Segment {
   size_t first;
   size_t last;
   bool decays;
+  Rounding rounding = {};
 };
 
 // One field of the record: a value for each `per` elements. A seed asks for the chunk's checksum before or after the
@@ -45,6 +52,15 @@ constexpr size_t field_bytes(const ChunkField& field, size_t count) {
   const size_t num_bytes = (count + field.per - 1) / field.per * field.value_bytes;
   return is_dense(field) ? num_bytes : (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
+
+// Only weights that are rounded at random take it.
+inline void set_rounding(RoundedWeights* weights, const Rounding& rounding) {
+  weights->key = rounding.key;
+  weights->first = rounding.first;
+}
+
+template <class Weights>
+void set_rounding(Weights*, const Rounding&) {}
 
 // Update elements [start, stop) of the arrays. Segments are in order and do not overlap; `scalars` are for those that
 // decay.

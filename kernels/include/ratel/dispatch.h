@@ -43,6 +43,12 @@ const LayoutKernels<typename Rule::Bfloat16, typename Rule::Scalars>& layout_of(
 }
 
 template <class Rule>
+const LayoutKernels<typename Rule::Stochastic, typename Rule::Scalars>& layout_of(const RuleKernels<Rule>& kernels,
+                                                                                  const typename Rule::Stochastic&) {
+  return kernels.stochastic;
+}
+
+template <class Rule>
 const LayoutKernels<typename Rule::Float32, typename Rule::Scalars>& layout_of(const RuleKernels<Rule>& kernels,
                                                                                const typename Rule::Float32&) {
   return kernels.float32;

@@ -40,6 +40,14 @@ struct TiedWeights {
   uint8_t* tie8;
 };
 
+// The bf16 weight alone: an update rounds at random, up as often as the number is near to what is above it. The random
+// bits follow from a parameter's key in this update and the element's number in it, which counts from `first` on.
+struct RoundedWeights {
+  uint16_t* p16;
+  uint64_t key = 0;
+  uint64_t first = 0;
+};
+
 struct Float32Weights {
   float* w32;
 };
@@ -131,12 +139,13 @@ struct MuonScalars {
   float gradient_scale;
 };
 
-// Update rules: the states of the three layouts, and the numbers. Elements that belong together are `kUnit`.
+// Update rules: the states of the four layouts, and the numbers. Elements that belong together are `kUnit`.
 
 struct AdamW {
   static constexpr size_t kUnit = 1;
   using Scalars = AdamWScalars;
   using Bfloat16 = State<HalvedWeights, SignedMoments>;
+  using Stochastic = State<RoundedWeights, TwoMoments>;
   using Float32 = State<Float32Weights, TwoMoments>;
   using Float16 = State<Float16Weights, TwoMoments>;
 };
@@ -145,6 +154,7 @@ struct AdamW8Bit {
   static constexpr size_t kUnit = 256;
   using Scalars = AdamWScalars;
   using Bfloat16 = State<TiedWeights, ByteMoments>;
+  using Stochastic = State<RoundedWeights, ByteMoments>;
   using Float32 = State<Float32Weights, ByteMoments>;
   using Float16 = State<Float16Weights, ByteMoments>;
 };
@@ -153,6 +163,7 @@ struct Lion {
   static constexpr size_t kUnit = 1;
   using Scalars = LionScalars;
   using Bfloat16 = State<TiedWeights, OneMoment>;
+  using Stochastic = State<RoundedWeights, OneMoment>;
   using Float32 = State<Float32Weights, OneMoment>;
   using Float16 = State<Float16Weights, OneMoment>;
 };
@@ -161,6 +172,7 @@ struct Sgd {
   static constexpr size_t kUnit = 1;
   using Scalars = SgdScalars;
   using Bfloat16 = State<TiedWeights, NoMoments>;
+  using Stochastic = State<RoundedWeights, NoMoments>;
   using Float32 = State<Float32Weights, NoMoments>;
   using Float16 = State<Float16Weights, NoMoments>;
 };
@@ -169,6 +181,7 @@ struct SgdMomentum {
   static constexpr size_t kUnit = 1;
   using Scalars = SgdScalars;
   using Bfloat16 = State<TiedWeights, OneMoment>;
+  using Stochastic = State<RoundedWeights, OneMoment>;
   using Float32 = State<Float32Weights, OneMoment>;
   using Float16 = State<Float16Weights, OneMoment>;
 };
@@ -177,6 +190,7 @@ struct Muon {
   static constexpr size_t kUnit = 1;
   using Scalars = MuonScalars;
   using Bfloat16 = State<TiedWeights, DirectedMoment>;
+  using Stochastic = State<RoundedWeights, DirectedMoment>;
   using Float32 = State<Float32Weights, DirectedMoment>;
   using Float16 = State<Float16Weights, DirectedMoment>;
 };
@@ -193,6 +207,7 @@ struct LayoutKernels {
 template <class Rule>
 struct RuleKernels {
   LayoutKernels<typename Rule::Bfloat16, typename Rule::Scalars> bfloat16;
+  LayoutKernels<typename Rule::Stochastic, typename Rule::Scalars> stochastic;
   LayoutKernels<typename Rule::Float32, typename Rule::Scalars> float32;
   LayoutKernels<typename Rule::Float16, typename Rule::Scalars> float16;
 };

@@ -14,8 +14,11 @@ parameters, keep their bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
 
 from ratel_cli import _native
 from ratel_cli.closing import Closing
@@ -30,7 +33,7 @@ from ratel_cli.engine.optimizer.settings import (
     kernel_of,
     square_root_of_torch,
 )
-from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.rules import M32
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
@@ -75,10 +78,14 @@ class GroupChecksums:
 class GroupUpdater(Closing):
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
-    def __init__(self, settings: OptimizerSettings, *, num_threads: int = 1, device: Device | None = None) -> None:
-        """`device`: where a rule that takes matrices multiplies them; None: the CPU."""
+    def __init__(
+        self, settings: OptimizerSettings, *, seed: int = 0, num_threads: int = 1, device: Device | None = None
+    ) -> None:
+        """`seed`: of updates that are rounded at random. `device`: where a rule that takes matrices multiplies them;
+        None: the CPU."""
         assert num_threads > 0
         self._settings = settings
+        self._seed = seed
         self._directions = (
             Directions(settings, device or HostDevice(None)) if isinstance(settings, MuonSettings) else None
         )
@@ -118,16 +125,18 @@ class GroupUpdater(Closing):
             assert checksums is None or (
                 first % chunk_elements == 0 and (last % chunk_elements == 0 or last == block.num_elements)
             ), "a part has whole chunks"
+            segments = list(_segments(block, gradient.present, first, last))
             mismatches = kernel(
                 *[field.part(memories[field.name], first - start, last - start) for field in block.record.fields],
                 *([] if direction is None else [_elements(direction, stop - start, first - start, last - start)]),
                 _elements(values, stop - start, first - start, last - start),
                 scalars=scalars,
-                segments=_segments(block, gradient.present, first, last),
+                segments=[each.range for each in segments],
                 chunk_elements=chunk_elements,
                 first_chunk=first // chunk_elements,
                 before=before,
                 after=after,
+                roundings=self._roundings(segments, update.number) if block.is_rounded_at_random else [],
                 gradient_dtype=gradient.dtype_name,
             )
             if mismatches and checksums is not None:
@@ -169,6 +178,12 @@ class GroupUpdater(Closing):
         if self._threads is not None:
             self._threads.shutdown()
 
+    def _roundings(self, segments: Sequence[_Segment], number: int) -> list[tuple[int, int]]:
+        """What the random bits of each segment follow from: a key, and the number of its first element in its
+        parameter. So they depend neither on blocks and groups, nor on ranks (docs/store-format.md)."""
+        keys = [xxh3_64_intdigest(f"{self._seed}/{number}/{each.parameter.name}".encode()) for each in segments]
+        return [(key, each.first_element) for key, each in zip(keys, segments, strict=True)]
+
     def _scalars(self, update: UpdateNumbers, block: BlockSpec) -> Scalars:
         """The scalars of an update. All groups of a block have the same one."""
         if self._last is not None and self._last[0] is update:
@@ -190,11 +205,20 @@ def _elements(memory: memoryview, number: int, first: int, last: int) -> memoryv
     return memory[first * size : last * size]
 
 
-def _segments(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """The ranges of `[start, stop)` that have a gradient, counted from `start`, and whether weight decay applies."""
-    segments = []
+class _Segment(NamedTuple):
+    """Elements of one parameter."""
+
+    parameter: ParameterSpec
+    range: tuple[int, int, bool]
+    """The first and the last one in the arrays, and whether weight decay applies."""
+    first_element: int
+    """The number of the first one in the flattened parameter."""
+
+
+def _segments(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int) -> Iterator[_Segment]:
+    """What has a gradient in `[start, stop)`, the arrays."""
     for parameter, has_gradient in zip(block.parameters, present, strict=True):
         first, last = max(start, parameter.start), min(stop, parameter.stop)
         if has_gradient and first < last:
-            segments.append((first - start, last - start, parameter.decay))
-    return segments
+            ranged = (first - start, last - start, parameter.decay)
+            yield _Segment(parameter, ranged, parameter.first + first - parameter.start)

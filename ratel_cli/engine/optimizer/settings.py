@@ -15,7 +15,7 @@ import torch
 
 from ratel_cli import _native
 from ratel_cli.schedule.blocks import BlockSpec
-from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, LION, MUON, SGD, SGD_MOMENTUM, Rule
+from ratel_cli.schedule.rules import P16, STOCHASTIC, Rule
 from ratel_cli.sizes import WeightDtype
 
 SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
@@ -23,31 +23,12 @@ Scalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars | _nat
 Kernel = Callable[..., list[tuple[int, int]]]
 """As `_native._Update`: with the scalars of its own rule."""
 
-_KERNELS: dict[tuple[Rule, WeightDtype], Kernel] = {
-    (ADAMW, "bfloat16"): _native.update_adamw_bfloat16,
-    (ADAMW, "float32"): _native.update_adamw_float32,
-    (ADAMW, "float16"): _native.update_adamw_float16,
-    (ADAMW_8BIT, "bfloat16"): _native.update_adamw_8bit_bfloat16,
-    (ADAMW_8BIT, "float32"): _native.update_adamw_8bit_float32,
-    (ADAMW_8BIT, "float16"): _native.update_adamw_8bit_float16,
-    (LION, "bfloat16"): _native.update_lion_bfloat16,
-    (LION, "float32"): _native.update_lion_float32,
-    (LION, "float16"): _native.update_lion_float16,
-    (SGD, "bfloat16"): _native.update_sgd_bfloat16,
-    (SGD, "float32"): _native.update_sgd_float32,
-    (SGD, "float16"): _native.update_sgd_float16,
-    (SGD_MOMENTUM, "bfloat16"): _native.update_sgd_momentum_bfloat16,
-    (SGD_MOMENTUM, "float32"): _native.update_sgd_momentum_float32,
-    (SGD_MOMENTUM, "float16"): _native.update_sgd_momentum_float16,
-    (MUON, "bfloat16"): _native.update_muon_bfloat16,
-    (MUON, "float32"): _native.update_muon_float32,
-    (MUON, "float16"): _native.update_muon_float16,
-}
-
 
 def kernel_of(rule: Rule, dtype: WeightDtype) -> Kernel:
     """The kernel that takes the fields of the rule's record for that compute dtype, in their order."""
-    return _KERNELS[rule, dtype]
+    name = rule.name if P16 in rule.record(dtype).fields else f"{rule.name.removesuffix(STOCHASTIC)}_{dtype}"
+    kernel: Kernel = getattr(_native, f"update_{name}")
+    return kernel
 
 
 def square_root_of_torch() -> SquareRoot:

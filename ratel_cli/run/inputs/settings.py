@@ -38,7 +38,7 @@ DECIDES_THE_BITS: Final = (
 )  # fmt: skip
 """Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
 it changes the hash in every store's identity."""
-CHOOSES_RULES: Final = ("optimizer", "optim_args")
+CHOOSES_RULES: Final = ("optimizer", "optim_args", "bf16_master")
 CHOOSES_BITS: Final = (
     "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES, *CHOOSES_RULES,
 )  # fmt: skip
@@ -109,7 +109,8 @@ def settings_hash(config: RunConfig) -> str:
 def rules_in(config: RunConfig) -> RuleChoice:
     """Which rule each trained parameter of a run has."""
     options = resolved_options(config.optimizer, config.optim_args)
-    return rules_of(config.optimizer, has_momentum=bool(options.get("momentum")))
+    has_momentum = bool(options.get("momentum"))
+    return rules_of(config.optimizer, has_momentum=has_momentum, bf16_master=config.bf16_master)
 
 
 def as_recorded(config: RunConfig) -> RunConfig:
