@@ -275,8 +275,8 @@ class RunConfig(Section):
     `false`: they are as without `rl`. Dropout within attention that is no module stays either way."""
 
     dtype: DtypeName = "bfloat16"
-    """The data type that the model computes in. Master weights are fp32, but for `bf16_master: stochastic`. `float16` uses
-    dynamic loss scaling."""
+    """The data type that the model computes in. Master weights are fp32, but for `bf16_master: stochastic`. `float16`
+    uses dynamic loss scaling."""
     gradient_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The data type of gradients on their way to the optimizer. Micro-batches are summed in fp32 first. `auto`: the
     same as `dtype`."""
@@ -684,13 +684,13 @@ def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contra
 def _dtype_contradictions(config: RunConfig) -> list[Contradiction]:
     found = []
     if config.bf16_master == "stochastic":
-        keys, hint = ("bf16_master", "dtype"), "remove it"
         if config.dtype != "bfloat16":
             message = f"`bf16_master: stochastic` needs `dtype: bfloat16`; `dtype` is {config.dtype}"
+            keys, hint = ("bf16_master", "dtype"), "set `dtype: bfloat16`, or remove `bf16_master`"
             found.append(Contradiction(keys=keys, message=message, hint=hint))
         elif config.adapter is not None and not config.lora_modules_to_save:
             message = "`bf16_master: stochastic` is set, but adapters are trained in fp32, and the model is frozen"
-            found.append(Contradiction(keys=("bf16_master", "adapter"), message=message, hint=hint))
+            found.append(Contradiction(keys=("bf16_master", "adapter"), message=message, hint="remove it"))
     if config.gradient_dtype == "float16" and config.dtype != "float16":
         message = f"`gradient_dtype: float16` needs `dtype: float16`, which scales the loss; `dtype` is {config.dtype}"
         found.append(Contradiction(keys=("gradient_dtype", "dtype"), message=message))

@@ -254,7 +254,9 @@ def _stochastic_rounding(entries: Entries, report: Report) -> None:
         return
     entry = content["bf16_stochastic_round"]
     kept = {key: value for key, value in content.items() if value is not entry}
-    if str(entry.value.content).lower() in ("true", "1", "yes", "y", "on", "t"):  # what transformers takes for true
+    if "bf16_master" in entries:
+        report.drop(entry, "`bf16_master` is set", quietly=False)
+    elif str(entry.value.content).lower() in ("true", "1", "yes", "y", "on", "t"):  # what transformers takes for true
         entries["bf16_master"] = made(entry, "stochastic")
         report.read_as(entry, "bf16_master: stochastic")
     else:

@@ -10,7 +10,8 @@ Every rule keeps master weights (P32) in fp32, and its moments (OS32) as its fie
 into its upper and lower half. The upper half is the weight that the device computes with (P16), so no separate copy of
 it exists. Rounding loses one bit, which the sign of AdamW's v carries, and one bit for each element (`tie8`) where
 there is no v (docs/store-format.md). Or bf16 keeps no master at all: each rule has a twin with stochastic
-rounding, whose updates are rounded to bf16 at random. A frozen block keeps its compute weights alone, or the bytes of quantised ones.
+rounding, whose updates are rounded to bf16 at random. A frozen block keeps its compute weights alone, or the bytes of
+quantised ones.
 
 Most rules update each element by itself, so the optimizer walks through a block in groups of any size. One that needs
 a matrix as a whole, such as Muon, gets each matrix as a block of its own, and updates it as one group.

@@ -11,6 +11,8 @@ Ceiling: `stream_*`, which loads and stores the same bytes on the same number of
     ratel lion, sgd_momentum  hi16 lo16 tie8 m32, bf16 gradient                 18.3 B
     ratel muon                hi16 lo16 tie8 m32, bf16 direction and gradient   20.3 B
     ratel sgd                 hi16 lo16 tie8, bf16 gradient                     10.3 B
+    ratel adamw_stochastic    p16 m32 v32, bf16 gradient                        22 B
+    ratel adamw_8bit_stochastic    p16 m8 v8 and scales, bf16 gradient          10.1 B
     torch fused               fp32 weights, moments and gradient            28 B, against the float32 limit
     torch three passes        bf16 gradient to fp32, fused step, weights to bf16: what bf16 training with
                               torch does; against the bfloat16 limit, because the result is the same
@@ -49,11 +51,12 @@ from ratel_cli.engine.optimizer.settings import (
     OptimizerSettings,
     SgdSettings,
     UpdateNumbers,
+    kernel_name,
 )
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.schedule.blocks import lay_out_block
-from ratel_cli.schedule.rules import ADAMW_8BIT, LION, MUON, SGD, SGD_MOMENTUM, UNIT_8BIT, Rule
+from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, LION, MUON, SGD, SGD_MOMENTUM, UNIT_8BIT, Rule
 from ratel_cli.sizes import VALUE_BYTES
 
 LAYOUTS: dict[str, tuple[torch.dtype, ...]] = {
@@ -61,7 +64,8 @@ LAYOUTS: dict[str, tuple[torch.dtype, ...]] = {
     "float32": (torch.float32, torch.float32, torch.float32),
     "float16": (torch.float16, torch.float32, torch.float32, torch.float32),
 }
-RULES = {rule.name: rule for rule in (ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON)}
+_OTHERS = (ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON, ADAMW.without_master(), ADAMW_8BIT.without_master())
+RULES = {rule.name: rule for rule in _OTHERS}
 """Other rules than AdamW, in bf16. Each counts as a layout of its own."""
 KERNELS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "bfloat16": (_native.stream_adamw_bfloat16, _native.adamw_bfloat16),
@@ -187,6 +191,8 @@ def rule_contestants(
     adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     settings: dict[str, OptimizerSettings] = {
         "adamw_8bit": adamw,
+        "adamw_stochastic": adamw,
+        "adamw_8bit_stochastic": adamw,
         "lion": LionSettings(beta1=0.9, beta2=0.99, weight_decay=0.01),
         "muon": MuonSettings(adamw=adamw, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"),
     }
@@ -197,8 +203,8 @@ def rule_contestants(
     edge = -(-num_parameters // (num_threads * UNIT_8BIT)) * UNIT_8BIT
     parts = [(first, min(first + edge, num_parameters)) for first in range(0, num_parameters, edge)]
     for prefix, name in (("stream_", "stream"), ("", rule.name)):
-        kernel = getattr(_native, f"{prefix}{rule.name}_bfloat16")
-        keywords = {} if prefix else {"scalars": scalars}
+        kernel = getattr(_native, prefix + kernel_name(rule, "bfloat16"))
+        keywords = {} if prefix else {"scalars": scalars, "roundings": [(1, 0)] if block.is_rounded_at_random else []}
         calls: list[Callable[[], None]] = []
         for first, last in parts:
             shares = [values[first // per : -(-last // per)] for values, per in fields]

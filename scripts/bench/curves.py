@@ -5,6 +5,8 @@ it: those that take AdamW's have AdamW's. What is compared is the mean loss of e
 and the loss of each step: how far it is from AdamW's, as a share of that. With 8-bit moments it is the same algorithm,
 and its curve should be AdamW's; the other rules are there to see that they learn. `shaken` is AdamW with an epsilon of
 1.1e-8 for 1e-8: how far two curves come apart for next to nothing, where the demo has learnt its rows by heart.
+The demo computes in fp32; `bfloat16`, `stochastic` and `both` do not, and the last two have no fp32 master: AdamW with
+moments in fp32, and in 8 bit.
 
 Promise: no mean of ten steps is more than 1 % from AdamW's with `adamw_8bit`. The last line is JSON.
 
@@ -30,6 +32,9 @@ CONTESTANTS = {
     "adamw": ("optimizer=adamw",),
     "shaken": ("optimizer=adamw", "adam_epsilon=1.1e-8"),
     "adamw_8bit": ("optimizer=adamw_8bit",),
+    "bfloat16": ("dtype=bfloat16",),
+    "stochastic": ("dtype=bfloat16", "bf16_master=stochastic"),
+    "both": ("dtype=bfloat16", "optimizer=adamw_8bit", "bf16_master=stochastic"),
     "muon": ("optimizer=muon",),
     "lion": ("optimizer=lion", "learning_rate=1e-4"),
     "sgd": ("optimizer=sgd", "learning_rate=0.1"),

@@ -94,6 +94,16 @@ def test_optimizers_of_torchtune(optimizer: str, expected: tuple[object, ...]) -
     assert ("moments in fp32" in row.ours) is (optimizer.endswith("4bit") or "Lion8bit" in optimizer)
 
 
+@pytest.mark.parametrize(("value", "expected"), [("true", "stochastic"), ("false", "fp32")])
+def test_rounding_at_random(value: str, expected: str) -> None:
+    text = TORCHTUNE.replace("torch.optim.AdamW", f"torchao.optim.AdamW8bit, bf16_stochastic_round: {value}")
+    imported = import_config(write(text))
+    assert not [each for each in imported.outcomes if each.fate == "undecided"]
+    Path("run.yaml").write_text(imported.text)
+    config = load_config(Path("run.yaml")).config
+    assert (config.optimizer, config.bf16_master) == ("adamw_8bit", expected)
+
+
 @pytest.mark.parametrize("option", ["min_8bit_size: 1", "block_wise: false", "dampening: 0.5"])
 def test_an_option_that_changes_an_optimizer_is_left_to_the_user(option: str) -> None:
     text = TORCHTUNE.replace("torch.optim.AdamW", f"bitsandbytes.optim.AdamW8bit, {option}")

@@ -279,6 +279,21 @@ def test_options_of_an_optimizer_in_one_line(load: Load, options: str) -> None:
     assert load(MINIMAL + "optim: sgd\noptim_args: ''\n").config.optim_args is None
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("bf16_stochastic_round=True", "stochastic"),
+        ("'bf16_stochastic_round=yes'", "stochastic"),
+        ("{bf16_stochastic_round: true}", "stochastic"),
+        ("bf16_stochastic_round=False", "fp32"),
+        ("bf16_stochastic_round=True\nbf16_master: fp32", "fp32"),
+    ],
+)
+def test_rounding_at_random_as_torchao_has_it(load: Load, options: str, expected: str) -> None:
+    config = load(MINIMAL + f"optim: adamw_torch_8bit\noptim_args: {options}\n").config
+    assert (config.optimizer, config.bf16_master, config.optim_args) == ("adamw_8bit", expected, None)
+
+
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("no", False)])
 def test_nesterov_as_a_number(load: Load, value: str, expected: bool) -> None:
     config = load(MINIMAL + f"optim: sgd\noptim_args: momentum=0.9,nesterov={value}\n").config

@@ -13,6 +13,10 @@ from ratel_cli import _native
 
 SCRIPT = "scripts.bench.adamw"
 
+OTHER_RULES = (
+    "adamw_8bit", "lion", "sgd", "sgd_momentum", "muon", "adamw_stochastic", "adamw_8bit_stochastic",
+)  # fmt: skip
+
 
 @pytest.mark.nightly
 def test_smoke() -> None:
@@ -26,7 +30,7 @@ def test_smoke() -> None:
     peers = ["torch"] if find_spec("deepspeed") is None else ["torch", "deepspeed"]
     assert names == {f"{kind} {isa}" for kind in ("stream", "adamw") for isa in isas} | {
         f"{peer} {what}" for peer in peers for what in ("fused", "three passes")
-    } | {f"{rule} {isas[-1]}" for rule in ("adamw_8bit", "lion", "sgd", "sgd_momentum", "muon")}
+    } | {f"{rule} {isas[-1]}" for rule in OTHER_RULES}
     assert {name.partition("_")[0] for name in report["speedup_over_three_passes"]} == set(peers)
     assert all(result["seconds"] > 0 for result in report["results"])
     assert ("deepspeed takes no part: it is not installed" in lines) == ("deepspeed" not in peers)

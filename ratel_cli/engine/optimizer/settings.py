@@ -24,10 +24,15 @@ Kernel = Callable[..., list[tuple[int, int]]]
 """As `_native._Update`: with the scalars of its own rule."""
 
 
+def kernel_name(rule: Rule, dtype: WeightDtype) -> str:
+    """What the kernels of a rule are called for that compute dtype: the plain update, behind `update_` the one with
+    checksums, and behind `stream_` the limit."""
+    return rule.name if P16 in rule.record(dtype).fields else f"{rule.name.removesuffix(STOCHASTIC)}_{dtype}"
+
+
 def kernel_of(rule: Rule, dtype: WeightDtype) -> Kernel:
     """The kernel that takes the fields of the rule's record for that compute dtype, in their order."""
-    name = rule.name if P16 in rule.record(dtype).fields else f"{rule.name.removesuffix(STOCHASTIC)}_{dtype}"
-    kernel: Kernel = getattr(_native, f"update_{name}")
+    kernel: Kernel = getattr(_native, f"update_{kernel_name(rule, dtype)}")
     return kernel
 
 
