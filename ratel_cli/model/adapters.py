@@ -24,9 +24,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
-from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
-from peft.tuners.tuners_utils import cast_adapter_dtype
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -37,6 +34,7 @@ from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.adapter_settings import ALL_LINEAR, AdapterSettings
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
+from ratel_cli.model.fetched_code import no_fetched_code
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.in_place import FileRanges, located_in
@@ -47,6 +45,11 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import ParameterSpec
 from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName, Task
+
+with no_fetched_code():
+    from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
+    from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
+    from peft.tuners.tuners_utils import cast_adapter_dtype
 
 _NAME = "default"
 """PEFT's name of the one adapter."""

@@ -9,19 +9,24 @@ through the embedding for nothing, draws none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.neftune import neftune_post_forward_hook
+
+from ratel_cli.model.fetched_code import no_fetched_code
 
 
 class EmbeddingNoise:
     """The noise of one model's embedding."""
 
     def __init__(self, model: PreTrainedModel, alpha: float) -> None:
+        with no_fetched_code():  # transformers imports PEFT there
+            from transformers.integrations.neftune import neftune_post_forward_hook
+
+        self._add_noise: Callable[..., object] = neftune_post_forward_hook
         embedding = model.get_input_embeddings()
         embedding.neftune_noise_alpha = alpha  # type: ignore[assignment]  # where the hook reads it
         embedding.register_forward_hook(self._after_forward)
@@ -46,7 +51,7 @@ class EmbeddingNoise:
         if not self._is_on or not isinstance(output, torch.Tensor) or output.dim() != _DIMENSIONS:
             return output
         self._num_added += module.training
-        return neftune_post_forward_hook(module, arguments, output)
+        return self._add_noise(module, arguments, output)
 
 
 _DIMENSIONS = 3

@@ -34,6 +34,7 @@ from typing import Final, get_args
 import torch
 
 from ratel_cli import _native
+from ratel_cli.model.fetched_code import no_fetched_code
 from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm, StoredForm
 from ratel_cli.units import align_up
 
@@ -366,7 +367,8 @@ def _fused_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
     that package is not installed."""
     if device.type != "cuda" or find_spec("bitsandbytes") is None:
         return None
-    import bitsandbytes  # noqa: F401  (it registers its operators)
+    with no_fetched_code():
+        import bitsandbytes  # noqa: F401  (it registers its operators)
 
     kernel: Callable[..., torch.Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
     return kernel
