@@ -1,11 +1,15 @@
 """What bitsandbytes makes of weights: the oracle of quantised models.
 
+Its CPU kernel for 4 bit (0.50) takes the magnitudes of other blocks with AVX-512, where a row is no whole number of
+blocks. What it has for any device does not, and takes its place in every process that imports this.
+
 Invariant: it imports nothing from `ratel_cli`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import bitsandbytes.functional as bnb
@@ -13,6 +17,28 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+_OVERRIDES = torch.library.Library("bitsandbytes", "IMPL")
+
+
+def _dequantize_4bit(
+    codes: torch.Tensor,
+    magnitudes: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+    found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default.redispatch(
+        keys, codes, magnitudes, blocksize, quant_type, shape, dtype
+    )
+    return found
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that there was a kernel before
+    _OVERRIDES.impl("dequantize_4bit", _dequantize_4bit, "CPU", allow_override=True)
 
 Form = Literal["nf4", "nf4 double", "int8"]
 

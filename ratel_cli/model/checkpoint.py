@@ -374,11 +374,10 @@ def persistent_buffers(skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in skeleton.state_dict().items() if name not in parameters}
 
 
-def install_buffers(skeleton: PreTrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Copy buffers from `CheckpointSource.read_buffers` into a skeleton."""
-    state = persistent_buffers(skeleton)
+def install_buffers(into: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copy buffers from `CheckpointSource.read_buffers` to those of a skeleton, by name."""
     for name, values in buffers.items():
-        state[name].copy_(values)
+        into[name].copy_(values)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -68,7 +68,7 @@ def test_the_last_step_is_the_runs_own_export(saved_of: OfEach, tmp_path: Path, 
 def test_a_saved_step_is_the_export_of_a_shorter_run(
     saved_of: OfEach, make_config: MakeConfig, tmp_path: Path, what: str
 ) -> None:
-    saved, shorter = saved_of(what), make_config("shorter", **{**SAVING, "max_steps": 4}, **TRAINED[what])
+    saved, shorter = saved_of(what), make_config("shorter", **{**SAVING, **TRAINED[what], "max_steps": 4})
     succeed(shorter)
     assert ratel("export", output_of(saved), "--step", 4, "-o", tmp_path / "four").code == 0
     assert ratel("export", output_of(saved), "--step", 6, "-o", tmp_path / "six").code == 0

@@ -116,7 +116,7 @@ def test_ranks_that_are_killed_go_on(
     make_config: MakeConfig, undisturbed: OfEach, point: str, killed: tuple[int, ...], what: str
 ) -> None:
     """Those that are left say which one has ended, and end."""
-    config = make_config(**CHANGES, **TRAINED[what])
+    config = make_config(**{**CHANGES, **TRAINED[what]})
     processes = start_ranks(config, 2, kill_at=dict.fromkeys(killed, point))
     codes = [wait(process) for process in processes]
     for rank, code in enumerate(codes):
@@ -134,7 +134,7 @@ def test_other_commands_read_the_state_of_all_ranks(
     make_config: MakeConfig, rows: Path, tmp_path: Path, what: str
 ) -> None:
     """In one process. Deleting the store deletes that of each rank."""
-    config = make_config(**CHANGES, **TRAINED[what])
+    config = make_config(**{**CHANGES, **TRAINED[what]})
     succeed_ranks(config, 3)
     output = output_of(config)
     for command in (

@@ -118,7 +118,7 @@ def test_a_change_that_is_killed_is_made_at_the_next_start(
     make_config: MakeConfig, resharded: OfEach, point: str, what: str
 ) -> None:
     """The weights are those of a run that was not killed, whichever of its changes was."""
-    config = make_config(**SAVING, **TRAINED[what])
+    config = make_config(**{**SAVING, **TRAINED[what]})
     num_killed = 0
     for number, size in enumerate(SIZES, start=1):
         arguments = of_ranks(size, 2 * number)
@@ -171,7 +171,7 @@ def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig, 
     """When one rank has its step, and the other has not; and when another number of ranks has its stores. The same
     command goes on, and all know where the run began."""
     other, branch = (
-        make_config(name, **keys, **TRAINED[what]) for name, keys in (("other", SAVING), ("branch", CHANGES))
+        make_config(name, **{**keys, **TRAINED[what]}) for name, keys in (("other", SAVING), ("branch", CHANGES))
     )
     succeed_ranks(other, 1, *of_ranks(1, 2))
     origin = ("--from", str(output_of(other)))
@@ -183,7 +183,7 @@ def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig, 
     for process in processes[1:]:
         wait(process)
     succeed_ranks(branch, 3, *origin, *of_ranks(3, 6))
-    whole = make_config("whole", **SAVING, **TRAINED[what])
+    whole = make_config("whole", **{**SAVING, **TRAINED[what]})
     for size, num_steps in ((1, 2), (2, 4), (3, 6)):
         succeed_ranks(whole, size, *of_ranks(size, num_steps))
     assert export_hash(branch) == export_hash(whole)
@@ -194,7 +194,7 @@ def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig, 
 def test_a_change_that_is_killed_at_any_moment(make_config: MakeConfig, resharded: OfEach, seed: int) -> None:
     """Again and again: any ranks of it, from its start on, or from when new stores are begun."""
     draw, what = random.Random(seed), WHOLE_OR_ADAPTER[seed]
-    config = make_config(**SAVING, **TRAINED[what])
+    config = make_config(**{**SAVING, **TRAINED[what]})
     for number, size in enumerate(SIZES, start=1):
         arguments = of_ranks(size, 2 * number)
         for _ in range(0 if number == 1 else 6):

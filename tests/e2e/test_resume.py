@@ -68,7 +68,7 @@ LIVES = {
 @pytest.mark.parametrize(("lives", "what"), rotating(list(LIVES), list(TRAINED)))
 def test_killed_again_and_again(make_config: MakeConfig, undisturbed: OfEach, lives: str, what: str) -> None:
     """SIGKILL while the store is created, and at every failpoint of a commit, each time a few steps later."""
-    config, (importing, training) = make_config(**CHANGES, **TRAINED[what]), LIVES[lives]
+    config, (importing, training) = make_config(**{**CHANGES, **TRAINED[what]}), LIVES[lives]
     for point in importing:
         run_until_killed(config, kill_at=point)
         assert not (output_of(config) / "run" / "metrics.jsonl").exists()
@@ -90,7 +90,7 @@ def test_killed_again_and_again(make_config: MakeConfig, undisturbed: OfEach, li
     rotating(WHOLE_OR_ADAPTER, [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], every=2, full_rotation=True),
 )
 def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: OfEach, what: str, number: signal.Signals) -> None:
-    config, code = make_config(**CHANGES, **TRAINED[what]), -9 if number == signal.SIGKILL else 128 + number
+    config, code = make_config(**{**CHANGES, **TRAINED[what]}), -9 if number == signal.SIGKILL else 128 + number
     process = start(config)
     wait_for_step(config, 5, process)
     assert process.pid is not None
@@ -114,7 +114,7 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: OfEach, what:
 def test_stopped_while_importing_or_exporting(
     make_config: MakeConfig, undisturbed: OfEach, phase: str, what: str, number: signal.Signals
 ) -> None:
-    config = make_config(**CHANGES, **TRAINED[what])
+    config = make_config(**{**CHANGES, **TRAINED[what]})
     process = start(config)
     if phase == "import":
         wait_until(lambda: store_of(config).exists(), config, process)
@@ -130,7 +130,7 @@ def test_stopped_while_importing_or_exporting(
 @pytest.mark.full
 @pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=1))
 def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: OfEach, what: str) -> None:
-    config = make_config(**CHANGES, **TRAINED[what])
+    config = make_config(**{**CHANGES, **TRAINED[what]})
     succeed(config)
     before = file_hash(store_of(config))
     ended = finetune(config, "--resume", "11")

@@ -39,7 +39,7 @@ def what(request: pytest.FixtureRequest) -> str:
 def copied(make_config: MakeConfig, tmp_path: Path, what: str) -> Path:
     """The config of a run of two ranks that has done four steps, of which step 4 is in the snapshot."""
     storage = {"engine": "threads", "snapshot": {"path": str(tmp_path / "snapshot"), "every": 2}}
-    config = make_config("copied", **CHANGES, **TRAINED[what], storage=storage)
+    config = make_config("copied", **{**CHANGES, **TRAINED[what]}, storage=storage)
     succeed_ranks(config, 2, "max_steps=4")
     return config
 
@@ -75,7 +75,7 @@ def test_a_lost_store_of_one_rank(copied: Path, make_config: MakeConfig, what: s
     ended = ratel("restore", copied, "--overwrite")
     assert ended.code == 0 and "restored step 4 from" in ended.stderr, ended.stderr
     succeed_ranks(copied, 2)
-    whole = make_config("whole", **CHANGES, **TRAINED[what])
+    whole = make_config("whole", **{**CHANGES, **TRAINED[what]})
     succeed_ranks(whole, 2)
     assert_same_result(copied, whole)
     assert ratel("verify", copied).code == 0

@@ -1,6 +1,6 @@
 """A language model that is frozen, with an adapter that is trained: what differs from a language model alone.
 
-PEFT is imported here, and so only where a config asks for an adapter.
+`model/adapters.py` imports PEFT, and this file does, and so only where a config asks for an adapter.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from ratel_cli.config.schema import RunConfig
@@ -35,7 +35,7 @@ from ratel_cli.model.adapters import (
     read_adapter,
 )
 from ratel_cli.model.card import Card
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, has_weights
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.import_weights import WeightSource
@@ -60,6 +60,9 @@ from ratel_cli.run.inputs.settings import adapter_of, quantised_form
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.sizes import QuantisedForm, Task
 from ratel_cli.store.joined import Readable
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,9 @@ class AdaptedBase(LanguageBase):
         plain, skeleton = self._plain(), self.model.skeleton
         source = CheckpointSource(self.directory, plain, plain_spec(base_spec(self.model.spec), plain))
         resources.enter_context(source)
-        install_buffers(skeleton, source.read_buffers())
+        # A buffer is in the layer that an adapter is put around.
+        into = {base_name(name): buffer for name, buffer in persistent_buffers(skeleton).items()}
+        install_buffers(into, source.read_buffers())
         layers = {base_name(name): layer for name, layer in quantised_weights(skeleton).items()}
         if not layers:
             return source
