@@ -16,7 +16,7 @@ native_square_root().
 bf16 layout: the fp32 master is hi16 (the bf16 weight, rounded to nearest even) and lo16 (its low half). Where lo16 is
 0x8000, a tie, one more bit is set if hi16 was rounded up: the sign of v32, which is never negative itself; or without a
 v32 the element's bit in tie8, the lowest bit of a byte first. Stochastic layout: p16, the bf16 weight, is all; an
-update rounds it at random, by the bits that docs/store-format.md defines.
+update rounds it stochastically, by the random bits that docs/store-format.md defines.
 """
 
 from array import array
@@ -130,8 +130,8 @@ class _Plain(Protocol[_Scalars_contra]):
     """One update of a layout's fields. The gradient, the last array, may be bfloat16, float16 or float32.
 
     The bits are those of the rule's reference on fp32 tensors (kernels/README.md). A NaN becomes 0x7fc00000.
-    `roundings`: of a stochastic layout one pair, of any other none: the parameter's key in this update, and the number
-    of the first element. Raises ValueError for another number of pairs.
+    `roundings`: a stochastic layout needs one pair, and any other none: the parameter's key in this update, and the
+    number of the first element. Raises ValueError for another number of pairs.
     """
 
     def __call__(

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
 from transformers.integrations.neftune import activate_neftune
 
-from tests.kernels.rules import random_halves, rounded_at_random
+from tests.kernels.rules import random_halves, rounded_stochastically
 from tests.reference_optimizers import optimizers_of
 
 
@@ -57,7 +57,7 @@ class Recipe:
     adjust_lr_fn: str = "match_rms_adamw"
     """Of `muon`."""
     bf16_master: str = "fp32"
-    """`stochastic`: weights in bf16 are their own masters, rounded at random after each update, by `seed`."""
+    """`stochastic`: weights in bf16 are their own masters without a master after each update, by `seed`."""
     learning_rate: float = 1e-3
     group_rates: tuple[tuple[str, float], ...] = ()
     """Regular expressions, each with the learning rate of the parameters whose names have it; the first one counts."""
@@ -269,7 +269,7 @@ def _trained(
             optimizer.step()
         for name, master in rounded.items():
             if master.grad is not None:
-                _round_at_random(master, f"{recipe.seed}/{step + 1}/{name}")
+                _round_stochastically(master, f"{recipe.seed}/{step + 1}/{name}")
         _copy_down(model, masters)
         losses.append(loss)
         norms.append(norm)
@@ -290,10 +290,10 @@ def _trained(
     )
 
 
-def _round_at_random(master: torch.Tensor, key: str) -> None:
+def _round_stochastically(master: torch.Tensor, key: str) -> None:
     flat = master.detach().view(-1)
     random = random_halves(xxhash.xxh3_64_intdigest(key.encode()), torch.arange(flat.numel()))
-    flat.copy_(rounded_at_random(flat, random))
+    flat.copy_(rounded_stochastically(flat, random))
 
 
 def _decays(name: str, decayed_names: Collection[str], recipe: Recipe) -> bool:

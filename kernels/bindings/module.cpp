@@ -202,7 +202,7 @@ using Fields = const nb::handle*;
 
 Names names_of(const HalvedWeights*) { return {"hi16", "lo16"}; }
 Names names_of(const TiedWeights*) { return {"hi16", "lo16", "tie8"}; }
-Names names_of(const RoundedWeights*) { return {"p16"}; }
+Names names_of(const StochasticWeights*) { return {"p16"}; }
 Names names_of(const Float32Weights*) { return {"w32"}; }
 Names names_of(const Float16Weights*) { return {"w16", "w32"}; }
 Names names_of(const TwoMoments*) { return {"m32", "v32"}; }
@@ -222,7 +222,7 @@ TiedWeights taken(Arrays& arrays, Fields given, const TiedWeights*) {
   return {halves.hi16, halves.lo16, arrays.bytes("tie8", given[2], 8)};
 }
 
-RoundedWeights taken(Arrays& arrays, Fields given, const RoundedWeights*) {
+StochasticWeights taken(Arrays& arrays, Fields given, const StochasticWeights*) {
   return {arrays.bfloat16("p16", given[0])};
 }
 
@@ -267,7 +267,7 @@ void add_fields(std::vector<ChunkField>* fields, const TiedWeights& weights) {
   fields->insert(fields->end(), {{weights.hi16, 2}, {weights.lo16, 2}, {weights.tie8, 1, 8}});
 }
 
-void add_fields(std::vector<ChunkField>* fields, const RoundedWeights& weights) {
+void add_fields(std::vector<ChunkField>* fields, const StochasticWeights& weights) {
   fields->push_back({weights.p16, 2});
 }
 
@@ -339,14 +339,14 @@ void check_pages(const char* name, const Arrays& arrays, const std::vector<Chunk
 }
 
 template <class State>
-constexpr bool kRoundsAtRandom = std::is_same_v<typename State::Weights, RoundedWeights>;
+constexpr bool kRoundsStochastically = std::is_same_v<typename State::Weights, StochasticWeights>;
 
 // Throws unless there are as many as the layout needs: one for each of `wanted`, or none.
 template <class State>
 void check_roundings(const Roundings& roundings, size_t wanted) {
-  const size_t number = kRoundsAtRandom<State> ? wanted : 0;
+  const size_t number = kRoundsStochastically<State> ? wanted : 0;
   if (roundings.size() != number) {
-    throw std::invalid_argument("roundings: must be " + std::to_string(number) + ", are " +
+    throw std::invalid_argument("roundings: needs " + std::to_string(number) + ", has " +
                                 std::to_string(roundings.size()));
   }
 }
@@ -389,8 +389,8 @@ struct Layout {
     Arrays arrays;
     State state = state_of<State>(arrays, given);
     check_roundings<State>(roundings, 1);
-    for (const auto& [key, first] : roundings) {
-      set_rounding(&state.weights, {key, first});
+    if (!roundings.empty()) {
+      set_rounding(&state.weights, {roundings[0].first, roundings[0].second});
     }
     const Gradient typed = arrays.gradient("gradient", gradient);
     const Kernels& kernels = select_kernels(isa);

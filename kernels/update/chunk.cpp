@@ -24,7 +24,7 @@ TiedWeights from(const TiedWeights& weights, size_t at) {
   return {weights.hi16 + at, weights.lo16 + at, weights.tie8 + at / 8};
 }
 
-RoundedWeights from(const RoundedWeights& weights, size_t at) {
+StochasticWeights from(const StochasticWeights& weights, size_t at) {
   return {weights.p16 + at, weights.key, weights.first + at};
 }
 

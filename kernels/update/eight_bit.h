@@ -147,7 +147,7 @@ RATEL_INLINE TiedWeights from(const TiedWeights& weights, size_t at) {
   return {weights.hi16 + at, weights.lo16 + at, weights.tie8 + at / 8};
 }
 
-RATEL_INLINE RoundedWeights from(const RoundedWeights& weights, size_t at) {
+RATEL_INLINE StochasticWeights from(const StochasticWeights& weights, size_t at) {
   return {weights.p16 + at, weights.key, weights.first + at};
 }
 

@@ -110,7 +110,7 @@ RATEL_INLINE SplitMaster split_master(Floats master) {
 }
 
 // Sixteen random bits for each of the elements from number `first` on: C. Wellons' hash triple32 of the element's number,
-// the key's halves before it and within it (docs/store-format.md, "Weights that are rounded at random"). With two
+// the key's halves before it and within it (docs/store-format.md, "Stochastic rounding"). With two
 // multiplications only, as in lowbias32, elements 4096 apart are correlated by 2 %.
 RATEL_INLINE Words random_halves(uint64_t key, uint64_t first) {
   Words lane_numbers{};
@@ -128,7 +128,7 @@ RATEL_INLINE Words random_halves(uint64_t key, uint64_t first) {
 }
 
 // The bf16 below or above a number, the nearer one more often. NaN must be the canonical one.
-RATEL_INLINE Halves round_at_random(Floats floats, Words random) { return narrow((as_words(floats) + random) >> 16); }
+RATEL_INLINE Halves round_stochastically(Floats floats, Words random) { return narrow((as_words(floats) + random) >> 16); }
 
 // The bits of a field with one bit for each element, as signs. `at` is a multiple of kLanes.
 RATEL_INLINE Words load_bits(const uint8_t* from, size_t at, size_t count) {

@@ -15,7 +15,7 @@ using ratel::Gradient;
 using ratel::HalvedWeights;
 using ratel::NoMoments;
 using ratel::OneMoment;
-using ratel::RoundedWeights;
+using ratel::StochasticWeights;
 using ratel::SignedMoments;
 using ratel::State;
 using ratel::TiedWeights;
@@ -47,13 +47,13 @@ RATEL_INLINE Words store_weight(const TiedWeights& weights, Floats weight, size_
   return Words{};
 }
 
-RATEL_INLINE Floats load_weight(const RoundedWeights& weights, Words, size_t at, size_t count) {
+RATEL_INLINE Floats load_weight(const StochasticWeights& weights, Words, size_t at, size_t count) {
   return from_bfloat16(load<Halves>(weights.p16 + at, count));
 }
 
-RATEL_INLINE Words store_weight(const RoundedWeights& weights, Floats weight, size_t at, size_t count) {
+RATEL_INLINE Words store_weight(const StochasticWeights& weights, Floats weight, size_t at, size_t count) {
   const Words random = random_halves(weights.key, weights.first + at);
-  store(weights.p16 + at, round_at_random(weight, random), count);
+  store(weights.p16 + at, round_stochastically(weight, random), count);
   return Words{};
 }
 
@@ -249,7 +249,7 @@ RATEL_INLINE void flip(const State<TiedWeights, Moments>& state, Words key, size
 }
 
 template <class Moments>
-RATEL_INLINE void flip(const State<RoundedWeights, Moments>& state, Words key, size_t at, size_t count) {
+RATEL_INLINE void flip(const State<StochasticWeights, Moments>& state, Words key, size_t at, size_t count) {
   const Halves weight = load<Halves>(state.weights.p16 + at, count) ^ narrow(key);
   flip(state.moments, key, at, count);
   store(state.weights.p16 + at, weight, count);

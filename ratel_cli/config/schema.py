@@ -217,19 +217,22 @@ class RunConfig(Section):
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """The length of the warm-up as a fraction of all steps, rounded down. Set this or `warmup_steps`, not both."""
     optimizer: OptimizerChoice = "adamw"
-    """The optimizer; each updates fp32 master weights. `adamw`: AdamW with fp32 moments, 12 bytes of state per
-    parameter with `dtype: bfloat16`. `adamw_8bit`: AdamW with moments in 8 bit, in blocks of 256, as in bitsandbytes,
-    but for embeddings, as in transformers' Trainer; 6.2 bytes. `lion`: Lion, whose only moment is
-    fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with momentum. `muon`: Muon for the matrices of layers,
-    whose momentum is made orthogonal, 8.1 bytes; AdamW for biases, vectors, stacks of experts, embedding and head, with
-    the same learning rate. With the smaller states, drives have as much less to read and write in a step."""
+    """The optimizer; each computes in fp32, on master weights. `adamw`: AdamW with fp32 moments, 12 bytes of state per
+    parameter with `dtype: bfloat16` (without masters fewer: `bf16_master`). `adamw_8bit`: AdamW with moments in 8 bit,
+    in blocks of 256, as in bitsandbytes, but for embeddings, as in transformers' Trainer; 6.2 bytes. `lion`: Lion,
+    whose only moment is fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with momentum. `muon`: Muon for the
+    matrices of layers, whose momentum is made orthogonal, 8.1 bytes; AdamW for biases, vectors, stacks of experts,
+    embedding and head, with the same learning rate. With the smaller states, drives have as much less to read and write
+    in a step."""
     optim_args: Annotated[OptimizerConfig | None, AfterValidator(without_defaults)] = None
     """What else the optimizer needs to know, such as `momentum` for `sgd`. Default: the optimizer's own defaults."""
     bf16_master: Literal["fp32", "stochastic"] = "fp32"
-    """What is kept of weights in bf16. `fp32`: the master weights, and training is exact. `stochastic`: the weights
-    alone, without a master; updates are computed in fp32 and rounded to bf16 at random, up or down as often as they lie
-    near to either, so that small updates count on average. 2 bytes of state per parameter fewer (`adamw_8bit`: 4.1),
-    and 4 bytes fewer to read and write in a step. The random numbers follow from `seed`. Needs `dtype: bfloat16`."""
+    """What is kept of weights in bf16. `fp32`: fp32 master weights, so no update is lost. `stochastic`: the weights
+    alone; each update is computed in fp32 and rounded stochastically to a neighbouring bf16 number, so that small
+    updates count on average. Then `adamw` has 10 bytes of state per parameter, `adamw_8bit` 4.0, `lion`, `muon` and
+    `sgd` with momentum 6, and `sgd` 2; a step reads and writes as much less. The random numbers follow from `seed`:
+    give a run that goes on from the weights of another one its own. What is in fp32, as adapters are, keeps its bits.
+    Needs `dtype: bfloat16`."""
     adam_beta1: Decay = 0.9
     """Decay rate of AdamW's first moment, the running mean of the gradients; and Lion's first one, which weighs its
     mean against the gradient in an update."""
@@ -690,7 +693,8 @@ def _dtype_contradictions(config: RunConfig) -> list[Contradiction]:
             found.append(Contradiction(keys=keys, message=message, hint=hint))
         elif config.adapter is not None and not config.lora_modules_to_save:
             message = "`bf16_master: stochastic` is set, but adapters are trained in fp32, and the model is frozen"
-            found.append(Contradiction(keys=("bf16_master", "adapter"), message=message, hint="remove it"))
+            hint = "remove `bf16_master`"
+            found.append(Contradiction(keys=("bf16_master", "adapter"), message=message, hint=hint))
     if config.gradient_dtype == "float16" and config.dtype != "float16":
         message = f"`gradient_dtype: float16` needs `dtype: float16`, which scales the loss; `dtype` is {config.dtype}"
         found.append(Contradiction(keys=("gradient_dtype", "dtype"), message=message))

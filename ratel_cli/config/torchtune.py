@@ -274,12 +274,12 @@ def _optimizer(name: str, entry: Entry, flat: Entries, translated: Entries, repo
         _betas(entry, translated, report)
     elif name == "optimizer.optim_bits":
         report.drop(entry, "the optimizer's name says here how many bits its moments have")
-    elif name == _ROUNDS and content is False:
+    elif name == _ROUNDS and not content:
         report.drop(entry, "it is the default")
     elif name == _ROUNDS and content is True:
         translated["bf16_master"] = made(entry, "stochastic")
         report.read_as(entry, "bf16_master: stochastic")
-    elif content is None or content == _DEFAULTS_OF_8_BIT[name]:
+    elif content is None or content == _DEFAULTS_OF_8_BIT.get(name):
         report.drop(entry, "Ratel does it so")
     else:
         report.decide(entry, _NO_KEY)

@@ -43,7 +43,7 @@ def _precision(entries: Entries, report: Report) -> None:
     dtype, entry = chosen
     given = None if name is None else entries[name].value.content
     if given in ("float32", "fp32", "float") and name is not None:
-        report.drop(entries.pop(name), "master weights are always fp32")
+        report.drop(entries.pop(name), "`dtype` is what the model computes in")
     elif given is not None:
         if dtype == "float16" and given in ("bfloat16", "bf16"):
             message = f"`{entry.written}` and `{name}: {given}` contradict each other"
@@ -247,23 +247,48 @@ def _optimizer_options(entries: Entries, report: Report) -> None:
 
 
 def _stochastic_rounding(entries: Entries, report: Report) -> None:
-    """torchao's option among transformers' `optim_args`, which has no master weights to round from either."""
+    """`bf16_stochastic_round` among transformers' `optim_args`, which torchao's optimizers read."""
     options = entries.get("optim_args")
     content = None if options is None else options.value.content
-    if options is None or not isinstance(content, dict) or "bf16_stochastic_round" not in content:
+    if options is None or not isinstance(content, dict) or _ROUNDS not in content:
         return
-    entry = content["bf16_stochastic_round"]
-    kept = {key: value for key, value in content.items() if value is not entry}
-    if "bf16_master" in entries:
-        report.drop(entry, "`bf16_master` is set", quietly=False)
-    elif str(entry.value.content).lower() in ("true", "1", "yes", "y", "on", "t"):  # what transformers takes for true
-        entries["bf16_master"] = made(entry, "stochastic")
-        report.read_as(entry, "bf16_master: stochastic")
-    else:
-        report.drop(entry, "it is the default")
+    entry = content[_ROUNDS]
+    kept = {key: value for key, value in content.items() if key != _ROUNDS}
     entries["optim_args"] = replace(options, value=Marked(where=options.value.where, content=kept))
     if not kept:
         del entries["optim_args"]
+    written = str(entry.value.content).lower()
+    if written not in (*_TRUE, *_FALSE):
+        message = f"`{_ROUNDS}` must be true or false, not {show(plain(entry.value))}"
+        report.reject(Finding(where=entry.value.where, message=message), "bf16_master")
+    elif written in _FALSE:
+        report.drop(entry, "it is the default")
+    elif "bf16_master" in entries:
+        report.drop(entry, "`bf16_master` is set", quietly=False)
+    elif (reason := _why_nothing_is_rounded(entries)) is not None:
+        report.drop(entry, reason, quietly=False)
+    else:
+        entries["bf16_master"] = made(entry, "stochastic")
+        report.read_as(entry, "bf16_master: stochastic")
+
+
+_ROUNDS = "bf16_stochastic_round"
+_TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
+"""What transformers takes for these."""
+
+
+def _why_nothing_is_rounded(entries: Entries) -> str | None:
+    """Why torchao would round nothing; None if it may."""
+    values = {key: entry.value.content for key, entry in entries.items()}
+    name = str(values.get("optimizer", values.get("optim", "")))
+    if not name.startswith(("adamw_torch_4bit", "adamw_torch_8bit", "ao_adamw")):
+        return "only torchao's optimizers read it"
+    dtypes = [values.get(key) for key in _DTYPE_KEYS]
+    if any(each in ("float32", "fp32", "float", "float16", "fp16", "half") for each in dtypes) or values.get("fp16"):
+        return "torchao rounds weights in bf16 alone"
+    if values.get("adapter") or values.get("finetuning_type") == "lora":
+        return "torchao rounds weights in bf16 alone, and adapters are in fp32"
+    return None
 
 
 def _old_lion(entries: Entries, report: Report) -> None:
@@ -501,6 +526,8 @@ _MAY_BE_EMPTY = (
 
 _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _empty,
+    _optimizer_options,
+    _stochastic_rounding,
     _precision,
     _no_gpu,
     _strategies,
@@ -511,8 +538,6 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _whole_batch,
     _no_options,
     _order,
-    _optimizer_options,
-    _stochastic_rounding,
     _old_lion,
     _muon,
     _plugins,

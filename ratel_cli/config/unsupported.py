@@ -34,7 +34,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         name="Training of quantised weights",
         words="quantised quantized quantisation quantization 4bit 8bit int4 int8 fp8 bitsandbytes bnb gptq awq gguf",
-        instead="What is trained is in `dtype`, with fp32 master weights on NVMe. Beside an adapter the model can be"
+        instead="What is trained is in `dtype`, with its master weights on NVMe. Beside an adapter the model can be"
         " quantised as bitsandbytes does it, with `load_in_4bit` or `load_in_8bit`, or stay as GPTQ and AWQ have it in"
         " 4 bit. Other formats of files are read as the numbers that they stand for.",
     ),

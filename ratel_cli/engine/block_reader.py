@@ -34,7 +34,7 @@ from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.store.joined import Readable
 
-_ROUNDED_ELEMENTS = 1 << 20
+_WITHOUT_MASTER_ELEMENTS = 1 << 20
 """Of a source of any kind, read at a time: 4 MiB in fp32."""
 
 
@@ -81,8 +81,8 @@ class SourceBlocks:
         """See BlockSource. Raises what the source raises."""
         weights = view(memory, VALUE_DTYPES[block.dtype])
         for parameter in block.parameters:
-            for start in range(0, parameter.num_elements, _ROUNDED_ELEMENTS):
-                stop = min(start + _ROUNDED_ELEMENTS, parameter.num_elements)
+            for start in range(0, parameter.num_elements, _WITHOUT_MASTER_ELEMENTS):
+                stop = min(start + _WITHOUT_MASTER_ELEMENTS, parameter.num_elements)
                 values = self._source.read(parameter.name, start, stop)
                 weights[parameter.start + start : parameter.start + stop] = values
 

@@ -50,7 +50,7 @@ from ratel_cli.units import counted
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMPARED_ELEMENTS = 1 << 23
 """Two copies of a tied weight are compared in parts of this many elements."""
-_ROUNDED_ELEMENTS = 1 << 20
+_WITHOUT_MASTER_ELEMENTS = 1 << 20
 """A parameter that is rounded as it is read is read in parts of this many elements."""
 _MAX_NAMES = 5
 """A message lists at most this many tensors."""
@@ -134,8 +134,8 @@ class CheckpointSource(Closing):
         if shard is not None and self._readers[shard].tensors[shard].dtype == out.dtype:
             self._readers[shard].read_into(shard, 0, out)
             return
-        for start in range(0, len(out), _ROUNDED_ELEMENTS):
-            stop = min(start + _ROUNDED_ELEMENTS, len(out))
+        for start in range(0, len(out), _WITHOUT_MASTER_ELEMENTS):
+            stop = min(start + _WITHOUT_MASTER_ELEMENTS, len(out))
             out[start:stop] = self._read(target, start, stop)
 
     def quantised(self, name: str, layout: QuantisedLayout) -> torch.Tensor | None:

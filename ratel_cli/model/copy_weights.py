@@ -1,4 +1,4 @@
-"""Copies the fp32 master weights of a generation to a new store, where the optimizer begins anew.
+"""Copies the master weights of a generation to a new store, where the optimizer begins anew.
 
 Memory is one group of elements, whatever the model's size. Invariant: the masters are the source's, bit for bit; the
 moments are zero.

@@ -1,8 +1,8 @@
 """Import: from a source of weights into the store, one group of elements at a time.
 
 The import runs between `Store.create` and `Store.commit_import`. Invariant: the fp32 master weights in the store equal
-the source bit for bit; moments and the gaps between parameters are zero. Memory is one group, whatever the size of a
-block.
+the source bit for bit, and weights without a master the source rounded to the nearest; moments and the gaps between
+parameters are zero. Memory is one group, whatever the size of a block.
 """
 
 from __future__ import annotations

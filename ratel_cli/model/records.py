@@ -1,8 +1,8 @@
 """Records as tensors: from master weights to the fields that a block keeps, and back.
 
 Invariants: in the compute dtype of a block its weights are those of the record, bit for bit; in any other dtype they
-are the fp32 master weights, rounded once. A trained block's master weights survive encoding and decoding exactly, and
-its moments are those that its rule computes with, in fp32.
+are the master weights, rounded once, which in bf16 may be these weights. A trained block's master weights survive
+encoding and decoding exactly, and its moments are those that its rule computes with, in fp32.
 """
 
 from __future__ import annotations

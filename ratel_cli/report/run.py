@@ -247,7 +247,13 @@ def _model(spec: ModelSpec, dtype: str) -> str:
     size = f"{parameter_words(spec.num_parameters, spec.num_trained)} in {counted(len(spec.segments), 'block')}"
     rules = dict.fromkeys(block.rule.title for block in spec.blocks if block.is_trained)
     is_adamw = list(rules) == [ADAMW.title]
-    state = "master weights and moments in fp32" if is_adamw else f"master weights in fp32, by {' and '.join(rules)}"
+    if any(block.rounds_stochastically for block in spec.blocks):
+        moments = "moments in fp32" if is_adamw else f"by {' and '.join(rules)}"
+        state = f"without fp32 master weights (stochastic rounding), {moments}"
+    elif is_adamw:
+        state = "master weights and moments in fp32"
+    else:
+        state = f"master weights in fp32, by {' and '.join(rules)}"
     frozen = ", linear layers quantised" if any(block.dtype == "uint8" for block in spec.blocks) else ""
     return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}{frozen}, {state}"
 

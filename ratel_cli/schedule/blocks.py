@@ -141,8 +141,8 @@ class BlockSpec:
         return self.is_trained and bool(self.borrowers) and not self.is_looked_up
 
     @cached_property
-    def is_rounded_at_random(self) -> bool:
-        """Whether updates are, to the weights that the device computes with: there is no master."""
+    def rounds_stochastically(self) -> bool:
+        """Whether there is no fp32 master: updates are rounded to the weights that the device computes with."""
         return P16 in self.record.fields
 
     @property

@@ -10,7 +10,7 @@ Every rule keeps master weights (P32) in fp32, and its moments (OS32) as its fie
 into its upper and lower half. The upper half is the weight that the device computes with (P16), so no separate copy of
 it exists. Rounding loses one bit, which the sign of AdamW's v carries, and one bit for each element (`tie8`) where
 there is no v (docs/store-format.md). Or bf16 keeps no master at all: each rule has a twin with stochastic
-rounding, whose updates are rounded to bf16 at random. A frozen block keeps its compute weights alone, or the bytes of
+rounding: the bf16 weight is the master. A frozen block keeps its compute weights alone, or the bytes of
 quantised ones.
 
 Most rules update each element by itself, so the optimizer walks through a block in groups of any size. One that needs
@@ -50,11 +50,11 @@ LEAST_8BIT: Final = 4096
 
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "sgd", "muon"]
 Bf16Master = Literal["fp32", "stochastic"]
-"""What is kept of weights in bf16: the fp32 master, or the weight alone, to which updates are rounded at random."""
+"""What is kept of weights in bf16: an fp32 master, or the weight alone, to which updates are rounded stochastically."""
 
 
 STOCHASTIC: Final = "_stochastic"
-"""The end of a rule's name that has no master in bf16."""
+"""How the names end of rules that have no fp32 master in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,8 @@ FROZEN: Final = Rule(
     ),
     is_frozen=True,
 )
-TRAINING_RULES: Final = (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON)
-"""Those that have an fp32 master."""
-RULES: Final = {
-    rule.name: rule for rule in (*TRAINING_RULES, *(each.without_master() for each in TRAINING_RULES), FROZEN)
-}
+_WITH_MASTER: Final = (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON)
+RULES: Final = {rule.name: rule for rule in (*_WITH_MASTER, *(each.without_master() for each in _WITH_MASTER), FROZEN)}
 ALL_ADAMW: Final = RuleChoice(ADAMW, ADAMW)
 _CHOICES: Final[Mapping[str, RuleChoice]] = {
     "adamw": ALL_ADAMW,

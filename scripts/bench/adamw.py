@@ -204,7 +204,7 @@ def rule_contestants(
     parts = [(first, min(first + edge, num_parameters)) for first in range(0, num_parameters, edge)]
     for prefix, name in (("stream_", "stream"), ("", rule.name)):
         kernel = getattr(_native, prefix + kernel_name(rule, "bfloat16"))
-        keywords = {} if prefix else {"scalars": scalars, "roundings": [(1, 0)] if block.is_rounded_at_random else []}
+        keywords = {} if prefix else {"scalars": scalars, "roundings": [(1, 0)] if block.rounds_stochastically else []}
         calls: list[Callable[[], None]] = []
         for first, last in parts:
             shares = [values[first // per : -(-last // per)] for values, per in fields]

@@ -98,7 +98,7 @@ class ManyDrives:
         self._store = resources.enter_context(Store.create(paths, geometry, identity=NO_IDENTITY, queue=self.queue))
         self._store.commit_import(progress_at(0))
         settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
-        self._adamw = resources.enter_context(GroupUpdater(settings))
+        self._adamw = resources.enter_context(GroupUpdater(settings, seed=0))
 
     def update(self, groups: GroupShape) -> float:
         """The share of the drives' summed rate that one update of all parameters reaches."""

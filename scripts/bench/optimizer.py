@@ -71,7 +71,7 @@ class OptimizerBench:
             Store.create([directory], geometry, identity=NO_IDENTITY, queue=self.queue)
         )
         self.store.commit_import(progress_at(0))
-        self._adamw = GroupUpdater(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01))
+        self._adamw = GroupUpdater(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), seed=0)
         self._pipelines = {
             name: resources.enter_context(UpdatePipeline(self._work(), order=order, groups=groups))
             for name, (order, groups) in PIPELINES.items()

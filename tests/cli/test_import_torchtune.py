@@ -95,13 +95,20 @@ def test_optimizers_of_torchtune(optimizer: str, expected: tuple[object, ...]) -
 
 
 @pytest.mark.parametrize(("value", "expected"), [("true", "stochastic"), ("false", "fp32")])
-def test_rounding_at_random(value: str, expected: str) -> None:
+def test_stochastic_rounding(value: str, expected: str) -> None:
     text = TORCHTUNE.replace("torch.optim.AdamW", f"torchao.optim.AdamW8bit, bf16_stochastic_round: {value}")
     imported = import_config(write(text))
     assert not [each for each in imported.outcomes if each.fate == "undecided"]
     Path("run.yaml").write_text(imported.text)
     config = load_config(Path("run.yaml")).config
     assert (config.optimizer, config.bf16_master) == ("adamw_8bit", expected)
+
+
+@pytest.mark.parametrize("value", ["1", "'true'", "'${nothing}'"])
+def test_stochastic_rounding_that_is_neither_on_nor_off_is_left_to_the_user(value: str) -> None:
+    text = TORCHTUNE.replace("torch.optim.AdamW", f"torchao.optim.AdamW8bit, bf16_stochastic_round: {value}")
+    [row] = [each for each in import_config(write(text)).outcomes if each.fate == "undecided"]
+    assert row.written == "optimizer.bf16_stochastic_round"
 
 
 @pytest.mark.parametrize("option", ["min_8bit_size: 1", "block_wise: false", "dampening: 0.5"])

@@ -289,9 +289,29 @@ def test_options_of_an_optimizer_in_one_line(load: Load, options: str) -> None:
         ("bf16_stochastic_round=True\nbf16_master: fp32", "fp32"),
     ],
 )
-def test_rounding_at_random_as_torchao_has_it(load: Load, options: str, expected: str) -> None:
+def test_stochastic_rounding_as_torchao_has_it(load: Load, options: str, expected: str) -> None:
     config = load(MINIMAL + f"optim: adamw_torch_8bit\noptim_args: {options}\n").config
     assert (config.optimizer, config.bf16_master, config.optim_args) == ("adamw_8bit", expected, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ("optim: adamw_torch", "only torchao's optimizers read it"),
+        ("optim: adamw_torch_8bit\ntorch_dtype: float32\nbf16: true", "torchao rounds weights in bf16 alone"),
+        ("optim: adamw_torch_8bit\nfp16: true", "torchao rounds weights in bf16 alone"),
+        ("optim: ao_adamw_8bit\nadapter: lora", "and adapters are in fp32"),
+    ],
+)
+def test_what_torchao_does_not_round_has_a_master(load: Load, keys: str, reason: str) -> None:
+    loaded = load(MINIMAL + f"{keys}\noptim_args: bf16_stochastic_round=True\n")
+    assert loaded.config.bf16_master == "fp32"
+    assert any(reason in notice for notice in loaded.notices), loaded.notices
+
+
+def test_stochastic_rounding_is_on_or_off(complain: Complain) -> None:
+    [error] = complain(MINIMAL + "optim: adamw_torch_8bit\noptim_args: bf16_stochastic_round=maybe\n")
+    assert "`bf16_stochastic_round` must be true or false, not 'maybe'" in error
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("no", False)])

@@ -26,7 +26,7 @@ TRAINED: dict[str, dict[str, object]] = {
     "dora, head whole": {**_ADAPTER, "adapter": "lora", "peft_use_dora": True, "lora_modules_to_save": ["lm_head"]},
     "adamw_8bit": {"optimizer": "adamw_8bit"},
     "muon": {"optimizer": "muon"},
-    "rounded at random": {"bf16_master": "stochastic", "dtype": "bfloat16"},
+    "without a master": {"bf16_master": "stochastic", "dtype": "bfloat16"},
 }
 """By name: the keys of a config."""
 LORA_IN_PEFT: tuple[tuple[str, object], ...] = (

@@ -33,7 +33,7 @@ RECIPES = {
     ),
 }
 WITHOUT_MASTER = {
-    f"{name}, rounded at random": replace(recipe, bf16_master="stochastic")
+    f"{name} without a master": replace(recipe, bf16_master="stochastic")
     for name, recipe in {"adamw": Recipe(), **RECIPES}.items()
     if name != "muon otherwise"
 }
@@ -84,7 +84,7 @@ def test_where_states_rest_and_when_updates_run_changes_no_bit(
     ("optimizer", "architecture", "max_grad_norm"),
     rotating(list(WITHOUT_MASTER), ["llama", "gpt2", "llama_tied", "gpt_oss"], [None, 0.5]),
 )
-def test_weights_without_a_master_are_rounded_at_random(
+def test_weights_without_a_master_are_rounded_stochastically(
     tmp_path: Path, optimizer: str, architecture: str, max_grad_norm: float | None
 ) -> None:
     recipe = replace(WITHOUT_MASTER[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
@@ -103,7 +103,7 @@ def test_where_states_rest_decides_nothing_of_the_rounding(
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum", "muon", "adamw, rounded at random"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum", "muon", "adamw without a master"])
 def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> None:
     """An embedding of 3 * 256 Ki elements, and a part of a chunk. Groups and the parts of threads are whole chunks."""
     config = larger_config("llama", vocab_size=(3 * CHUNK_ELEMENTS + 20_000) // larger_config("llama").hidden_size)
@@ -127,9 +127,9 @@ def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> 
         ("lion", 65 / 8),
         ("sgd", 33 / 8),
         ("muon", 65 / 8),
-        ("adamw, rounded at random", 10),
-        ("adamw_8bit, rounded at random", 4 + 2 * 4 / 256),
-        ("sgd, rounded at random", 2),
+        ("adamw without a master", 10),
+        ("adamw_8bit without a master", 4 + 2 * 4 / 256),
+        ("sgd without a master", 2),
     ],
 )
 def test_a_step_moves_the_bytes_of_the_record(

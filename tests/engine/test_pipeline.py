@@ -217,7 +217,7 @@ def stored(tmp_path: Path, queue: FaultyQueue) -> Store:
 
 def work_on(store: Store, pool: BufferPool, resident: frozenset[int] = frozenset()) -> GroupWork:
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
-    work = GroupWork(GroupUpdater(settings), store, pool, timeline=Timeline())
+    work = GroupWork(GroupUpdater(settings, seed=0), store, pool, timeline=Timeline())
     work.follow(resident)
     return work
 

@@ -124,7 +124,7 @@ def random_halves(key: int, elements: torch.Tensor) -> torch.Tensor:
     return (bits ^ bits >> 14) >> 16
 
 
-def rounded_at_random(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+def rounded_stochastically(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Each value as the bf16 towards zero, or the next one away from it: as often as it is near, in 2**-16."""
     word = values.view(torch.int32).long() & 0xFFFFFFFF
     truncated, rest = word >> 16, word & 0xFFFF

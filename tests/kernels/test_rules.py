@@ -29,7 +29,7 @@ from tests.kernels.rules import (
     quantised,
     random_halves,
     restored,
-    rounded_at_random,
+    rounded_stochastically,
     signed_map,
     unsigned_map,
 )
@@ -80,12 +80,12 @@ def check(
         reference.step(gradient)
         if layout == "stochastic":
             random = random_halves(rounding[0], rounding[1] + torch.arange(size))
-            reference.weight.copy_(rounded_at_random(reference.weight, random))
+            reference.weight.copy_(rounded_stochastically(reference.weight, random))
         what = f"{rule}, {layout}, {isa}, {size} elements, step {step}"
         assert_same(native.master, reference.weight, f"{what}, weight")
         for name, expected in reference.moments.items():
             found = native.fields[name]
-            assert_same(found.abs() if name == "v32" else found, expected, f"{what}, {name}")
+            assert_same(found.abs() if name == "v32" and layout == "bfloat16" else found, expected, f"{what}, {name}")
         if layout != "float32":
             assert_same(native.compute, reference.weight.to(native.compute.dtype), f"{what}, compute weight")
 
@@ -364,22 +364,24 @@ def test_random_bits_are_spread_evenly_and_unlike_those_of_other_steps_and_eleme
     number = 1 << 20
     keys = [xxhash.xxh3_64_intdigest(f"42/{step}/model.norm.weight".encode()) for step in (1, 2)]
     spectra = []
-    for key in keys:
-        drawn = random_halves(key, torch.arange(number))
+    for key, first in ((keys[0], 0), (keys[1], 0), (keys[0], 2**32)):
+        drawn = random_halves(key, first + torch.arange(number))
         for part in (drawn >> 8, drawn & 255):
             counts = torch.bincount(part, minlength=256).double()
             assert float(((counts - number / 256) ** 2 / (number / 256)).sum()) < 255 + 5 * 22.6
         spectra.append(torch.fft.rfft((drawn.double() - drawn.double().mean()) / drawn.double().std()))
     for other in spectra:
         correlation = torch.fft.irfft(spectra[0].conj() * other) / number
-        assert float(correlation[1:].abs().max()) < 6 / number**0.5
+        if other is spectra[0]:
+            correlation[0] = 0.0
+        assert float(correlation.abs().max()) < 6 / number**0.5
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_rounding_at_random_is_right_on_average(isa: str) -> None:
-    """Where rounding to the nearest would leave every weight as it is: 1,000 updates by a fiftieth of what lies between
-    two bf16 numbers."""
-    size, step = 4096, 2**-8 / 50
+def test_stochastic_rounding_is_right_on_average(isa: str) -> None:
+    """Where rounding to the nearest would leave every weight as it is: 1,000 updates by a hundredth of what lies
+    between two bf16 numbers."""
+    size, step = 4096, 2**-7 / 100
     native = Native("sgd", "stochastic", torch.ones(size), isa=isa)
     gradient = torch.full((size,), -step / LEARNING_RATE)
     for number in range(1, 1001):
@@ -390,7 +392,7 @@ def test_rounding_at_random_is_right_on_average(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_what_rounding_at_random_leaves_as_it_is(isa: str) -> None:
+def test_what_stochastic_rounding_leaves_as_it_is(isa: str) -> None:
     """Numbers that bf16 has, infinities and zeros of both signs; and NaN is the canonical one."""
     values = torch.tensor([0.0, -0.0, 1.0, -1.5, torch.inf, -torch.inf, 2.0**-133, -(2.0**-126), 1e38, torch.nan])
     values = values.bfloat16().float().repeat(7)
@@ -398,21 +400,21 @@ def test_what_rounding_at_random_leaves_as_it_is(isa: str) -> None:
     native.step(torch.zeros(values.numel()), scalars_of("sgd", Numbers(), 1), rounding=(2**64 - 1, 2**64 - 5))
     expected = torch.where(values.isnan(), 0x7FC0, values.bfloat16().view(torch.int16).int()).to(torch.int16)
     assert torch.equal(native.fields["p16"].view(torch.int16), expected)
-    largest = torch.full((64,), 3.39e38)  # just below what bf16 has not
+    largest = torch.full((64,), 3.39e38)  # the largest that bf16 has
     native = Native("sgd", "stochastic", largest, isa=isa)
-    native.step(torch.full((64,), -1e36 / LEARNING_RATE), scalars_of("sgd", Numbers(), 1), rounding=(3, 0))
-    assert not bool(native.master.isnan().any())
+    native.step(torch.full((64,), -1e35 / LEARNING_RATE), scalars_of("sgd", Numbers(), 1), rounding=(3, 0))
+    assert set(native.master.tolist()) <= {float(largest[0].bfloat16()), torch.inf}
 
 
 def test_roundings_belong_to_the_stochastic_layout_alone() -> None:
     gradient, scalars = torch.zeros(8), scalars_of("sgd", Numbers(), 1)
     update, p16, w32 = kernel("sgd", "stochastic"), torch.ones(8).bfloat16(), torch.ones(8)
     for given in ([], [(1, 0), (2, 0)]):
-        with pytest.raises(ValueError, match=rf"^roundings: must be 1, are {len(given)}$"):
+        with pytest.raises(ValueError, match=rf"^roundings: needs 1, has {len(given)}$"):
             update(p16, gradient, scalars=scalars, roundings=given)
-    with pytest.raises(ValueError, match=r"^roundings: must be 0, are 1$"):
+    with pytest.raises(ValueError, match=r"^roundings: needs 0, has 1$"):
         kernel("sgd", "float32")(w32, gradient, scalars=scalars, roundings=[(1, 0)])
-    with pytest.raises(ValueError, match=r"^roundings: must be 2, are 1$"):
+    with pytest.raises(ValueError, match=r"^roundings: needs 2, has 1$"):
         kernel("sgd", "stochastic", prefix="update_")(
             p16,
             gradient,

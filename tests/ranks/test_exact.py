@@ -137,7 +137,7 @@ def test_gradients_are_summed_before_they_are_rounded(processes: Processes) -> N
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_how_ranks_cut_a_block_decides_nothing_of_random_rounding(processes: Processes, size: int) -> None:
+def test_how_ranks_cut_a_block_decides_nothing_of_stochastic_rounding(processes: Processes, size: int) -> None:
     recipe = Recipe(dtype=torch.bfloat16, bf16_master="stochastic", max_grad_norm=0.1)
     check(processes, tiny_config("qwen3"), recipe, size=size, num_micro_batches=2)
 

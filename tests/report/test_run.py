@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ratel_cli.hardware.load import OtherLoad
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.analytic import spec_from_shape
 from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
@@ -29,6 +30,7 @@ from ratel_cli.report.run import (
     snapshot_line,
     step_line,
 )
+from ratel_cli.schedule.rules import OptimizerName, rules_of
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB, format_bytes, format_seconds, format_traffic
 from tests.planning.profiles import estimated
@@ -159,6 +161,16 @@ def test_the_opening_statement() -> None:
         "written for 10 steps; estimated from shapes until step 1 is recorded"
     )
     assert found["output"] == "out"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [("adamw", "moments in fp32"), ("adamw_8bit", "by AdamW and 8-bit AdamW")]
+)
+def test_weights_without_a_master_are_said_to_have_none(optimizer: OptimizerName, moments: str) -> None:
+    rules = rules_of(optimizer, bf16_master="stochastic")
+    spec = spec_from_shape(name="gpt", num_layers=6, hidden_size=1024, vocab_size=1000, rules=rules)
+    found = facts(plan(), spec=spec)["model"]
+    assert found.endswith(f"computes in bfloat16, without fp32 master weights (stochastic rounding), {moments}")
 
 
 def test_the_opening_statement_has_a_row_for_gpu_memory() -> None:

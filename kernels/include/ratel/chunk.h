@@ -13,7 +13,7 @@
 
 namespace ratel {
 
-// What the random bits of a parameter's elements follow from (RoundedWeights).
+// What the random bits of a parameter's elements follow from (StochasticWeights).
 struct Rounding {
   uint64_t key = 0;
   uint64_t first = 0;
@@ -53,8 +53,8 @@ constexpr size_t field_bytes(const ChunkField& field, size_t count) {
   return is_dense(field) ? num_bytes : (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
 
-// Only weights that are rounded at random take it.
-inline void set_rounding(RoundedWeights* weights, const Rounding& rounding) {
+// Only the stochastic layout takes it.
+inline void set_rounding(StochasticWeights* weights, const Rounding& rounding) {
   weights->key = rounding.key;
   weights->first = rounding.first;
 }

@@ -40,9 +40,8 @@ struct TiedWeights {
   uint8_t* tie8;
 };
 
-// The bf16 weight alone: an update rounds at random, up as often as the number is near to what is above it. The random
-// bits follow from a parameter's key in this update and the element's number in it, which counts from `first` on.
-struct RoundedWeights {
+// The bf16 weight alone, which an update rounds stochastically. The random bits follow from a parameter's key in this update and the element's number in it, which counts from `first` on.
+struct StochasticWeights {
   uint16_t* p16;
   uint64_t key = 0;
   uint64_t first = 0;
@@ -145,7 +144,7 @@ struct AdamW {
   static constexpr size_t kUnit = 1;
   using Scalars = AdamWScalars;
   using Bfloat16 = State<HalvedWeights, SignedMoments>;
-  using Stochastic = State<RoundedWeights, TwoMoments>;
+  using Stochastic = State<StochasticWeights, TwoMoments>;
   using Float32 = State<Float32Weights, TwoMoments>;
   using Float16 = State<Float16Weights, TwoMoments>;
 };
@@ -154,7 +153,7 @@ struct AdamW8Bit {
   static constexpr size_t kUnit = 256;
   using Scalars = AdamWScalars;
   using Bfloat16 = State<TiedWeights, ByteMoments>;
-  using Stochastic = State<RoundedWeights, ByteMoments>;
+  using Stochastic = State<StochasticWeights, ByteMoments>;
   using Float32 = State<Float32Weights, ByteMoments>;
   using Float16 = State<Float16Weights, ByteMoments>;
 };
@@ -163,7 +162,7 @@ struct Lion {
   static constexpr size_t kUnit = 1;
   using Scalars = LionScalars;
   using Bfloat16 = State<TiedWeights, OneMoment>;
-  using Stochastic = State<RoundedWeights, OneMoment>;
+  using Stochastic = State<StochasticWeights, OneMoment>;
   using Float32 = State<Float32Weights, OneMoment>;
   using Float16 = State<Float16Weights, OneMoment>;
 };
@@ -172,7 +171,7 @@ struct Sgd {
   static constexpr size_t kUnit = 1;
   using Scalars = SgdScalars;
   using Bfloat16 = State<TiedWeights, NoMoments>;
-  using Stochastic = State<RoundedWeights, NoMoments>;
+  using Stochastic = State<StochasticWeights, NoMoments>;
   using Float32 = State<Float32Weights, NoMoments>;
   using Float16 = State<Float16Weights, NoMoments>;
 };
@@ -181,7 +180,7 @@ struct SgdMomentum {
   static constexpr size_t kUnit = 1;
   using Scalars = SgdScalars;
   using Bfloat16 = State<TiedWeights, OneMoment>;
-  using Stochastic = State<RoundedWeights, OneMoment>;
+  using Stochastic = State<StochasticWeights, OneMoment>;
   using Float32 = State<Float32Weights, OneMoment>;
   using Float16 = State<Float16Weights, OneMoment>;
 };
@@ -190,7 +189,7 @@ struct Muon {
   static constexpr size_t kUnit = 1;
   using Scalars = MuonScalars;
   using Bfloat16 = State<TiedWeights, DirectedMoment>;
-  using Stochastic = State<RoundedWeights, DirectedMoment>;
+  using Stochastic = State<StochasticWeights, DirectedMoment>;
   using Float32 = State<Float32Weights, DirectedMoment>;
   using Float16 = State<Float16Weights, DirectedMoment>;
 };

@@ -79,10 +79,10 @@ class GroupUpdater(Closing):
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
     def __init__(
-        self, settings: OptimizerSettings, *, seed: int = 0, num_threads: int = 1, device: Device | None = None
+        self, settings: OptimizerSettings, *, seed: int, num_threads: int = 1, device: Device | None = None
     ) -> None:
-        """`seed`: of updates that are rounded at random. `device`: where a rule that takes matrices multiplies them;
-        None: the CPU."""
+        """`seed`: the run's, which decides how updates are rounded stochastically. `device`: where a rule that takes
+        matrices multiplies them; None: the CPU."""
         assert num_threads > 0
         self._settings = settings
         self._seed = seed
@@ -131,12 +131,12 @@ class GroupUpdater(Closing):
                 *([] if direction is None else [_elements(direction, stop - start, first - start, last - start)]),
                 _elements(values, stop - start, first - start, last - start),
                 scalars=scalars,
-                segments=[each.range for each in segments],
+                segments=[each.bounds for each in segments],
                 chunk_elements=chunk_elements,
                 first_chunk=first // chunk_elements,
                 before=before,
                 after=after,
-                roundings=self._roundings(segments, update.number) if block.is_rounded_at_random else [],
+                roundings=self._roundings(segments, update.number) if block.rounds_stochastically else [],
                 gradient_dtype=gradient.dtype_name,
             )
             if mismatches and checksums is not None:
@@ -209,8 +209,8 @@ class _Segment(NamedTuple):
     """Elements of one parameter."""
 
     parameter: ParameterSpec
-    range: tuple[int, int, bool]
-    """The first and the last one in the arrays, and whether weight decay applies."""
+    bounds: tuple[int, int, bool]
+    """`[first, last)`, counted from where the arrays begin, and whether weight decay applies."""
     first_element: int
     """The number of the first one in the flattened parameter."""
 
@@ -220,5 +220,5 @@ def _segments(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int
     for parameter, has_gradient in zip(block.parameters, present, strict=True):
         first, last = max(start, parameter.start), min(stop, parameter.stop)
         if has_gradient and first < last:
-            ranged = (first - start, last - start, parameter.decay)
-            yield _Segment(parameter, ranged, parameter.first + first - parameter.start)
+            bounds = (first - start, last - start, parameter.decay)
+            yield _Segment(parameter, bounds, parameter.first + first - parameter.start)

@@ -1,7 +1,7 @@
 """The state that a new run takes over from a step of another run.
 
 With its optimizer's moments the new run goes on after that step: every later step is that of a run which has the new
-settings from there on. With a fresh optimizer it begins at step 0 with that step's fp32 master weights.
+settings from there on. With a fresh optimizer it begins at step 0 with that step's master weights.
 
 Invariants: the other run is only read, and its store is locked until it is copied. A run that cannot start from it is
 rejected before anything is written.
