@@ -112,7 +112,11 @@ def test_from_the_last_step_in_bfloat16_with_other_data(make_config: MakeConfig,
 
 
 @pytest.mark.parametrize(
-    ("what", "dtype"), rotating(WHOLE_OR_ADAPTER, ["float32", "bfloat16"], every=3, full_rotation=True)
+    ("what", "dtype"),
+    [
+        *rotating(WHOLE_OR_ADAPTER, ["float32", "bfloat16"], every=3, full_rotation=True),
+        pytest.param("without a master", "bfloat16", marks=pytest.mark.full),
+    ],
 )
 def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, what: str, dtype: str) -> None:
     keys = {**TRAINED[what], "dtype": dtype, "max_steps": 5}
@@ -202,6 +206,10 @@ def test_what_cannot_start(make_config: MakeConfig, source: Path, base: Path, ti
         (["--from", f"{run}@3", "max_steps=9"], ["step 3 is not saved in the store; saved steps: 2, 4, 6"]),
         (["--from", str(run)], ["has done 6 steps, and this one ends after step 4"]),
         (["--from", str(run), "dtype=bfloat16"], ["another model: dtype was float32, is now bfloat16"]),
+        (
+            ["--from", str(run), "dtype=bfloat16", "bf16_master=stochastic"],
+            ["bf16_master was fp32, is now stochastic"],
+        ),
         (["--from", str(run), f"base_model={tied_base}"], [f"base_model was {base}, is now {tied_base}"]),
         (["--from", str(run), f"output_dir={run}", "learning_rate=0.1"], ["that run has the same output_dir"]),
         (["--from", str(run.parent / "none")], ["none", "no such file"]),

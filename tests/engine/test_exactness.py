@@ -132,7 +132,10 @@ def test_offloading_changes_no_bit(tmp_path: Path, architecture: str, offloading
     check_training(machine, tmp_path, tiny_config(architecture), recipe, placement=placement)
 
 
-@pytest.mark.parametrize(("num_again", "where"), rotating(range(6), ["streamed", "resident"], full_pairs=True))
+@pytest.mark.parametrize(
+    ("num_again", "where"),
+    [*rotating(range(6), ["streamed", "resident"], full_pairs=True), (3, "without a master")],
+)
 def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, num_again: int, where: str) -> None:
     """Wherever in backward that is noticed. Only step 3 is clipped. The blocks whose gradients came before that was
     certain are written twice, to the byte: all of them if the norm is above the limit by less than its margin."""
@@ -142,9 +145,10 @@ def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, num_again: i
         [replace(batch, num_targets=1 if number == 2 else 10**6) for batch in batches]
         for number, batches in enumerate(steps)
     ]
-    unclipped = reference(config, steps, Recipe(dtype=torch.bfloat16))
+    recipe = Recipe(dtype=torch.bfloat16, bf16_master="stochastic" if where == "without a master" else "fp32")
+    unclipped = reference(config, steps, recipe)
     limit = limit_that_is_passed_after(num_again, config, unclipped.parameter_norms[2])
-    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=limit)
+    recipe = replace(recipe, max_grad_norm=limit)
     resident = EVERY_BLOCK if where == "resident" else frozenset()
     placement = Placement(prefetch_blocks=1, resident_weights=resident, resident_states=resident)
     with machine(

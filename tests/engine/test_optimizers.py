@@ -103,6 +103,14 @@ def test_where_states_rest_decides_nothing_of_the_rounding(
 
 
 @needs_fused_torch
+def test_a_part_without_a_master(tmp_path: Path) -> None:
+    """What is frozen beside it keeps its bits."""
+    recipe = replace(WITHOUT_MASTER["adamw without a master"], dtype=torch.bfloat16, max_grad_norm=0.5)
+    recipe = replace(recipe, unfrozen=("model.layers.1.mlp", "model.norm"))
+    check_training(machine, tmp_path, larger_config("llama"), recipe, num_steps=3)
+
+
+@needs_fused_torch
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum", "muon", "adamw without a master"])
 def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> None:
     """An embedding of 3 * 256 Ki elements, and a part of a chunk. Groups and the parts of threads are whole chunks."""
