@@ -177,7 +177,8 @@ def _child(family: str, connection: Connection) -> None:
 
 
 def save_base(family: str, directory: Path) -> Path:
-    """Save a tiny model of the family whose parameters are all random, and large enough to matter."""
+    """Save a tiny model of the family whose parameters, and buffers that a checkpoint has, are all random, and large
+    enough to matter."""
     config = tiny_config(family)
     torch.manual_seed(zlib.crc32(family.encode()))
     model = AutoModelForCausalLM.from_config(config)
@@ -185,6 +186,10 @@ def save_base(family: str, directory: Path) -> Path:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
+        known = {id(parameter) for parameter in model.parameters()}
+        for buffer in model.state_dict(keep_vars=True).values():  # those that a checkpoint has; matrices are constants
+            if id(buffer) not in known and buffer.is_floating_point() and buffer.ndim <= 1:
+                buffer.add_(torch.randn_like(buffer) * 0.02)
     model.save_pretrained(directory)
     return directory
 

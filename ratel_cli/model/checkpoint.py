@@ -12,7 +12,7 @@ result, until another parameter is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -374,8 +374,11 @@ def persistent_buffers(skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in skeleton.state_dict().items() if name not in parameters}
 
 
-def install_buffers(into: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Copy buffers from `CheckpointSource.read_buffers` to those of a skeleton, by name."""
+def install_buffers(
+    skeleton: PreTrainedModel, buffers: Mapping[str, torch.Tensor], *, name_of: Callable[[str], str] = str
+) -> None:
+    """Copy buffers from `CheckpointSource.read_buffers` into a skeleton. `name_of`: what a checkpoint calls them."""
+    into = {name_of(name): buffer for name, buffer in persistent_buffers(skeleton).items()}
     for name, values in buffers.items():
         into[name].copy_(values)
 

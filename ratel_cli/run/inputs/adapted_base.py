@@ -35,7 +35,7 @@ from ratel_cli.model.adapters import (
     read_adapter,
 )
 from ratel_cli.model.card import Card
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, has_weights
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.import_weights import WeightSource
@@ -198,9 +198,7 @@ class AdaptedBase(LanguageBase):
         plain, skeleton = self._plain(), self.model.skeleton
         source = CheckpointSource(self.directory, plain, plain_spec(base_spec(self.model.spec), plain))
         resources.enter_context(source)
-        # A buffer is in the layer that an adapter is put around.
-        into = {base_name(name): buffer for name, buffer in persistent_buffers(skeleton).items()}
-        install_buffers(into, source.read_buffers())
+        install_buffers(skeleton, source.read_buffers(), name_of=base_name)
         layers = {base_name(name): layer for name, layer in quantised_weights(skeleton).items()}
         if not layers:
             return source

@@ -67,7 +67,7 @@ class LanguageBase(Base):
             return RandomSource(skeleton, config.seed, self.model.task), self.layout(config)
         new_head = None if self.model.task == "causal_lm" else RandomSource(skeleton, config.seed, self.model.task)
         source = resources.enter_context(CheckpointSource(self.directory, skeleton, spec, new_head=new_head))
-        install_buffers(persistent_buffers(skeleton), source.read_buffers())
+        install_buffers(skeleton, source.read_buffers())
         return source, source.layout(config.dtype)
 
     def layout(self, config: RunConfig) -> ExportLayout:
@@ -101,7 +101,7 @@ class LanguageBase(Base):
         """See Base. The skeleton gets the buffers."""
         model = self.model
         assert isinstance(loaded, PreTrainedModel)
-        install_buffers(persistent_buffers(model.skeleton), persistent_buffers(loaded))
+        install_buffers(model.skeleton, persistent_buffers(loaded))
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
         positions = torch.arange(num_tokens).unsqueeze(0)
