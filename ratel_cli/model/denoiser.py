@@ -28,6 +28,7 @@ from ratel_cli.model.export_layout import (
     trained_tensor,
     whole_parameter,
 )
+from ratel_cli.model.fetched_code import no_fetched_code
 from ratel_cli.model.find_layers import find_layers
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES, NAMES_OF_DTYPES, parameters_on_meta
@@ -43,12 +44,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def denoiser_class() -> Any:  # noqa: ANN401 (diffusers has no types)
     """The class of diffusers. Raises EnvironmentFailure if the package is not there."""
     try:
-        import diffusers
+        with no_fetched_code():  # it imports PEFT
+            import diffusers
+
+            return getattr(diffusers, CLASS_NAME)
     except ImportError as error:
         raise EnvironmentFailure(
             "datasets of type: latents need the package diffusers", "pip install 'ratel-cli[diffusion]'"
         ) from error
-    return getattr(diffusers, CLASS_NAME)
 
 
 def build_denoiser(config: DenoiserConfig, *, dtype: DtypeName) -> nn.Module:

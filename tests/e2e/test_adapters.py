@@ -248,7 +248,8 @@ def test_the_plan_is_what_a_step_moves(make_config: MakeConfig) -> None:
     assert plan["model"]["num_trained_parameters"] < plan["model"]["num_parameters"] / 4
     # What a step writes may be counted with the next one. To the byte it is compared in tests/engine.
     written = sum(line["nvme_written_bytes"] for line in metrics(config))
-    assert 0 < written <= NUM_STEPS * plan["traffic"]["nvme_written_bytes"]
+    num_writes = NUM_STEPS + sum(line["clipped"] for line in metrics(config))  # speculation may write a step twice
+    assert 0 < written <= num_writes * plan["traffic"]["nvme_written_bytes"]
 
 
 @pytest.mark.full

@@ -70,7 +70,8 @@ def test_the_plan_is_what_a_step_moves(make_config: MakeConfig) -> None:
     plans = [json.loads(ratel("plan", each, "--json").stdout) for each in (config, whole)]
     written = [sum(num for key, num in each["traffic"].items() if key.endswith("_written_bytes")) for each in plans]
     # What a step writes may be counted with the next one. To the byte it is compared in tests/engine.
-    assert 0 < sum(line["nvme_written_bytes"] for line in metrics(config)) <= NUM_STEPS * written[0]
+    num_writes = NUM_STEPS + sum(line["clipped"] for line in metrics(config))  # speculation may write a step twice
+    assert 0 < sum(line["nvme_written_bytes"] for line in metrics(config)) <= num_writes * written[0]
     assert written[0] < written[1] / 2
     assert plans[0]["model"]["flops_backward"] < plans[1]["model"]["flops_backward"]
 

@@ -22,13 +22,18 @@ def get_kernel(*arguments, **options):
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])
-def test_importing_what_imports_peft_fetches_nothing_and_says_nothing(tmp_path: Path, with_kernels: bool) -> None:
+@pytest.mark.parametrize(
+    "imports",
+    ["import ratel_cli.model.adapters", "from ratel_cli.model.denoiser import denoiser_class; denoiser_class()"],
+    ids=["of adapters", "of diffusers"],
+)
+def test_importing_what_imports_peft_fetches_nothing_and_says_nothing(
+    tmp_path: Path, imports: str, with_kernels: bool
+) -> None:
     """bitsandbytes asks for a kernel where the processor computes in bf16 with AVX-512."""
     if with_kernels:
         (tmp_path / "kernels.py").write_text(_KERNELS)
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ratel_cli.model.decoder, ratel_cli.model.adapters"
-    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {imports}"
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
 
