@@ -51,8 +51,6 @@ LEAST_8BIT: Final = 4096
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "sgd", "muon"]
 Bf16Master = Literal["fp32", "stochastic"]
 """What is kept of weights in bf16: an fp32 master, or the weight alone, to which updates are rounded stochastically."""
-
-
 STOCHASTIC: Final = "_stochastic"
 """How the names end of rules that have no fp32 master in bf16."""
 

@@ -663,7 +663,7 @@ def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: 
     assert result.returncode == 0, result.stderr
     assert "base: 70.6B parameters in 82 blocks" in result.stdout
     assert result.stdout == first.out
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30
 
 
 @pytest.mark.full
