@@ -57,7 +57,7 @@ class Recipe:
     adjust_lr_fn: str = "match_rms_adamw"
     """Of `muon`."""
     bf16_master: str = "fp32"
-    """`stochastic`: weights in bf16 are their own masters without a master after each update, by `seed`."""
+    """`stochastic`: weights in bf16 are their own masters, rounded stochastically after each update, by `seed`."""
     learning_rate: float = 1e-3
     group_rates: tuple[tuple[str, float], ...] = ()
     """Regular expressions, each with the learning rate of the parameters whose names have it; the first one counts."""

@@ -40,7 +40,8 @@ struct TiedWeights {
   uint8_t* tie8;
 };
 
-// The bf16 weight alone, which an update rounds stochastically. The random bits follow from a parameter's key in this update and the element's number in it, which counts from `first` on.
+// The bf16 weight alone, which an update rounds stochastically. The random bits follow from a parameter's key in this
+// update and the element's number in it, which counts from `first` on.
 struct StochasticWeights {
   uint16_t* p16;
   uint64_t key = 0;
