@@ -1,8 +1,9 @@
 """Reads the rows of CSV and TSV files: the first row names the columns, every value is text.
 
-Invariants: memory stays within a few `MAX_ROW_BYTES`, whatever a file contains. A row with too few or too many values,
-or with bytes that are not UTF-8, costs only itself. After a quote that does not close nobody knows where rows begin, so
-it raises BadInput.
+Python's `csv` decides what a quote means: it begins a value only where the value begins, as in RFC 4180. Invariants:
+memory stays within a few `MAX_ROW_BYTES`, whatever a file contains. A row with too few or too many values, or with
+bytes that are not UTF-8, costs only itself. After a quote that does not close nobody knows where rows begin, so it
+raises BadInput. Rows that a quote too many makes part of a value are counted as bad rows, or reported.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ratel_cli.data.lines import (
     MAX_ROW_BYTES,
@@ -26,13 +28,19 @@ from ratel_cli.errors import BadInput, printable
 from ratel_cli.progress import no_progress
 from ratel_cli.units import counted
 
+_FEW_LINES = 8
+"""Of one row, all of which may look like rows of their own by chance: a table in a text."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
     """The lines of one row: a quoted value may contain line ends."""
 
     line: int
-    raw: bytes
+    """The first one."""
+    raw_lines: list[bytes]
+    values: list[str] | BadLine
+    """What the row has, or why it cannot be used."""
 
 
 def read_csv(
@@ -44,54 +52,71 @@ def read_csv(
     and doubled quotes. Raises BadInput if the first row is unusable or a quote does not close, and OSError.
     """
     csv.field_size_limit(max(csv.field_size_limit(), max_row_bytes))
-    columns: list[str] | None = None
-    for record in _records(path, label, max_row_bytes, progress):
-        try:
-            values = _values(record, delimiter, max_row_bytes)
-        except BadLine as bad:
-            if columns is None:
-                raise BadInput(f"{label}:{record.line}: the names of the columns: {bad}") from bad
-            yield Reject(file=label, line=record.line, reason=str(bad))
+    columns: list[str] = []
+    is_noted = False
+    for record in _records(path, label, delimiter, max_row_bytes, progress):
+        line, values = record.line, record.values
+        if not columns:
+            if isinstance(values, BadLine):
+                raise BadInput(f"{label}:{line}: the names of the columns: {values}") from values
+            columns = _checked_columns(values, label, line)
             continue
-        if not values:
+        inside = enumerate(record.raw_lines[1:-1], start=line + 1)
+        like_rows = [each for each, raw in inside if raw.count(delimiter.encode()) == len(columns) - 1]
+        if not isinstance(values, BadLine) and len(values) != len(columns):
+            values = BadLine(f"{counted(len(values), 'value')} for {counted(len(columns), 'column')}")
+        if isinstance(values, BadLine):
+            yield Reject(file=label, line=line, reason=str(values))
+            for each in like_rows:
+                yield Reject(file=label, line=each, reason=f"part of a value whose quote begins in line {line}")
             continue
-        if columns is None:
-            columns = _checked_columns(values, label, record.line)
-        elif len(values) != len(columns):
-            reason = f"{counted(len(values), 'value')} for {counted(len(columns), 'column')}"
-            yield Reject(file=label, line=record.line, reason=reason)
-        else:
-            yield Row(file=label, line=record.line, record=dict(zip(columns, values, strict=True)))
+        note = None
+        if not is_noted and len(columns) > 1 and _FEW_LINES < len(like_rows) == len(record.raw_lines) - 2:
+            is_noted = True
+            note = (
+                f"{label}:{line}: this row ends in line {line + len(record.raw_lines) - 1}, and all lines inside look "
+                "like rows; if they are, the first line has a quote too many"
+            )
+        yield Row(file=label, line=line, record=dict(zip(columns, values, strict=True)), note=note)
 
 
-def _records(path: Path, label: str, max_row_bytes: int, progress: Progress) -> Iterator[_Record]:
-    """The rows as bytes. A row is complete when its quotes are paired: a doubled quote keeps the count even."""
-    pending, start = b"", 0
-    with open_after_bom(path, progress) as file:
-        for line, raw, ended in bounded_lines(file, max_row_bytes):
-            if not pending:
-                start = line
-            pending += raw
-            is_cut = len(raw) > max_row_bytes and not ended
-            if pending.count(b'"') % 2 == 0 or is_cut:
-                yield _Record(line=start, raw=pending)
-                pending = b""
-            elif len(pending) > max_row_bytes:
+def _records(path: Path, label: str, delimiter: str, max_row_bytes: int, progress: Progress) -> Iterator[_Record]:
+    line, num_bytes, is_at_end = 0, 0, False
+    of_row: list[bytes] = []
+
+    def lines(file: BinaryIO) -> Iterator[str]:
+        """The lines of the file. More than one for a row are taken only while a quoted value is open."""
+        nonlocal line, num_bytes, is_at_end
+        for number, raw, _ in bounded_lines(file, max_row_bytes):
+            of_row.append(raw)
+            line, num_bytes = number, num_bytes + len(raw)
+            yield "" if len(raw) > max_row_bytes else raw.decode("utf-8", "surrogateescape")  # rejected below
+            if num_bytes > max_row_bytes:
                 break
-    if pending:
-        raise BadInput(
-            f"{label}:{start}: a quoted value begins here and does not end within {max_row_bytes} bytes",
-            hint='close the quote; a quote inside a quoted value is written twice: ""',
-        )
+        is_at_end = True
 
-
-def _values(record: _Record, delimiter: str, max_row_bytes: int) -> list[str]:
-    text = decode_line(record.raw, max_row_bytes)
-    try:
-        rows = list(csv.reader([text], delimiter=delimiter, strict=True))
-    except csv.Error as error:
-        raise BadLine(f"not CSV: {printable(str(error))}") from error
-    return rows[0] if rows else []
+    with open_after_bom(path, progress) as file:
+        reader = csv.reader(lines(file), delimiter=delimiter, strict=True)
+        while True:
+            of_row, num_bytes = [], 0
+            values: list[str] | BadLine
+            try:
+                values = next(reader)
+                decode_line(b"".join(of_row), max_row_bytes)
+            except StopIteration:
+                return
+            except BadLine as bad:
+                values = bad
+            except csv.Error as error:
+                values = BadLine(f"not CSV: {printable(str(error))}")
+            if is_at_end:
+                raise BadInput(
+                    f"{label}:{line - len(of_row) + 1}: a quoted value begins here and does not end within "
+                    f"{max_row_bytes} bytes, or by line {line}",
+                    hint='close the quote; a quote inside a quoted value is written twice: ""',
+                )
+            if values:
+                yield _Record(line=line - len(of_row) + 1, raw_lines=of_row, values=values)
 
 
 def _checked_columns(names: list[str], label: str, line: int) -> list[str]:

@@ -292,6 +292,8 @@ class _Ingestion:
                         continue
                     if row_format is None:
                         row_format = self._decide(source, row)
+                    if row.note is not None:
+                        self._note(row.note)
                     try:
                         drafts.append(row_format.draft(row.record))
                     except Unusable as unusable:

@@ -37,6 +37,8 @@ class Row:
     line: int
     """Counted from 1. In parquet files and hub datasets, the number of the row."""
     record: dict[str, object]
+    note: str | None = None
+    """What the user should know about the row; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
