@@ -69,6 +69,23 @@ Overwrite = Annotated[
 ReplaceFile = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")]
 
 
+def command_line(context: typer.Context, *, without: str) -> list[str]:
+    """The command that runs, with all its arguments, but for the option `without`: what starts it again elsewhere."""
+    options, positional = list[str](), list[str]()
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value is None or value is False or without in parameter.opts:
+            continue
+        values = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+        if parameter.param_type_name == "argument":
+            positional += values
+        else:
+            option = max(parameter.opts, key=len)
+            before_value = f"{option}=" if option.startswith("--") else option
+            options += [option] if value is True else [before_value + each for each in values]
+    return [context.command.name or "", *options, "--", *positional]
+
+
 def check_option(option: str, is_given: bool, *, only_with: str, is_met: bool) -> None:
     """Raise BadInput if an option is given that does nothing without another one."""
     if is_given and not is_met:

@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from ratel_cli.cli.arguments import A_RUN, ConfigPath, Overrides, Overwrite, ReplaceFile, check_option
+from ratel_cli.cli.arguments import (
+    A_RUN,
+    ConfigPath,
+    Overrides,
+    Overwrite,
+    ReplaceFile,
+    check_option,
+    command_line,
+)
 from ratel_cli.run.train.start import start_of
 
 commands = typer.Typer()
@@ -21,6 +29,7 @@ commands = typer.Typer()
     epilog="Example: ratel finetune configs/demo.yaml learning_rate=1e-5 storage.paths=[/mnt/a,/mnt/b]",
 )
 def finetune(
+    context: typer.Context,
     config: ConfigPath,
     overrides: Overrides = None,
     resume: Annotated[
@@ -64,9 +73,6 @@ def finetune(
 ) -> None:
     check_option("--overwrite-store", overwrite_store, only_with="--resume no", is_met=resume == "no")
     start = start_of(resume, overwrite_store=overwrite_store)
-    flags = {"--dry-run": dry_run, "--overwrite": overwrite, "--overwrite-store": overwrite_store}
-    arguments = ["finetune", str(config), *(overrides or []), "--resume", resume]
-    arguments += [flag for flag, is_set in flags.items() if is_set]
     from ratel_cli.cli import finetune as command
 
     command.run(
@@ -77,7 +83,7 @@ def finetune(
         overwrite=overwrite,
         origin=origin,
         fresh_optimizer=fresh_optimizer,
-        ranks=None if ranks is None else (ranks, arguments),
+        ranks=None if ranks is None else (ranks, command_line(context, without="--ranks")),
     )
 
 

@@ -7,14 +7,13 @@ Invariant: every line that is a step is returned, in the order of the steps; eac
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics import StepMetrics, step_in
 
 _TAIL_BYTES = 1 << 16
 RECENT_STEPS = 20
@@ -28,7 +27,7 @@ class History:
     steps: tuple[StepMetrics, ...] = ()
     """Each step once, in their order."""
     num_unreadable: int = 0
-    """Lines that are no step of a run."""
+    """Lines that are no step of a run, or are not as they were written."""
     is_cut_short: bool = False
     """Whether the last line is only half written, as after a crash or while a run writes it."""
 
@@ -84,7 +83,7 @@ def _parsed(content: bytes) -> History:
     *lines, rest = content.split(b"\n")
     found: dict[int, StepMetrics] = {}
     num_unreadable = 0
-    for step in map(_step, _filled(lines)):
+    for step in map(step_in, _filled(lines)):
         if step is None:
             num_unreadable += 1
         else:
@@ -98,11 +97,3 @@ def _parsed(content: bytes) -> History:
 
 def _filled(lines: Iterable[bytes]) -> Iterable[bytes]:
     return (line for line in lines if line.strip())
-
-
-def _step(line: bytes) -> StepMetrics | None:
-    """The step in a line; None if it is no step."""
-    try:
-        return StepMetrics.from_json(json.loads(line))
-    except (ValueError, RecursionError):
-        return None

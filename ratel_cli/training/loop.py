@@ -528,10 +528,10 @@ class TrainingLoop:
     def _evaluate_again(self) -> None:
         """Evaluate the last step that is done, if it should have been and its process ended before."""
         rule, last, step = self._settings.best, self._last_done, self._progress.step
-        if rule is None or not step or not self._eval_is_due(step):
+        if not step or not self._eval_is_due(step):
             return
         is_known = last is not None and last.step == step
-        is_missing = last is not None and is_known and rule.value_of(last) is None
+        is_missing = last is not None and (last.eval_loss if rule is None else rule.value_of(last)) is None
         known = self._ranks.gathered([is_known, is_missing])
         if last is not None and known[0][1] and all(is_known for is_known, _ in known):
             self._callbacks.evaluated_again(self._evaluate(last))

@@ -3,6 +3,9 @@
 Invariant: when a run begins, the file has exactly the steps that the store has. None is missing, because a line is
 written before its step is committed. None is surplus, because a resume drops lines of steps after the last commit, and
 a line that a crash cut short. If the file cannot be written, there is one warning and training continues.
+
+The best step is chosen by this file, so a line ends with a checksum of itself (XXH3-64). Lines of earlier versions have
+none. A line that was changed is no step any more: it stays, with all that follow it, and is reported.
 """
 
 from __future__ import annotations
@@ -11,17 +14,23 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 
+import xxhash
+
 from ratel_cli.closing import Closing
 from ratel_cli.json_fields import JsonFields, checked_integer
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.sizes import FIGURES
 from ratel_cli.units import counted
+
+_CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\s*$')
+"""How a line ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +148,23 @@ class StepMetrics:
         )
 
 
+def line_of(metrics: StepMetrics) -> bytes:
+    """The line of a step, with its checksum."""
+    content = json.dumps(metrics.to_json(), allow_nan=False).encode()
+    return content[:-1] + f', "checksum": "{xxhash.xxh3_64_hexdigest(content)}"}}\n'.encode()
+
+
+def step_in(line: bytes) -> StepMetrics | None:
+    """The step in a line; None if the line is no step, or is not as it was written."""
+    end = _CHECKSUM.search(line)
+    if end is not None and xxhash.xxh3_64_hexdigest(line[: end.start()] + b"}").encode() != end[1]:
+        return None
+    try:
+        return StepMetrics.from_json(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+
+
 class RunTotals:
     """Sums over the steps of a run.
 
@@ -209,7 +235,7 @@ class MetricsLog(Closing):
     """Appends to the file. The first write that fails is a warning, and the last: nothing is written after it."""
 
     def __init__(self, path: Path, *, committed_step: int, warn: Callable[[str], None]) -> None:
-        """Drop the lines of steps after `committed_step`, if there are any."""
+        """Drop the lines of steps after `committed_step`, if there are any. Lines that are damaged are a warning."""
         self._path = path
         self._warn = warn
         self._file: FileIO | None = None
@@ -225,8 +251,7 @@ class MetricsLog(Closing):
             # again what failed.
             path.touch()
             self._file = path.open("r+b", buffering=0)
-            self._num_bytes, self.earlier_losses, self._last_line = _steps_up_to(path, committed_step)
-            self._last_step = committed_step
+            self._keep_up_to(committed_step)
             if path.is_file():
                 self._file.truncate(self._num_bytes)
         except OSError as error:
@@ -236,7 +261,7 @@ class MetricsLog(Closing):
         """Append the line of a new step, or replace the line of the last step when it was evaluated."""
         if self._file is None:
             return
-        line = json.dumps(metrics.to_json(), allow_nan=False).encode() + b"\n"
+        line = line_of(metrics)
         replaced = self._last_line if metrics.step == self._last_step else b""
         start = self._num_bytes - len(replaced)
         try:
@@ -255,6 +280,29 @@ class MetricsLog(Closing):
             with contextlib.suppress(OSError):
                 file.close()
 
+    def _keep_up_to(self, committed_step: int) -> None:
+        """Find the part of the file that has the lines of steps up to `committed_step`. Each step has a line, so lines
+        without a readable step stay while steps are missing."""
+        self._last_step = committed_step
+        damaged, missing = list[int](), committed_step
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file if self._path.is_file() else (), 1):
+                step = step_in(line)
+                missing = missing - 1 if step is None else committed_step - step.step
+                if missing < 0 or not line.endswith(b"\n"):
+                    break
+                self._num_bytes += len(line)
+                if step is None:
+                    damaged.append(number)
+                else:
+                    self.earlier_losses.append(step.loss)
+                self._last_line = line if step is not None and missing == 0 else b""
+        if damaged:
+            self._warn(
+                f"{self._path}:{damaged[0]}: {counted(len(damaged), 'damaged line')}; what the steps there measured is "
+                "lost, and does not count when the best step is chosen"
+            )
+
     def _give_up(self, error: OSError) -> None:
         self._warn(f"{self._path}: cannot be written ({error.strerror}); training continues without it")
         self.close()
@@ -266,34 +314,6 @@ def _end_with(file: FileIO, offset: int, line: bytes) -> None:
     while written < len(line):  # a disk that is nearly full may take only a part
         written += os.pwrite(file.fileno(), line[written:], offset + written)
     file.truncate(offset + len(line))
-
-
-def _steps_up_to(path: Path, step: int) -> tuple[int, list[float], bytes]:
-    """The length of the part of the file that has complete lines of steps up to `step`, their losses, and the line of
-    this step if it is the last one."""
-    num_bytes, last = 0, b""
-    losses = []
-    if path.is_file():
-        with path.open("rb") as file:
-            for line in file:
-                found, loss = _step_and_loss(line)
-                if not (line.endswith(b"\n") and found <= step):
-                    break
-                num_bytes += len(line)
-                losses.append(loss)
-                last = line if found == step else b""
-    return num_bytes, losses, last
-
-
-def _step_and_loss(line: bytes) -> tuple[float, float]:
-    """Step and loss of a line; infinity for the step if it is not a line of metrics, NaN for a loss that is none."""
-    try:
-        record = json.loads(line)
-        step, loss = record["step"], record.get("loss")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return math.inf, math.nan
-    is_step, is_loss = isinstance(step, int), isinstance(loss, float)
-    return (step if is_step else math.inf), (loss if is_loss else math.nan)
 
 
 def _number(fields: JsonFields, key: str) -> float:

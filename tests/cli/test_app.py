@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
+import typer.core
+from typer.exceptions import TyperException
 
 import ratel_cli.cli
-from ratel_cli.cli.app import main
+from ratel_cli.cli.app import app, main
+from ratel_cli.cli.arguments import command_line
 from ratel_cli.cli.launch import launch
 from ratel_cli.engine.ranks.launched import OfAllRanks, RanksEnded
 from ratel_cli.errors import (
@@ -72,17 +78,58 @@ def test_arguments_arrive_as_they_were_written(install: Install) -> None:
 
 
 def test_ranks_get_the_same_arguments(install: Install) -> None:
-    """But for their number."""
-    started: list[object] = []
-    install(lambda *_, ranks, **__: started.append(ranks))
-    assert main(["finetune", "a.yaml"]) == 0
-    assert main(["finetune", "--ranks", "3", "a.yaml", "x=1", "--resume", "12", "--dry-run"]) == 0
-    assert main(["finetune", "a.yaml", "--ranks=2", "--resume=no", "--overwrite", "--overwrite-store"]) == 0
-    assert started == [
-        None,
-        (3, ["finetune", "a.yaml", "x=1", "--resume", "12", "--dry-run"]),
-        (2, ["finetune", "a.yaml", "--resume", "no", "--overwrite", "--overwrite-store"]),
+    """Each of them with a value, and all at once: a rank's command is called as this one is, but for the number."""
+    calls: list[tuple[object, dict[str, object]]] = []
+    install(lambda *arguments, **options: calls.append((arguments, options)))
+    values = {"--resume": "no", "--from": "runs/a b@7", "--ranks": "3"}
+    given = [[f"{name}={values[name]}" if name in values else name] for name in options_of(COMMANDS["finetune"])]
+    assert ["--ranks=3"] in given and ["--dry-run"] in given and ["--fresh-optimizer"] in given
+    for options in (*given, [*chain(*given)]):
+        needed = ["--resume=no"] if options == ["--overwrite-store"] else []
+        for places in (["a.yaml"], ["my runs/b.yaml", "x=1", "y=a b", "z=-1"]):
+            command = ["finetune", *places, *options, *needed, *({"--ranks=3"} - {*options})]
+            assert main(command) == 0
+            ((number, started),) = [calls[-1][1].pop("ranks")]
+            assert number == 3
+            assert main(started) == 0
+            assert calls[-1][1].pop("ranks") is None
+            assert calls[-1] == calls[-2], started
+
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+VALUES = ("a b", "1", "0.5", "1GB/s")
+
+
+def options_of(command: typer.core.TyperCommand) -> list[str]:
+    return [
+        max(each.opts, key=len) for each in command.params if each.param_type_name == "option" and each.expose_value
     ]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_command_line_is_what_was_given(name: str) -> None:
+    """Of any command, with each of its options alone and with all of them: read again, it has the same values."""
+    command = COMMANDS[name]
+    needed = {max(each.opts, key=len) for each in command.params if each.required}
+    places = ["--", *(each for each in needed if each[0] != "-")]
+
+    def context_of(*given: str) -> typer.Context:
+        options = [f"{each}=a b" for each in needed if each[0] == "-" and not any(each in form for form in given)]
+        return command.make_context(name, [*given, *options, *places])  # type: ignore[no-any-return]
+
+    def given(option: str) -> list[str]:
+        """The option as a flag, or with a value that it takes, twice if it may be repeated."""
+        for forms in ([option], *([f"{option}{'=' if len(option) > 2 else ''}{value}"] for value in VALUES)):
+            with contextlib.suppress(TyperException):
+                values = context_of(*forms, *forms).params.values()
+                return forms * (1 + any(isinstance(each, list | tuple) and len(each) == 2 for each in values))
+        raise AssertionError(option)
+
+    of_each = [given(option) for option in options_of(command)]
+    for options in ([], *of_each, [*chain(*of_each)]):
+        context = context_of(*options)
+        first, *again = command_line(context, without="--nothing")
+        assert first == name and command.make_context(name, again).params == context.params, again
 
 
 def test_ranks_do_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

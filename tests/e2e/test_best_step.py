@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
+    assert_rejected,
     assert_same_result,
     export_hash,
     file_hash,
@@ -182,3 +183,36 @@ def test_a_store_without_space_for_the_best_step(make_config: MakeConfig) -> Non
     ended = finetune(config, "load_best_model_at_end=true")
     assert ended.code == 2 and "the store has space for 0 saved generations" in ended.stderr
     assert "remove save_steps, load_best_model_at_end or storage.snapshot" in ended.stderr
+
+
+def test_a_changed_bit_in_the_metrics_chooses_no_other_step(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The line of the best step is damaged: an export names the line, and a run that resumes keeps what follows it."""
+    config = make_config(**{**CHANGES, "max_steps": 6, "early_stopping_patience": None, "learning_rate": 1e-4})
+    succeed(config)
+    path = output_of(config) / "run" / "metrics.jsonl"
+    losses = evaluations(config)
+    best = min(losses, key=lambda step: losses[step])
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = lines[best - 1].index(b'"eval_loss": ') + len(b'"eval_loss": ')
+    changed = bytearray(lines[best - 1])
+    changed[place] ^= 1
+    damaged = b"".join([*lines[: best - 1], bytes(changed), *lines[best:]])
+    path.write_bytes(damaged)
+    ended = ratel("export", config, "-o", tmp_path / "export")
+    assert_rejected(ended, 4, f"{path}: 1 damaged line: the best step is not known")
+    assert "--step STEP" in ended.stderr and not (tmp_path / "export").exists()
+    assert ratel("export", config, "-o", tmp_path / "export", "--step", str(best)).code == 0
+    assert file_hash(tmp_path / "export" / "model.safetensors") == export_hash(config)
+    assert f"{path}:{best}: 1 damaged line" in succeed(config, "max_steps=7")
+    assert path.read_bytes().startswith(damaged) and len(path.read_bytes().splitlines()) == 7
+
+
+def test_an_evaluation_that_a_kill_took_is_made_up_for(make_config: MakeConfig) -> None:
+    """Also where no evaluation decides anything."""
+    changes = {**CHANGES, "max_steps": 4, "load_best_model_at_end": False, "early_stopping_patience": None}
+    undisturbed, config = make_config("undisturbed", **changes), make_config(**changes)
+    succeed(undisturbed)
+    run_until_killed(config, kill_at="commit.published:3")  # the first is that of the import
+    assert list(evaluations(config)) == []
+    succeed(config)
+    assert evaluations(config) == evaluations(undisturbed) != {}

@@ -24,6 +24,7 @@ from tests.e2e.runs import (
     PATIENCE,
     assert_rejected,
     assert_same_result,
+    curve,
     export_hash,
     exported,
     file_hash,
@@ -193,6 +194,18 @@ def test_the_command_starts_them(make_config: MakeConfig, undisturbed: OfEach) -
     errors = [line for line in other.stderr.splitlines() if line.startswith("error")]
     assert errors == ["error: a step of this run has 4 micro-batches, and not 3 x 2"]
     assert "hint: resume it with --ranks 2\n" in other.stderr
+
+
+@pytest.mark.full
+def test_the_command_starts_them_from_another_run(make_config: MakeConfig, undisturbed: OfEach) -> None:
+    """With the weights of the other run, not with those of the base model."""
+    source = output_of(undisturbed("all weights"))
+    config = make_config(**{**CHANGES, "max_steps": 1})
+    command = [str(ratel_command()), "finetune", str(config), "--from", str(source), "--fresh-optimizer", "--ranks=2"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    (first,) = curve(config)
+    assert first[1] < 0.9 * curve(undisturbed("all weights"))[0][1], "the loss of weights that have learnt"
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.planning.step_time import RESOURCES
-from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
+from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics, line_of, step_in
 from tests.model.tiny import file_size_limit
 
 KEYS = [
@@ -142,12 +142,45 @@ def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path, num_bytes: int
     "noise",
     [b"\n", b"\x00\x00\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "x"}\n', b"{}\n", b"7\n", b"[" * 100_000 + b"\n"],
 )
-def test_a_line_without_metrics_ends_the_log(tmp_path: Path, noise: bytes) -> None:
-    uninterrupted, damaged = tmp_path / "uninterrupted.jsonl", tmp_path / "damaged.jsonl"
-    write(uninterrupted, 1, 2)
-    damaged.write_bytes(uninterrupted.read_bytes() + noise)
-    write(damaged, committed_step=9)
-    assert damaged.read_bytes() == uninterrupted.read_bytes()
+def test_a_line_without_metrics_is_reported_and_stays_among_the_steps_that_are_done(
+    tmp_path: Path, noise: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3)
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + noise + third)
+    (warning,) = write(path, 4, committed_step=3)
+    assert warning.startswith(f"{path}:2: 1 damaged line; what the steps there measured is lost")
+    assert path.read_bytes().startswith(first + noise + third) and len(path.read_bytes().splitlines()) == 4
+    path.write_bytes(first + second + noise)
+    assert write(path, committed_step=2) == []
+    assert path.read_bytes() == first + second, "behind the last step that is done, as after a crash"
+    path.write_bytes(first + second + noise)
+    assert len(write(path, committed_step=3)) == 1
+    assert path.read_bytes() == first + second + noise, "it was the line of a step that is done"
+
+
+def test_a_changed_bit_is_found(tmp_path: Path) -> None:
+    """Each byte of a line is changed in one of its bits: the step is what it was, or is none."""
+    line = line_of(replace(metrics(2), eval_loss=1.25, eval_preferences={"rewards/margins": 0.5}))
+    wanted, found = step_in(line), set[bool]()
+    assert wanted is not None and wanted.eval_loss == 1.25
+    for place in range(len(line) - 1):
+        changed = bytearray(line)
+        changed[place] ^= 1 << place % 8
+        step = step_in(bytes(changed))
+        assert step in (None, wanted), changed
+        found.add(step is None)
+    assert True in found
+
+
+def test_lines_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(metrics(step).to_json()) + "\n" for step in (1, 2)))
+    before = path.read_bytes()
+    assert write(path, 3, committed_step=2) == []
+    assert path.read_bytes() == before + line_of(metrics(3))
+    assert step_in(before.splitlines(keepends=True)[1]) == metrics(2)
 
 
 def test_each_step_is_on_disk_when_write_returns(tmp_path: Path) -> None:

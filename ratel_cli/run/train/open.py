@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.commits import newest_common
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.card import Card
 from ratel_cli.model.spec import ModelSpec
@@ -32,7 +32,8 @@ from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import JoinedGeneration, Readable, SlicedGeneration
 from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.store import Store
-from ratel_cli.training.history import read_history
+from ratel_cli.training.history import History, read_history
+from ratel_cli.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +76,16 @@ class OpenedRun:
         rule, current = best_rule(config), self.store.progress.step
         if rule is None or not rule.saves_best:
             return None
+        path = run_directory(config.output_dir) / METRICS_NAME
         try:
-            steps = read_history(run_directory(config.output_dir) / METRICS_NAME).up_to(current).steps
+            history = read_history(path)
         except OSError:
-            steps = ()
+            history = History()
+        if history.num_unreadable:
+            damage = counted(history.num_unreadable, "damaged line")
+            raise IntegrityFailure(f"{path}: {damage}: the best step is not known", "name a saved step: --step STEP")
         saved = set.intersection(*(set(store.pinned_steps) for store in self.stores))
-        return rule.best_among(steps, {current, *saved}).step
+        return rule.best_among(history.up_to(current).steps, {current, *saved}).step
 
 
 def open_run(context: RunContext) -> OpenedRun:

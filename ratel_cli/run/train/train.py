@@ -294,7 +294,7 @@ class Training(Closing):
             ),
             recording=recording,
             ranks=self._context.ranks,
-            earlier=() if best_rule(self._config) is None else self._earlier(),
+            earlier=self._earlier(),
         )
 
     def _plan_from(self, recording: StepRecording, *, step: int) -> Plan:
