@@ -134,7 +134,6 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
         "pretrain": "completion",
         "text": "completion",
         "alpaca.load_prompt": "alpaca",
-        "alpaca_chat": "alpaca",
     },
 }
 """By key: other names of its values."""

@@ -26,7 +26,7 @@ from ratel_cli.config.aliases import (
 )
 from ratel_cli.config.describe import describe_value
 from ratel_cli.config.foreign import foreign_key
-from ratel_cli.config.their_datasets import translate_dataset
+from ratel_cli.config.their_datasets import each_file, translate_dataset
 from ratel_cli.config.translations import translate_top_level
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, plain, show
 
@@ -95,6 +95,8 @@ class Dialect:
             marked.content = [replace(marked)]
         for item in marked.content if isinstance(marked.content, list) else ():
             self._spread_item(item)
+        if isinstance(marked.content, list):
+            marked.content = [each for item in marked.content for each in each_file(item)]
 
     def _spread_item(self, item: Marked) -> None:
         if isinstance(item.content, str):
@@ -262,9 +264,9 @@ class Dialect:
         return f"{self._section}.{entry.written}" if self._section else entry.written
 
     def _record(self, entry: Entry, fate: Fate, *, ours: str = "", reason: str = "", value: str | None = None) -> None:
-        """Record what became of an entry, once."""
+        """Record what became of an entry, once. What no user wrote has no outcome."""
         written = self._named(entry)
-        if fate in ("kept", "translated") and (entry.where, written) in self._recorded:
+        if not entry.written or (fate in ("kept", "translated") and (entry.where, written) in self._recorded):
             return
         self._recorded.add((entry.where, written))
         shown = _shown(entry.value) if value is None else value

@@ -12,9 +12,10 @@ the key's default, which is `false` for whatever a user would have to turn on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from ratel_cli.config.unsupported import instead_of
 from ratel_cli.config.yaml_marks import Marked, Plain, plain
 
 Fate = Literal["ignored", "noted", "undecided", "impossible"]
@@ -42,9 +43,12 @@ class Foreign:
         return self.fate
 
 
-_NOTHING = Foreign(fate="ignored", reason="it changes nothing in a run of Ratel")
-_ANYWAY = Foreign(fate="ignored", reason="Ratel does this, or better, by itself")
-_PLANNED = Foreign(fate="ignored", reason="the plan decides what is recomputed or offloaded; see `activations`")
+def _ignored(reason: str) -> Foreign:
+    return Foreign(fate="ignored", reason=reason)
+
+
+_PROCESSES = _ignored("it is about processes and how they share a batch; Ratel has `--ranks`")
+_SHOWN = _ignored("it is about what is logged and shown")
 _KERNELS = Foreign(fate="ignored", reason="it names kernels; the results are the same; see `attn_implementation`")
 _LOADER = Foreign(fate="ignored", reason="Ratel prepares the data once, by itself")
 _PADDING = Foreign(fate="ignored", reason="packing fills the sequences; see `sample_packing`")
@@ -54,60 +58,34 @@ _TRACKER = Foreign(
 )
 _HUB = Foreign(fate="noted", reason="with `hub_model_id` Ratel uploads the model once, at the end; otherwise nothing")
 _SHARDING = Foreign(fate="noted", reason="Ratel streams the model through one device and needs no sharding")
-_TENSOR_PARALLEL = Foreign(
-    fate="noted", reason="there is no tensor parallelism: a block that fits the device needs none; see `--ranks`"
-)
 _ENGINE = Foreign(fate="noted", reason="Ratel has an engine of its own; see `storage` and `limits`")
-_REMOTE_CODE = Foreign(
-    fate="noted", reason="Ratel never runs code from a model's repository; models that transformers has need none"
+_TEMPLATE_WORDS = Foreign(
+    fate="undecided",
+    reason="the tokenizer's own chat template writes it",
+    hint="remove it, or set a template that does it: `chat_template_jinja: FILE`",
 )
 _TEMPLATE = Foreign(fate="noted", reason="the tokenizer's own chat template is used", harmless=("tokenizer_default",))
-_OTHER_TEMPLATE = Foreign(
-    fate="undecided",
-    reason="Ratel does not take the template of another tokenizer",
-    hint="write it into a file: `chat_template_jinja: FILE`",
-)
 _FP8 = Foreign(fate="noted", reason="Ratel computes in `dtype`, which is more exact")
-_WHOLE_RUN = Foreign(fate="noted", reason="only evaluations end a run of Ratel early; see `early_stopping_patience`")
-_RESUME = Foreign(
-    fate="noted",
-    reason="a run is resumed by itself; `--resume no` starts over and `--resume STEP` goes back",
-)
-_EVALUATION = Foreign(
-    fate="noted",
-    reason="Ratel evaluates the loss, and the accuracy of classes and of answers that are compared, on `val_set_size` "
-    "or `test_datasets`",
-)
-_DESTINATION = Foreign(
-    fate="noted", reason="a directory of an earlier run is continued; another one is not overwritten"
-)
 
 _ADAPTER = Foreign(
     fate="impossible",
     reason="it belongs to a kind of adapter that Ratel does not train",
     hint="remove it; `adapter: lora` trains one",
 )
-_OF_PEFT = Foreign(fate="noted", reason="Ratel computes with PEFT's modules")
-_MERGED = Foreign(fate="noted", reason="Ratel exports the adapter; `ratel merge` adds it to its base")
 _QUANTISED = Foreign(
     fate="impossible",
     reason="it quantises the model in a way that Ratel does not",
     hint="remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`",
-)
-_COMPUTED_IN = Foreign(
-    fate="undecided", reason="quantised weights are computed with in `dtype`", hint="set `dtype` to it, and remove it"
 )
 _FREEZING = Foreign(
     fate="impossible",
     reason="it trains a part of the weights, which `unfrozen_parameters` names here",
     hint="remove it, and name them; without them Ratel trains every weight",
 )
-_PART = Foreign(
-    fate="impossible",
-    reason="it trains a part of the weights, or an adapter",
-    hint="name the part in `unfrozen_parameters`; `adapter: lora` trains an adapter",
-)
 _OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it, or see `optimizer`")
+_REWARDS = Foreign(
+    fate="impossible", reason="it belongs to training on rewards, or to a reward model", hint=instead_of("grpo")
+)
 _METHOD = Foreign(
     fate="impossible", reason="it is another training method", hint="remove it; see `rl` for answers that are compared"
 )
@@ -116,27 +94,10 @@ _COMPARING = Foreign(
     reason="it makes another loss of answers that are compared",
     hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
 )
-_REFERENCE = Foreign(
-    fate="impossible",
-    reason="it is another reference model; with `rl` that is the model before step 1",
-    hint="remove it, if it is the base model",
-)
 _LOSS = Foreign(
     fate="impossible",
     reason="it is another loss",
     hint="remove it; there are `use_dft_loss`, `label_smoothing_factor` and the losses of `rl`",
-)
-_IMAGES = Foreign(fate="impossible", reason="it trains on images or sound", hint="remove it; Ratel trains on text")
-_THINKING = Foreign(
-    fate="undecided",
-    reason="answers without a thought are rendered as the tokenizer's chat template does it",
-    hint="remove it, or set a template that closes an empty thought: `chat_template_jinja: FILE`",
-    default=True,
-)
-_VOCABULARY = Foreign(
-    fate="undecided",
-    reason="Ratel does not change the tokenizer or the vocabulary",
-    hint="remove it if the tokenizer has these tokens already",
 )
 _MODEL = Foreign(
     fate="undecided",
@@ -146,78 +107,117 @@ _MODEL = Foreign(
 _SELECTION = Foreign(
     fate="undecided", reason="Ratel trains on every sample", hint="remove it, and filter the data beforehand"
 )
-_TURNS = Foreign(
+_ORDER = Foreign(
     fate="undecided",
-    reason="Ratel trains on every turn of `roles_to_train`",
-    hint="remove it, or split each conversation at its turns beforehand",
+    reason="Ratel reads the rows in the order that `seed` gives, or in their own with `shuffle: false`",
+    hint="remove it, or see `shuffle`",
 )
-_RATES = Foreign(
+_MIXTURE = Foreign(
     fate="undecided",
-    reason="Ratel has no such schedule, and no such group of weights with a rate of its own",
-    hint="remove it; see `lr_scheduler_kwargs`, `loraplus_lr_ratio` and `embedding_lr`",
+    reason="Ratel trains on all rows of all sets once in an epoch, in one mixed order",
+    hint="remove it, or set `weight` of the sets",
 )
-_DELAY = Foreign(
+_OTHER_PACKING = Foreign(
     fate="undecided",
-    reason="Ratel has no delay: earlier evaluations count for the best step and the patience, too",
-    hint="remove it",
-    default=0,
+    reason="Ratel packs whole samples, which do not see each other, and truncates what is longer",
+    hint="remove it; see `sample_packing`",
 )
-_BATCH = Foreign(
-    fate="undecided",
-    reason="it means different things in different tools",
-    hint="use `micro_batch_size` (sequences computed at once) and `gradient_accumulation_steps`, or `tokens_per_step`",
-)
-_PACKING = Foreign(
-    fate="undecided",
-    reason="it packs samples in axolotl's old way, across the borders of samples",
-    hint="use `sample_packing: true`, which keeps samples apart, and `sequence_len`",
-)
-_TRUNCATION = Foreign(
-    fate="undecided", reason="Ratel truncates long samples at their end", hint="remove it, or shorten the data"
-)
-_MERGE = Foreign(fate="impossible", reason="YAML merge keys are not supported", hint="write the keys out")
 
 
-def _but(foreign: Foreign, *harmless: Plain) -> Foreign:
+def _but(foreign: Foreign, *harmless: Plain, default: Plain = False) -> Foreign:
     """The same, with values that change nothing."""
-    return Foreign(fate=foreign.fate, reason=foreign.reason, hint=foreign.hint, harmless=harmless)
+    return replace(foreign, harmless=harmless, default=default)
 
 
 _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
-        _NOTHING,
-        """strict debug model_type tokenizer_type processor_type is_llama_derived_model is_falcon_derived_model
-        is_mistral_derived_model is_qwen_derived_model cls_model_config tokenizer_use_fast tokenizer_legacy
-        use_fast_tokenizer use_fast use_cache low_cpu_mem_usage device_map max_memory gpu_memory_limit local_rank
-        world_size _n_gpu n_gpu do_train do_eval ddp eval_do_concat_batches prediction_loss_only log_level
-        log_level_replica log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter logging_dir
-        disable_tqdm plot_loss include_num_input_tokens_seen include_tokens_per_second include_mfu include_tkps
-        include_for_metrics include_inputs_for_metrics save_safetensors save_only_model save_first_step
-        save_on_each_node restore_callback_states_from_checkpoint ignore_data_skip skip_memory_metrics
-        remove_unused_columns label_names cache_dir base_model_ignore_patterns hf_use_auth_token hf_hub_token
-        profiler_steps profiler_steps_start gc_steps torch_empty_cache_steps past_index mp_parameters
-        tpu_num_cores tpu_metrics_debug ray_scope ray_num_workers resources_per_worker use_ray use_mps_device
-        loraplus_lr_embedding
-        use_ipex jit_mode_eval xpu_backend enable_jit_checkpoint env push_to_hub_token push_to_hub_model_id
-        push_to_hub_organization hub_token average_tokens_across_devices split_batches ignore_pad_token_for_loss
-        data_shared_file_system resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings
-        embeddings_skip_upcast strip_whitespace pad_token eval_on_start
-        eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval
-        bf16_full_eval fp16_opt_level half_precision_backend fp16_backend auto_find_batch_size accelerator_config
-        parallelism_config sharded_ddp experimental_skip_move_to_device torchdistx_path use_habana use_lazy_mode
-        gaudi_config_name use_hpu_graphs upcast_layernorm upcast_lmhead_output per_device_eval_batch_size
-        eval_batch_size data_seed full_determinism use_fast_processor print_param_status infer_backend infer_dtype
-        use_logits_to_keep compute_accuracy overwrite_cache tool_format crop_to_patches image_max_pixels
-        image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen group_by_length
-        length_column_name trackio_space_id trackio_bucket_id trackio_static_space_id
-        seed_worker ranking hub_token use_v2_trainer vllm_enforce_eager vllm_maxlen vllm_gpu_util
-        model_init_kwargs_use_cache telemetry""",
+        _ignored("the files of the model say which classes it has"),
+        """model_type tokenizer_type processor_type is_llama_derived_model is_falcon_derived_model
+        is_mistral_derived_model is_qwen_derived_model cls_model_config tokenizer_use_fast use_fast_tokenizer use_fast
+        use_fast_processor model_class is_encoder_decoder""",
     ),
     (
-        _PLANNED,
+        _ignored("it says how a model is loaded, and where to; its numbers are the same"),
+        """use_cache low_cpu_mem_usage device_map max_memory gpu_memory_limit cache_dir base_model_ignore_patterns
+        experimental_skip_move_to_device""",
+    ),
+    (
+        _PROCESSES,
+        """local_rank world_size _n_gpu n_gpu ddp use_ray ray_scope ray_num_workers resources_per_worker mp_parameters
+        average_tokens_across_devices split_batches accelerator_config parallelism_config sharded_ddp env
+        data_shared_file_system seed_worker dist_timeout""",
+    ),
+    (
+        _SHOWN,
+        """debug log_level log_level_replica log_on_each_node logging_strategy logging_first_step
+        logging_nan_inf_filter logging_dir disable_tqdm plot_loss include_num_input_tokens_seen
+        include_tokens_per_second include_mfu include_tkps skip_memory_metrics profiler_steps profiler_steps_start
+        tpu_metrics_debug print_param_status telemetry trackio_space_id trackio_bucket_id trackio_static_space_id
+        log_completions log_completions_hub_repo log_multimodal log_unique_prompts num_completions_to_print
+        ignore_bias_buffers""",
+    ),
+    (
+        _ignored("it is about the files of checkpoints, and of a run that goes on"),
+        """save_safetensors save_only_model save_first_step save_on_each_node restore_callback_states_from_checkpoint
+        ignore_data_skip enable_jit_checkpoint overwrite_cache tokenizer_save_jinja_files dynamic_checkpoint
+        num_dataset_shards_to_save axolotl_config_path save_ckpt_as_hf""",
+    ),
+    (
+        _ignored("it says how and when evaluations are computed; what is trained is the same"),
+        """do_train do_eval eval_do_concat_batches prediction_loss_only include_for_metrics include_inputs_for_metrics
+        eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval bf16_full_eval
+        per_device_eval_batch_size eval_batch_size use_logits_to_keep compute_accuracy label_names
+        remove_unused_columns length_column_name""",
+    ),
+    (_ignored("Ratel checks every key of a config"), "strict"),
+    (
+        _ignored("the environment has the tokens of the hub"),
+        "hf_use_auth_token hf_hub_token hub_token push_to_hub_token ms_hub_token om_hub_token",
+    ),
+    (
+        _ignored("it belongs to other hardware, or to older releases of its tool"),
+        """past_index tpu_num_cores use_mps_device use_ipex jit_mode_eval xpu_backend fp16_opt_level
+        half_precision_backend fp16_backend torchdistx_path use_habana use_lazy_mode gaudi_config_name use_hpu_graphs
+        use_v2_trainer push_to_hub_model_id push_to_hub_organization""",
+    ),
+    (
+        _ignored("it frees memory, or shrinks batches that do not fit; Ratel plans its memory"),
+        "gc_steps gc_collect_steps torch_empty_cache_steps auto_find_batch_size large_head_attention",
+    ),
+    (_ignored("Ratel adds no tokens to a vocabulary"), "mean_resizing_embeddings"),
+    (_ignored("what fills up a row has no loss"), "pad_token padding_value"),
+    (_ignored("Ratel computes the loss in fp32"), "upcast_lmhead_output embeddings_skip_upcast"),
+    (
+        _ignored("text has no images"),
+        """crop_to_patches image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
+        use_audio_in_video audio_sampling_rate""",
+    ),
+    (_ignored("no embedding has an adapter here"), "loraplus_lr_embedding"),
+    (
+        _ignored("`seed` gives the order of the rows"),
+        """data_seed full_determinism shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset
+        buffer_size streaming_multipack_buffer_size pretrain_multipack_buffer_size""",
+    ),
+    (_ignored("`device: auto` takes the GPU if there is one"), "use_cpu no_cuda"),
+    (
+        Foreign(fate="noted", reason="no text is generated while Ratel trains"),
+        """do_sample temperature top_p top_k min_p num_beams max_new_tokens repetition_penalty length_penalty
+        skip_special_tokens generation_kwargs cache_implementation generation_config infer_backend infer_dtype
+        vllm_enforce_eager vllm_maxlen vllm_gpu_util vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size
+        sglang_config sample_backend""",
+    ),
+    (
+        Foreign(fate="noted", reason="Ratel exports the model in the form of its base; see `ratel export`"),
+        """export_dir export_hub_model_id export_device export_size export_legacy_format export_quantization_bit
+        export_quantization_dataset export_quantization_nsamples export_quantization_maxlen export_hf_on_finish""",
+    ),
+    (Foreign(fate="noted", reason="products in fp32 stay in fp32, which is more exact"), "tf32"),
+    (
+        Foreign(fate="ignored", reason="the plan decides what is recomputed or offloaded; see `activations`"),
         """gradient_checkpointing gradient_checkpointing_kwargs disable_gradient_checkpointing activation_checkpointing
         activation_checkpointing_kwargs use_reentrant_gc activation_offloading activations_offloading tiled_mlp
-        tiled_mlp_use_original_mlp tiled_mlp_num_shards use_unsloth_gc offload_activations""",
+        tiled_mlp_use_original_mlp tiled_mlp_num_shards use_unsloth_gc offload_activations
+        enable_activation_checkpointing layer_offloading selective_checkpointing""",
     ),
     (
         _KERNELS,
@@ -228,76 +228,191 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         chunked_cross_entropy_num_chunks use_liger_kernel use_liger enable_liger_kernel liger_kernel_config
         use_unsloth use_kernels use_scattermoe use_sonicmoe moe_kernels use_kernel use_hub_kernels use_v1_kernels
         kernel_name use_flash_attention_2 torch_compile torch_compile_backend torch_compile_mode
-        torch_compile_dynamic torchdynamo compile tf32 experts_implementation padding_free loss_kernel
-        fused_attn_kernel use_dsv4_kernels gemma4_hybrid_attn_impl""",
+        torch_compile_dynamic torchdynamo compile experts_implementation padding_free loss_kernel
+        fused_attn_kernel use_dsv4_kernels gemma4_hybrid_attn_impl kernel_config""",
     ),
     (
         _LOADER,
-        """dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataset_shard_num
-        dataset_shard_idx skip_prepare_dataset push_dataset_to_hub preprocessing_num_workers preprocessing_batch_size
-        dataset_kwargs dataset_batch_size tokenized_path buffer_size streaming_multipack_buffer_size
-        shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset pretrain_multipack_buffer_size
-        pretrain_multipack_attn mix_strategy overwrite_prepared_data trust_remote_code_for_data
-        ignore_bias_buffers num_proc preprocess_iterable""",
+        """dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory push_dataset_to_hub
+        preprocessing_num_workers preprocessing_batch_size batching_workers
+        dataset_batch_size tokenized_path overwrite_prepared_data trust_remote_code_for_data num_proc
+        preprocess_iterable""",
     ),
     (
         _PADDING,
         """pad_to_sequence_len pad_to_multiple_of eval_sample_packing eval_packing sample_packing_group_size
-        sample_packing_bin_size sample_packing_sequentially sample_packing_mp_start_method sample_packing_eff_est
-        multipack_real_batches packing_strategy neat_packing batch_flattening total_num_tokens total_supervised_tokens
+        sample_packing_bin_size sample_packing_mp_start_method sample_packing_eff_est
+        multipack_real_batches neat_packing batch_flattening total_num_tokens total_supervised_tokens
         sample_packing_drop_attention_mask pretraining_sample_concatenation num_of_sequences""",
     ),
+    (_but(_ORDER, "random"), "train_sampling_strategy"),
+    (_ORDER, "group_by_length sample_packing_sequentially curriculum_sampling"),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel trains on every row of an epoch, so its last step may have fewer",
+            hint="remove it",
+        ),
+        "dataloader_drop_last",
+    ),
+    (_but(_OTHER_PACKING, "normal", "padding_free"), "batching_strategy"),
+    (_but(_MIXTURE, "concat"), "mix_strategy"),
+    (_MIXTURE, "interleave_probs"),
+    (
+        Foreign(fate="undecided", reason="Ratel makes the tokens of rows by itself", hint="remove it"),
+        "skip_prepare_dataset dataset_kwargs",
+    ),
+    (_but(_OTHER_PACKING, "bfd"), "packing_strategy"),
+    (_but(_OTHER_PACKING, default=True), "pretrain_multipack_attn"),
+    (
+        Foreign(fate="undecided", reason="Ratel computes everything in `dtype`, norms too", hint="remove it"),
+        "upcast_layernorm fp32_norms fp32_norm_classes cast_lm_head_to_fp32",
+    ),
+    (
+        Foreign(fate="undecided", reason="padding has no loss here", hint="remove it", default=True),
+        "ignore_pad_token_for_loss",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="each row of the embedding counts in the softmax, and Ratel keeps their number",
+            hint="remove it, or change the model beforehand",
+        ),
+        "resize_token_embeddings_to_32x shrink_embeddings",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel makes tokens as the tokenizer's files say it",
+            hint="remove it, or change the files",
+        ),
+        "tokenizer_legacy",
+    ),
+    (
+        Foreign(fate="undecided", reason="Ratel finds the layers of a model by itself", hint="remove it"),
+        "peft_layers_pattern",
+    ),
+    (
+        Foreign(
+            fate="impossible",
+            reason="Ratel trains adapters of language models alone",
+            hint="remove it",
+            harmless=("CAUSAL_LM",),
+        ),
+        "lora_task_type",
+    ),
     (_TRACKER, "use_wandb use_mlflow use_comet use_swanlab use_tensorboard use_otel_metrics use_trackio"),
-    (_HUB, "push_to_hub export_dir export_hub_model_id"),
+    (_HUB, "push_to_hub"),
     (
         _SHARDING,
         """fsdp sequence_parallel_degree sequence_parallel_size sequence_parallel_mode context_parallel_size
         context_parallel_dim expert_parallel_size dp_shard_size dp_replicate_size dp_world_size data_parallel_shard_dim
         data_parallel_replicate_dim ring_attn_func heads_k_stride custom_sharded_layers pipeline_parallel_size
         tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size sequence_parallel
-        use_distributed_optimizer overlap_param_gather overlap_grad_reduce""",
+        use_distributed_optimizer overlap_param_gather overlap_grad_reduce dist_config dp_size cp_size cp_mode
+        mp_replicate_size mp_shard_size""",
     ),
-    (_TENSOR_PARALLEL, "tensor_parallel_size tensor_parallel tensor_parallel_dim"),
+    (
+        Foreign(
+            fate="noted",
+            reason="there is no tensor parallelism: a block that fits the device needs none; see `--ranks`",
+        ),
+        "tensor_parallel_size tensor_parallel tensor_parallel_dim",
+    ),
     (
         _ENGINE,
         """deepspeed deepspeed_config zero_optimization zero_stage offload_optimizer offload_param aio accelerate_config
         use_megatron use_kt unsloth optimizer_in_bwd optimizer_overlap_backward""",
     ),
-    (_REMOTE_CODE, "trust_remote_code"),
-    (_TEMPLATE, "template default_system eot_tokens"),
-    (_OTHER_TEMPLATE, "chat_template_path"),
+    (
+        Foreign(
+            fate="noted",
+            reason="Ratel never runs code from a model's repository; models that transformers has need none",
+        ),
+        "trust_remote_code",
+    ),
+    (_TEMPLATE, "template eot_tokens"),
+    (_TEMPLATE_WORDS, "tool_format default_system default_system_message chat_template_kwargs"),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel does not take the template of another tokenizer",
+            hint="write it into a file: `chat_template_jinja: FILE`",
+        ),
+        "chat_template_path",
+    ),
     (
         _FP8,
         """fp8 fp8_backend fp8_recipe fp8_format fp8_enable_fsdp_float8_all_gather fp8_config enable_fp8 enable_fp8_fsdp
         enable_fp8_training""",
     ),
-    (_WHOLE_RUN, "loss_watchdog_threshold loss_watchdog_patience"),
-    (_RESUME, "resume_from_checkpoint auto_resume_from_checkpoints"),
-    (_DESTINATION, "overwrite_output_dir"),
     (
-        _EVALUATION,
+        Foreign(fate="noted", reason="only evaluations end a run of Ratel early; see `early_stopping_patience`"),
+        "loss_watchdog_threshold loss_watchdog_patience",
+    ),
+    (
+        Foreign(
+            fate="noted",
+            reason="a run is resumed by itself; `--resume no` starts over and `--resume STEP` goes back",
+        ),
+        "resume_from_checkpoint auto_resume_from_checkpoints",
+    ),
+    (
+        Foreign(fate="noted", reason="a directory of an earlier run is continued; another one is not overwritten"),
+        "overwrite_output_dir",
+    ),
+    (
+        Foreign(
+            fate="noted",
+            reason="Ratel evaluates the loss, and the accuracy of classes and of answers that are compared, on "
+            "`val_set_size` "
+            "or `test_datasets`",
+        ),
         """eval_table_size eval_max_new_tokens eval_table_max_new_tokens callbacks benchmarks do_causal_lm_eval
         eval_causal_lm_metrics do_bench_eval bench_dataset bench_split dataset_test_split eval_on_each_dataset
         test_split eval_strategy_best predict_with_generate generate_samples num_generation_samples
         generation_max_length generation_num_beams""",
     ),
     (_but(_ADAPTER, "full", "none"), "peft adapter_name_or_path"),
-    (_but(_PART, "full", "none"), "finetuning_type"),
+    (
+        _but(
+            Foreign(
+                fate="impossible",
+                reason="it trains a part of the weights, or an adapter",
+                hint="name the part in `unfrozen_parameters`; `adapter: lora` trains an adapter",
+            ),
+            "full",
+            "none",
+        ),
+        "finetuning_type peft_config",
+    ),
     (
         _ADAPTER,
         """freeze_base_model pissa_init use_llama_pro lora_model_dir lora_init""",
     ),
-    (_OF_PEFT, "lora_qkv_kernel lora_o_kernel lora_mlp_kernel lora_embedding_kernel lora_on_cpu lora_fan_in_fan_out"),
-    (_MERGED, "merge_lora"),
+    (
+        Foreign(fate="noted", reason="Ratel computes with PEFT's modules"),
+        "lora_qkv_kernel lora_o_kernel lora_mlp_kernel lora_embedding_kernel lora_on_cpu lora_fan_in_fan_out",
+    ),
+    (Foreign(fate="noted", reason="Ratel exports the adapter; `ratel merge` adds it to its base"), "merge_lora"),
     (_but(_QUANTISED, "bnb", "bitsandbytes"), "quantization_method"),
     (_but(_QUANTISED, "nf4"), "quantization_type bnb_4bit_quant_type"),
-    (_COMPUTED_IN, "bnb_4bit_compute_dtype"),
-    # A checkpoint that is quantised already says so itself.
-    (_NOTHING, "bnb_4bit_quant_storage gptq gptq_disable_exllama gptq_groupsize gptq_model_v1"),
+    (
+        Foreign(
+            fate="undecided",
+            reason="quantised weights are computed with in `dtype`",
+            hint="set `dtype` to it, and remove it",
+        ),
+        "bnb_4bit_compute_dtype",
+    ),
+    (
+        _ignored("a model that is quantised already says so itself"),
+        "bnb_4bit_quant_storage gptq gptq_disable_exllama gptq_groupsize gptq_model_v1",
+    ),
     (
         _QUANTISED,
         """bnb_config_kwargs quantization_bit quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4
-        use_bnb use_onebitllms""",
+        use_bnb use_onebitllms quant_config""",
     ),
     (_but(_FREEZING, True), "freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules"),  # text uses none
     (
@@ -311,29 +426,70 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         torchao_optimizer dion_learning_rate dion_momentum dion_lr dion_rank_fraction dion_rank_multiple_of
         muon_momentum muon_learning_rate use_dion""",
     ),
-    (_but(_METHOD, "sft", "pt", 0), "stage"),
+    (_but(_REWARDS, "sft", "pt", 0), "stage"),
+    (
+        _REWARDS,
+        """reward_model process_reward_model trl vllm reward_model_path reward_model_name_or_path reward_model_adapters
+        reward_model_quantization_bit reward_model_type reward_funcs reward_weights reward_clip_range scale_rewards
+        normalize_advantages multi_objective_aggregation num_generations num_generations_eval num_iterations
+        generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches total_episodes kl_coef cliprange
+        vf_coef cliprange_value whiten_rewards response_length epsilon_high importance_sampling_level
+        mask_truncated_completions off_policy_mask_threshold top_entropy_quantile entropy_coef entropy_coef_delta
+        entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy use_bias_correction_kl
+        max_tool_calling_iterations sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos
+        vespo_lambda_neg vespo_lambda_pos center_rewards_coefficient train_on_last_step_only use_vllm
+        use_transformers_continuous_batching use_transformers_paged transformers_continuous_batching_config
+        ds3_gather_for_generation""",
+    ),
     (
         _METHOD,
-        """reward_model process_reward_model diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature
-        kd_online_server trl reward_model_path relora relora_steps relora_prune_ratio relora_cpu_offload ebft vllm
-        mtp_enabled distill teacher_model_name_or_path do_predict""",
+        """diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_online_server relora relora_steps
+        relora_prune_ratio relora_prune_method relora_cpu_offload ebft mtp_enabled distill
+        teacher_model_name_or_path do_predict""",
     ),
-    (_COMPARING, "rpo_alpha pref_loss pref_ftx pref_bco_weight reference_free dpo_use_weighting"),
-    (_REFERENCE, "ref_model ref_model_name_or_path ref_model_adapters"),
+    (
+        _COMPARING,
+        """rpo_alpha pref_loss pref_ftx pref_bco_weight reference_free dpo_use_weighting use_weighting loss_weights
+        ld_alpha f_divergence_type f_alpha_divergence_coef discopop_tau""",
+    ),
+    (
+        Foreign(
+            fate="impossible",
+            reason="it is another reference model; with `rl` that is the model before step 1",
+            hint="remove it, if it is the base model",
+        ),
+        """ref_model ref_model_name_or_path ref_model_adapters ref_model_quantization_bit sync_ref_model
+        ref_model_mixup_alpha ref_model_sync_steps""",
+    ),
     (_but(_LOSS, "nll", "chunked_nll", "cross_entropy", "ce"), "loss_type"),
     (_but(_LOSS, 0), "router_aux_loss_coef moe_aux_loss_coef aux_loss_coef"),
     (
         _LOSS,
-        """use_eaft_loss use_eaft eaft_alpha eaft_k use_asft_loss use_dft dft_loss
-        eaft""",
+        """use_eaft_loss use_eaft eaft_alpha eaft_k use_asft_loss asft_alpha use_dft dft_loss eaft
+        liger_use_token_scaling""",
     ),
-    (_IMAGES, "media_dir image_size image_resize_algorithm is_multimodal audio_sampling_rate"),
-    (_THINKING, "enable_thinking"),
     (
-        _VOCABULARY,
+        Foreign(fate="impossible", reason="it trains on images or sound", hint="remove it; Ratel trains on text"),
+        "media_dir image_size image_resize_algorithm is_multimodal",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="answers without a thought are rendered as the tokenizer's chat template does it",
+            hint="remove it, or set a template that closes an empty thought: `chat_template_jinja: FILE`",
+            default=True,
+        ),
+        "enable_thinking",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel does not change the tokenizer or the vocabulary",
+            hint="remove it if the tokenizer has these tokens already",
+        ),
         """tokens added_tokens_overrides add_tokens add_special_tokens new_special_tokens resize_vocab
-        split_special_tokens tokenizer_config tokenizer_name_or_path tokenizer_path tokenizer_save_jinja_files
-        eos_token new_special_tokens_config init_special_tokens""",
+        split_special_tokens tokenizer_config tokenizer_name_or_path tokenizer_path eos_token
+        new_special_tokens_config init_special_tokens""",
     ),
     (_but(_MODEL, "main"), "revision"),
     (
@@ -346,21 +502,66 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (_but(_SELECTION, 0, 1, 2), "min_sample_len"),
     (
         _SELECTION,
-        """dataset_exact_deduplication curriculum_sampling interleave_probs filter
-        max_train_samples skip_train_samples""",
+        """dataset_exact_deduplication filter max_train_samples skip_train_samples dataset_shard_num
+        dataset_shard_idx""",
     ),
-    (_TURNS, "mask_history train_on_last_turn_only"),
-    (_but(_TRUNCATION, "keep_start", "right"), "truncation_mode truncation_side"),
     (
-        _RATES,
+        Foreign(
+            fate="undecided",
+            reason="Ratel trains on every turn of `roles_to_train`",
+            hint="remove it, or split each conversation at its turns beforehand",
+        ),
+        "mask_history train_on_last_turn_only",
+    ),
+    (
+        _but(
+            Foreign(
+                fate="undecided",
+                reason="Ratel truncates long samples at their end",
+                hint="remove it, or shorten the data",
+            ),
+            "keep_start",
+            "right",
+        ),
+        "truncation_mode truncation_side",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel has no such schedule, and no such group of weights with a rate of its own",
+            hint="remove it; see `lr_scheduler_kwargs`, `loraplus_lr_ratio` and `embedding_lr`",
+        ),
         """lr_groups lr_quadratic_warmup
         cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optimizer_kwargs
         lr_div_factor""",
     ),
-    (_DELAY, "eval_delay"),
-    (_PACKING, "max_packed_sequence_len"),
-    (_BATCH, "batch_size train_batch_size global_batch_size"),
-    (_MERGE, "<<"),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel has no delay: earlier evaluations count for the best step and the patience, too",
+            hint="remove it",
+            default=0,
+        ),
+        "eval_delay",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="it packs samples in axolotl's old way, across the borders of samples",
+            hint="use `sample_packing: true`, which keeps samples apart, and `sequence_len`",
+        ),
+        "max_packed_sequence_len",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="it means different things in different tools",
+            hint="use `micro_batch_size` (sequences computed at once) and `gradient_accumulation_steps`, or "
+            "`tokens_per_step`",
+        ),
+        "batch_size train_batch_size global_batch_size",
+    ),
+    (Foreign(fate="impossible", reason="YAML merge keys are not supported", hint="write the keys out"), "<<"),
 )
 FOREIGN: Mapping[str, Foreign] = {key: foreign for foreign, keys in _GROUPS for key in keys.split()}
 """By key: what becomes of it. A key of Ratel's own is not among them."""
@@ -375,9 +576,11 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "muon_": _OPTIMIZER,
     "dion_": _OPTIMIZER,
     "dpo_": _COMPARING,
-    "grpo_": _METHOD,
+    "grpo_": _REWARDS,
     "kto_": _COMPARING,
-    "ppo_": _METHOD,
+    "ppo_": _REWARDS,
+    "vllm_": _REWARDS,
+    "reward_": _REWARDS,
     "mtp_": _METHOD,
     "kd_": _METHOD,
     "fsdp_": _SHARDING,
@@ -385,8 +588,9 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "alst_": _SHARDING,
     "deepspeed_": _ENGINE,
     "kt_": _ENGINE,
-    "ray_": _NOTHING,
-    "mfu_": _NOTHING,
+    "ray_": _PROCESSES,
+    "mfu_": _SHOWN,
+    "profiler_": _SHOWN,
     "flash_attn_": _KERNELS,
     "liger_": _KERNELS,
     "cut_cross_entropy_": _KERNELS,
@@ -400,7 +604,6 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "trackio_": _TRACKER,
     "otel_": _TRACKER,
     "hub_": _HUB,
-    "export_": _HUB,
     "dataloader_": _LOADER,
     "sample_packing_": _PADDING,
 }
@@ -411,11 +614,20 @@ FOREIGN_IN_DATASETS: Mapping[str, Foreign] = {
     for foreign, keys in (
         (_LOADER, "ds_type preprocess_shards trust_remote_code columns ranking num_proc format_kwargs"),
         (_but(_MODEL, "main"), "revision"),
-        (_TEMPLATE, "conversation chat_template split_thinking eot_tokens roles_kwargs"),
+        (_TEMPLATE, "conversation chat_template eot_tokens roles_kwargs"),
+        (_TEMPLATE_WORDS, "split_thinking"),
         (
             _SELECTION,
             """shards shards_idx message_field_training_detail train_on_eot
-            skip drop_exceeded_length data_dir data_files subset""",
+            skip drop_exceeded_length""",
+        ),
+        (
+            Foreign(
+                fate="undecided",
+                reason="Ratel reads all files of a set",
+                hint="name the files in `path`, each in a set of its own, or the configuration in `name`",
+            ),
+            "data_dir data_files subset",
         ),
     )
     for key in keys.split()

@@ -21,6 +21,7 @@ from ratel_cli.config.other_tools import (
     recognise,
     sets_in,
     write_mask,
+    write_switch,
     write_system_column,
 )
 from ratel_cli.config.reporting import Entries
@@ -68,6 +69,7 @@ def import_config(path: Path) -> Imported:
         _best_by_patience(root, dialect)
         _loraplus(root, dialect)
     _evaluations(root, tool, dialect)
+    write_switch(tool, root)
     if tool == "torchtune":
         root.content = translate_torchtune(root.content, dialect)
     is_constant = any(

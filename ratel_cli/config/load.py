@@ -24,7 +24,7 @@ from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.doubtful import doubtful_keys
 from ratel_cli.config.messages import contradictions_in, finding_of
-from ratel_cli.config.other_tools import other_length, other_mask, recognise_surely
+from ratel_cli.config.other_tools import other_length, other_mask, other_switch, recognise_surely
 from ratel_cli.config.overrides import apply_override
 from ratel_cli.config.schema import OWN_DATA, RunConfig
 from ratel_cli.config.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
@@ -132,11 +132,12 @@ def examine_text(text: str, path: Path, overrides: Sequence[str] = ()) -> Readin
         raise Finding(where=root.where, message="this is a config of torchtune", hint=hint).as_error()
     keys = keys_by_place(root)
     tool = recognise_surely(root)
+    switch = other_switch(tool, root)
     dialect.translate(TOP, root)
     for number, argument in enumerate(overrides, start=1):
         apply_override(root, argument, number, dialect)
     dialect.finish()
-    dialect.notices += filter(None, (other_mask(tool, root), other_length(tool, root)))
+    dialect.notices += filter(None, (switch, other_mask(tool, root), other_length(tool, root)))
     config, left_out = validate(root, dialect), frozenset[str]()
     if findings:
         config, left_out = _usable_part(root)

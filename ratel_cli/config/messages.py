@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from ratel_cli.config.sections import Contradiction
 from ratel_cli.config.source import locate, place_of_keys
+from ratel_cli.config.unsupported import instead_of
 from ratel_cli.config.yaml_marks import Finding, Marked, show
 
 _EXPECTED = {
@@ -37,6 +38,7 @@ _KEY_HINTS = {
 _CHAT_HINT = "use `chat_template` for lists of messages with `role` and `content`; `field_messages` names their column"
 _PROMPT_HINT = "write the words of a prompt into the data: `type: completion` reads `prompt` and `completion`"
 _VALUE_HINTS: Mapping[str, str] = {
+    **dict.fromkeys(("grpo", "gdpo", "ppo", "rloo", "online_dpo", "reward", "rm"), instead_of("grpo")),
     **dict.fromkeys(("oasst", "input_output"), _CHAT_HINT),
     "rex": "the nearest is `polynomial` with `lr_scheduler_kwargs: {power: 0.6}`",
     "one_cycle": "the nearest is `cosine` with `warmup_ratio: 0.3`",

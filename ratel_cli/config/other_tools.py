@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from ratel_cli.config.aliases import ALIASES, TOP
 from ratel_cli.config.reporting import Entries
@@ -21,6 +22,8 @@ _SIGNS: Mapping[str, str] = {
         flash_attention load_in_8bit train_on_inputs pretraining_dataset plugins tokenizer_use_mistral_common""",
     "LLaMA-Factory": """stage finetuning_type dataset dataset_dir template cutoff_len overwrite_cache plot_loss
         preprocessing_num_workers pure_bf16 val_size flash_attn enable_liger_kernel""",
+    "LLaMA-Factory v1": """train_dataset model_class peft_config kernel_config dist_config init_config quant_config
+        optim_config lr_scheduler_config batching_strategy sample_backend""",
     "TRL": """dataset_name dataset_config dataset_mixture dataset_mixer dataset_train_split dataset_test_split
         max_seq_length max_length packing assistant_only_loss completion_only_loss dataset_text_field model_revision
         chat_template_path eos_token use_liger dataset_num_proc""",
@@ -42,6 +45,15 @@ _DEFAULTS: Mapping[str, Mapping[str, Scalar]] = {
         "sample_packing": False,
         "dtype": "float32",
     },
+    "LLaMA-Factory v1": {
+        "learning_rate": 1e-4,
+        "lr_scheduler": "constant",
+        "warmup_ratio": 0,
+        "num_epochs": 3,
+        "weight_decay": 0.01,
+        "sequence_len": 2048,
+        "sample_packing": False,
+    },
     "TRL": {
         **_TRAINER_DEFAULTS,
         "sequence_len": 1024,
@@ -57,6 +69,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Scalar]] = {
     },
 }
 """By tool: its defaults, where Ratel's are others."""
+_SWITCHED_ON: Mapping[str, tuple[str, Scalar]] = {"LLaMA-Factory": ("finetuning_type", "lora")}
+"""By tool: what it trains if its config does not say it, where that is not every weight."""
 _MASK_KEYS = ("roles_to_train", "train_on_eos", "message_field_training")
 
 
@@ -92,6 +106,26 @@ def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
     if tool == "torchtune":
         more.update(defaults_of_optimizer(theirs))
     return {**_DEFAULTS.get(tool, {}), **more}
+
+
+def write_switch(tool: str, root: Marked) -> None:
+    """Write out what the tool trains by default, under its own name."""
+    assert isinstance(root.content, dict)
+    key, value = _SWITCHED_ON.get(tool, ("", None))
+    if key and (key not in root.content or root.content[key].value.content is None):
+        where = replace(root.where, line=2**31)  # behind all that the user wrote
+        root.content[key] = Entry(where=where, written="", value=Marked(where=where, content=value))
+
+
+def other_switch(tool: str, root: Marked) -> Finding | None:
+    """A notice if the tool would train an adapter, because no key says what is trained. `root` has its names."""
+    assert isinstance(root.content, dict)
+    key, _ = _SWITCHED_ON.get(tool, ("", None))
+    ours = {"base_model", "adapter", "unfrozen_parameters"}
+    if not key or root.content.keys() & {key, *ours}:
+        return None
+    message = f"{tool} trains a LoRA adapter if `{key}` is not set, and Ratel every weight; for that write"
+    return Finding(where=root.where, message=f"{message} `{key}: lora`")
 
 
 def mask_of_sets(tool: str, root: Marked) -> Iterator[tuple[str, Marked, Entry]]:

@@ -33,6 +33,7 @@ from ratel_cli.config.sections import (
 )
 from ratel_cli.config.values import (
     ActivationPolicy,
+    AdapterInitialisation,
     ClipNorm,
     CountOrAuto,
     Decay,
@@ -123,7 +124,7 @@ class RunConfig(Section):
     lora_modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Modules of the model that are trained whole beside the adapter and exported with it, by the ends of their names:
     `[embed_tokens, lm_head]`. Default: none."""
-    peft_init_lora_weights: bool | Literal["gaussian"] = True
+    peft_init_lora_weights: AdapterInitialisation = True
     """How an adapter begins, drawn by `seed`. `true`: the second matrix is zero, so the model is as before. `gaussian`:
     the same, with a normal distribution in the first one. `false`: as `true`, which it is in axolotl."""
     load_in_4bit: bool = False

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from ratel_cli.config.key_groups import OF_ADAPTER
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, plain, show
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, Scalar, plain, show
 
 _ADAPTER_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
 _PREFIXES = ("lora_", "loraplus_", "qlora", "peft_", "adapter", "use_peft")
@@ -22,6 +22,7 @@ _NAMES: Mapping[str, str] = {
     "use_dora": "peft_use_dora",
     "additional_target": "lora_modules_to_save",
     "lora_target": "lora_target_modules",
+    "peft_layers_to_transform": "lora_layers_to_transform",
 }
 """Names of others, and ours."""
 
@@ -44,6 +45,32 @@ def translate_adapter(entries: Entries, report: Report) -> None:
                 report.drop(entries.pop(key), "there is no adapter")
     elif switches:
         _adapter_that_is_on(entries, report, switches)
+
+
+def open_mappings(entries: Entries, report: Report) -> None:
+    """What LLaMA-Factory's newer configs have in a mapping: an adapter, and how the model beside it is quantised."""
+    for key, (named, names) in _MAPPINGS.items():
+        content = entries[key].value.content if key in entries else None
+        if not isinstance(content, dict) or "name" not in content or content["name"].value.content not in named:
+            continue
+        entry = entries.pop(key)
+        inner = {names.get(each, each): content[each] for each in content if each != "name"}
+        if key == "peft_config":
+            inner = {**{name: made(entry, value) for name, value in _LORA_IN_MAPPING.items()}, **inner}
+        report.read_as(entry, ", ".join(f"{name}: {show(plain(each.value))}" for name, each in inner.items()))
+        entries.update({name: replace(each, written=name) for name, each in inner.items() if name not in entries})
+
+
+_MAPPINGS: Mapping[str, tuple[Sequence[str], Mapping[str, str]]] = {
+    "peft_config": (
+        ("lora",),
+        {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"},
+    ),
+    "quant_config": (("bnb", "auto"), {"compute_dtype": "bnb_4bit_compute_dtype"}),
+}
+"""By mapping: the names that it may have, and our names of its keys."""
+_LORA_IN_MAPPING: Mapping[str, Scalar] = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
+"""What such an adapter is by default."""
 
 
 def _adapter_that_is_on(entries: Entries, report: Report, switches: Mapping[str, Entry]) -> None:

@@ -31,16 +31,11 @@ def translate_dataset(entries: Entries, report: Report) -> None:
         field = DatasetConfig.model_fields.get(canonical_key("datasets", key))
         if field is None or field.default is not None:  # otherwise nothing is what it has by default
             report.drop(entries.pop(key), "it is empty")
-    files = entries.get("data_files")
-    path = entries.get("path")
-    names = None if files is None else plain(files.value)
-    if files is not None and isinstance(names, list) and len(names) == 1:
-        names = names[0]
-    is_builder = path is not None and path.value.content in ("json", "csv", "parquet", "text", "arrow")
-    if files is not None and isinstance(names, str) and (path is None or is_builder):
+    files, path = entries.get("data_files"), entries.get("path")
+    if files is not None and isinstance(files.value.content, str) and (path is None or path.value.content in _BUILDERS):
         del entries["data_files"]
-        entries["path"] = made(files, names)
-        report.read_as(files, f"path: {names}")
+        entries["path"] = replace(files, written="path")
+        report.read_as(files, f"path: {files.value.content}")
     _custom_prompt(entries)
     mappings = {
         role: entries.pop(key)
@@ -51,9 +46,24 @@ def translate_dataset(entries: Entries, report: Report) -> None:
     if given and "message_property_mappings" not in entries:
         first = next(iter(given.values()))
         value = Marked(where=first.value.where, content=dict(given))
-        entries["message_property_mappings"] = replace(first, value=value)
+        entries["message_property_mappings"] = replace(first, written="message_property_mappings", value=value)
         report.read_as(first, "message_property_mappings")
     _thinking(entries, report)
+
+
+_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+"""What axolotl has as the path of a set whose files have a key of their own."""
+
+
+def each_file(item: Marked) -> list[Marked]:
+    """A set for each file of a set that names several."""
+    content = item.content
+    files = content["data_files"].value.content if isinstance(content, dict) and "data_files" in content else None
+    if not isinstance(content, dict) or not isinstance(files, list):
+        return [item]
+    return [
+        replace(item, content={**content, "data_files": replace(content["data_files"], value=each)}) for each in files
+    ]
 
 
 def _thinking(entries: Entries, report: Report) -> None:
@@ -95,7 +105,9 @@ def _reject_several(entries: Entries, report: Report) -> None:
             report.reject(Finding(where=entry.where, message=message, hint=f"name all of it in `{names[0]}`"), key)
 
 
-_NAMES_OF_DATA = ("dataset_mixture", "dataset_mixer", "pretraining_dataset", "dataset_name", "dataset")
+_NAMES_OF_DATA = (
+    "dataset_mixture", "dataset_mixer", "pretraining_dataset", "dataset_name", "dataset", "train_dataset",
+)  # fmt: skip
 
 
 def _nested_datasets(entries: Entries, report: Report) -> None:
@@ -175,8 +187,11 @@ def _one_dataset(entries: Entries, report: Report) -> None:
     given = {key: entry for key, entry in companions.items() if entry.value.content is not None}
     for key in [key for key in companions if key not in given]:
         report.drop(companions[key], "it is empty")
-    for written, ours in (("dataset_name", "datasets"), ("dataset", "datasets"), ("eval_dataset", "test_datasets")):
+    for written, ours in _OURS.items():
         entry = entries.pop(written, None)
+        if entry is not None and str(entry.value.content).endswith((".yaml", ".yml")):
+            report.decide(entry, "it describes the sets; name their files here")
+            continue
         if entry is None or entry.value.content in (None, ""):
             if entry is not None:
                 report.drop(entry, "it is empty")
@@ -193,6 +208,12 @@ def _one_dataset(entries: Entries, report: Report) -> None:
     if directory is not None:
         report.drop(directory, "`datasets` has the paths of the files")
     _add_to_datasets(entries, given, report)
+
+
+_OURS: Mapping[str, str] = {
+    "dataset_name": "datasets", "dataset": "datasets", "train_dataset": "datasets", "eval_dataset": "test_datasets",
+}  # fmt: skip
+"""Keys that name the data, and ours."""
 
 
 def _looked_up(
@@ -232,6 +253,7 @@ _COMPANIONS: Mapping[str, str] = {
     "train_split": "split",
     "dataset_text_field": "field",
     "max_samples": "max_samples",
+    "default_system": "system_prompt",
 }
 """Keys about all datasets, and our key of each dataset."""
 

@@ -94,7 +94,7 @@ def _trl_method(entries: Entries, report: Report) -> None:
         for key in ("beta", "loss_type"):
             entries.pop(key, None)
         return
-    if name in _LOSSES:
+    if str(name) in _LOSSES:
         method = _LOSSES[str(name)]
         entries["rl"] = replace(made(entries["beta"], method), written="rl")
         return
@@ -113,7 +113,7 @@ def _loss_type(entries: Entries, report: Report, method: Entry) -> None:
         name, current = _only(plain(entry.value)), method.value.content
         if name is None or name == current or (name, current) == ("sigmoid", "dpo"):
             report.drop(entries.pop(key), f"it is that of `rl: {current}`")
-        elif current == "dpo" and name in _LOSSES:
+        elif current == "dpo" and str(name) in _LOSSES:
             method.value = made(method, _LOSSES[str(name)]).value
             report.read_as(entries.pop(key), f"rl: {_LOSSES[str(name)]}")
         else:

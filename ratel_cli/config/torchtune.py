@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.torchtune_data import translate_sets
+from ratel_cli.config.unsupported import instead_of
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, Scalar, plain, show
 
 _READ: Mapping[str, str] = {
@@ -73,6 +74,13 @@ _UNDECIDED: Mapping[str, str] = {
     "moe_router_topk": "Ratel takes the model as its config.json describes it",
 }
 """By the first part of a key: why it is left to the user."""
+_OF_REWARDS = (
+    "policy_model", "reward_and_value_model", "value_checkpointer", "reward_checkpointer", "reward_functions",
+    "ref_policy_checkpointer", "teacher_model", "teacher_checkpointer", "kd_loss", "postprocessing", "training",
+)  # fmt: skip
+"""Objects of its recipes for PPO, GRPO and distillation."""
+_PREFERENCES = ("DPO", "SimPO", "RSO", "IPO", "KTO")
+"""In the names of losses that compare answers."""
 _WRITES_TURNS = ("llama3", "phi3", "phi4", "qwen2", "qwen3")
 """Beginnings of the names of tokenizers whose turns have headers; those of others are plain texts."""
 _ADAPTER_HINT = "name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`"
@@ -182,7 +190,9 @@ def _betas(entry: Entry, translated: Entries, report: Report) -> None:
             translated[key] = replace(entry, value=value)
         first, second = map(plain, values)
         report.read_as(entry, f"adam_beta1: {first}, adam_beta2: {second}")
-    elif values is not None:
+    elif values is None:
+        report.drop(entry, "it is empty")
+    else:
         report.decide(entry, "two numbers are expected")
 
 
@@ -240,7 +250,7 @@ def _text_of(values: Entries, match: re.Match[str]) -> str:
 
 def _component(name: str, entry: Entry, translated: Entries, report: Report, types: set[Plain]) -> None:
     """Read the name of a Python object."""
-    path = str(entry.value.content)
+    path = _named(entry)
     last = path.rpartition(".")[2]
     match name.partition(".")[0]:
         case "lr_scheduler":
@@ -253,6 +263,11 @@ def _component(name: str, entry: Entry, translated: Entries, report: Report, typ
             _impossible(entry, f"`{path}` trains an adapter", _ADAPTER_HINT, report)
         case "quantizer":
             _impossible(entry, f"`{path}` quantises the model", _QUANTISER_HINT, report)
+        case _ if name.partition(".")[0] in _OF_REWARDS:
+            _impossible(entry, f"`{path}` belongs to training on rewards, or to a teacher", instead_of("grpo"), report)
+        case "loss" if any(part in last for part in _PREFERENCES):
+            hint = "import a config without it, and write `rl` and the answers that are compared into the new file"
+            _impossible(entry, f"`{path}` compares answers", hint, report)
         case "loss" if "CrossEntropy" not in last and "CE" not in last:
             _impossible(
                 entry, f"`{path}` is another loss", "remove it; other losses are `use_dft_loss` and `rl`", report
@@ -303,7 +318,13 @@ def _class(entry: Entry, bits: Entry | None, translated: Entries, report: Report
 
 def class_of(component: Entry) -> str:
     """The name of a Python class, without its module."""
-    return str(component.value.content).rpartition(".")[2]
+    return _named(component).rpartition(".")[2]
+
+
+def _named(component: Entry) -> str:
+    """The name of a Python object, or what stands in its place."""
+    content = component.value.content
+    return content if isinstance(content, str) else show(plain(component.value))
 
 
 def defaults_of_optimizer(theirs: Marked) -> Mapping[str, Scalar]:

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from ratel_cli.config.foreign import kernel_plugins
 from ratel_cli.config.reporting import Entries, Report, made
-from ratel_cli.config.their_adapters import translate_adapter
+from ratel_cli.config.their_adapters import open_mappings, translate_adapter
 from ratel_cli.config.their_datasets import translate_datasets
 from ratel_cli.config.their_preferences import translate_preferences
 from ratel_cli.config.their_quantisation import translate_quantisation
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, marked, plain, show
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, Scalar, marked, plain, show
 
 
 def translate_top_level(entries: Entries, report: Report) -> None:
@@ -71,7 +71,7 @@ def _chosen_precision(flags: Entries, report: Report) -> tuple[str, Entry] | Non
         report.reject(Finding(where=second.where, message=message, hint="remove one of them"), "dtype")
         return None
     off = flags.get("bf16")
-    if not wanted and off is not None and off.value.content is False:
+    if not wanted and off is not None and off.value.content in (False, 0):
         return "float32", off
     for dtype, entry in wanted.items():
         if entry.value.content != "auto":
@@ -89,17 +89,25 @@ _PRECISIONS: Mapping[str, str] = {
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def _no_gpu(entries: Entries, report: Report) -> None:
-    """`use_cpu` and, before it, `no_cuda`."""
-    for key in ("use_cpu", "no_cuda"):
-        entry = entries.pop(key, None)
-        if entry is None:
-            continue
-        if entry.value.content is True and "device" not in entries:
-            entries["device"] = made(entry, "cpu")
-            report.read_as(entry, "device: cpu")
-        else:
-            report.drop(entry, "`device: auto` takes the GPU if there is one")
+def _values(entries: Entries, report: Report) -> None:
+    """Keys that are a value of one of ours."""
+    for (key, content), (ours, value) in _MEANINGS.items():
+        if key in entries and ours not in entries and plain(entries[key].value) == content:
+            entry = entries.pop(key)
+            entries[ours] = replace(made(entry, value), written=ours)
+            report.read_as(entry, f"{ours}: {show(value)}".replace("'", ""))
+
+
+_MEANINGS: Mapping[tuple[str, Plain], tuple[str, Scalar]] = {
+    ("use_cpu", True): ("device", "cpu"),
+    ("no_cuda", True): ("device", "cpu"),
+    ("train_sampling_strategy", "sequential"): ("shuffle", False),
+    ("train_sampling_strategy", "random"): ("shuffle", True),
+    ("loss_type", "dft"): ("use_dft_loss", True),
+    ("liger_use_token_scaling", True): ("use_dft_loss", True),
+    ("dataset_streaming", True): ("streaming", True),
+}
+"""By key and value of others: our key and its value. As there, 1 is true."""
 
 
 def _strategies(entries: Entries, report: Report) -> None:
@@ -206,20 +214,6 @@ def _no_options(entries: Entries, report: Report) -> None:
         entry = entries.get(key)
         if entry is not None and entry.value.content in ({}, ""):
             report.drop(entries.pop(key), "it is empty")
-
-
-def _order(entries: Entries, report: Report) -> None:
-    """The order of the rows, as transformers' Trainer has it since version 5."""
-    entry = entries.get("train_sampling_strategy")
-    if entry is None:
-        return
-    del entries["train_sampling_strategy"]
-    name = entry.value.content
-    if name in ("sequential", "random") and "shuffle" not in entries:
-        entries["shuffle"] = replace(made(entry, name == "random"), written="shuffle")
-        report.read_as(entry, f"shuffle: {str(name == 'random').lower()}")
-    else:
-        report.drop(entry, "`shuffle` decides the order")
 
 
 def _optimizer_options(entries: Entries, report: Report) -> None:
@@ -405,12 +399,12 @@ def _tracker_names(entries: Entries, report: Report) -> Sequence[Plain]:
 def _turned_on(entries: Entries, report: Report) -> Sequence[Plain]:
     """The trackers that a config turns on without `report_to`: by their own key, or by a project, as in axolotl."""
     found: dict[str, Entry] = {}
-    off = {_SWITCHES[key] for key in _SWITCHES if key in entries and entries[key].value.content is False}
+    off = {_SWITCHES[key] for key in _SWITCHES if key in entries and entries[key].value.content in (False, 0)}
     mode = entries.get("wandb_mode")
     if mode is not None and mode.value.content not in (None, "", "online"):
         off.add("wandb")
     for key, tracker in _SWITCHES.items():
-        if key in entries and entries[key].value.content is True and tracker not in off:
+        if key in entries and entries[key].value.content in (True, 1) and tracker not in off:
             found[tracker] = entries.pop(key)
     for key, tracker in _TRACKER_KEYS["project"].items():
         content = entries[key].value.content if key in entries else None
@@ -454,9 +448,9 @@ def _hub(entries: Entries, report: Report) -> None:
     push, name = entries.get("push_to_hub"), entries.get("hub_model_id")
     if push is None:
         return
-    if push.value.content is False and name is not None and name.value.content is not None:
+    if push.value.content in (False, 0) and name is not None and name.value.content is not None:
         report.drop(entries.pop("hub_model_id"), "`push_to_hub` is false")
-    if push.value.content is True and name is not None:
+    if push.value.content in (True, 1) and name is not None:
         report.drop(entries.pop("push_to_hub"), "`hub_model_id` says where to")
 
 
@@ -485,11 +479,12 @@ def _two_losses(entries: Entries, report: Report) -> None:
 def _template(entries: Entries, report: Report) -> None:
     """A chat template that is written out, TRL's names for a template's file and for the EOS token, and axolotl's old
     name for special tokens."""
-    entry = entries.get("chat_template")
-    text = None if entry is None else entry.value.content
-    if entry is not None and isinstance(text, str) and ("{%" in text or "{{" in text):
-        entries["chat_template_jinja"] = entries.pop("chat_template")
-        report.read_as(entry, "chat_template_jinja")
+    for key in ("chat_template", "custom_chat_template"):
+        entry = entries.get(key)
+        text = None if entry is None else entry.value.content
+        if entry is not None and isinstance(text, str) and ("{%" in text or "{{" in text):
+            entries["chat_template_jinja"] = entries.pop(key)
+            report.read_as(entry, "chat_template_jinja")
     path = entries.get("chat_template_path")
     if path is not None and str(path.value.content).endswith((".jinja", ".jinja2")):
         entries["chat_template_jinja"] = entries.pop("chat_template_path")
@@ -502,7 +497,7 @@ def _template(entries: Entries, report: Report) -> None:
     if token is not None and isinstance(token.value.content, str) and "special_tokens" not in entries:
         del entries["eos_token"]
         value = Marked(where=token.value.where, content={"eos_token": token})
-        entries["special_tokens"] = replace(token, value=value)
+        entries["special_tokens"] = replace(token, written="special_tokens", value=value)
         report.read_as(token, "special_tokens")
 
 
@@ -511,10 +506,12 @@ def _empty(entries: Entries, report: Report) -> None:
     for key in [key for key, entry in entries.items() if entry.value.content is None and entry.where.layer == 0]:
         if key in _MAY_BE_EMPTY:
             report.drop_empty(entries.pop(key))
+        elif key in _OFF_IF_EMPTY:
+            report.decide(entries.pop(key), _OFF_IF_EMPTY[key])
 
 
 _MAY_BE_EMPTY = (
-    "train_on_inputs", "sequence_len", "cutoff_len", "max_length", "max_seq_length", "sample_packing", "packing",
+    "train_on_inputs", "sequence_len", "cutoff_len", "max_seq_length", "sample_packing", "packing",
     "shuffle", "micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "num_epochs",
     "num_train_epochs", "epochs", "learning_rate", "lr", "lr_scheduler", "lr_scheduler_type", "warmup_steps",
     "warmup_ratio", "optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
@@ -523,13 +520,15 @@ _MAY_BE_EMPTY = (
     "load_best_model_at_end", "metric_for_best_model", "early_stopping_threshold", "unfrozen_parameters",
     "frozen_parameters", "tokenizer_use_mistral_common",
 )  # fmt: skip
+_OFF_IF_EMPTY: Mapping[str, str] = {"max_length": "TRL truncates nothing then, Ratel at `sequence_len`"}
+"""Keys whose empty value turns something off there that is on here."""
 
 _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _empty,
     _optimizer_options,
     _stochastic_rounding,
     _precision,
-    _no_gpu,
+    _values,
     _strategies,
     _delay,
     _main_branch,
@@ -537,13 +536,13 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _minimum_rate,
     _whole_batch,
     _no_options,
-    _order,
     _old_lion,
     _muon,
     _plugins,
     _trackers,
     _hub,
     _attention,
+    open_mappings,
     translate_quantisation,
     translate_adapter,
     _two_losses,

@@ -56,3 +56,10 @@ def unsupported(word: str) -> Unsupported | None:
     """What is not supported that people call by this word; None if there is nothing."""
     plain = "".join(char for char in word.lower() if char.isalnum())
     return next((each for each in UNSUPPORTED if plain in each.words.split()), None)
+
+
+def instead_of(word: str) -> str:
+    """What to do instead of something that people call by this word."""
+    found = unsupported(word)
+    assert found is not None
+    return found.instead

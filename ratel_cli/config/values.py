@@ -42,6 +42,12 @@ def _check_train_on_inputs(value: object) -> object:
     raise rejection(f"must be true, false or `conversations`, not {show(value)}")
 
 
+def _check_initialisation(value: object) -> object:
+    if isinstance(value, bool) or value == "gaussian":
+        return value
+    raise rejection(f"must be true, false or `gaussian`, not {show(value)}")
+
+
 def _check_val_set_size(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise rejection("must be a fraction below 1 or a whole number of samples")
@@ -113,6 +119,11 @@ TrainOnInputs = Annotated[
     bool | Literal["conversations"],
     BeforeValidator(_check_train_on_inputs, json_schema_input_type=bool | Literal["conversations"]),
     "true, false or `conversations`",
+]
+AdapterInitialisation = Annotated[
+    bool | Literal["gaussian"],
+    BeforeValidator(_check_initialisation, json_schema_input_type=bool | Literal["gaussian"]),
+    "true, false or `gaussian`",
 ]
 FractionOrCount = Annotated[
     int | float, BeforeValidator(_check_val_set_size, json_schema_input_type=Annotated[float, Field(ge=0)])

@@ -10,6 +10,7 @@ import pytest
 from ratel_cli.cli.app import main
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import load_config
+from ratel_cli.config.unsupported import instead_of
 from ratel_cli.errors import BadInput
 
 AXOLOTL = """\
@@ -94,6 +95,7 @@ def test_a_file_that_exists_is_not_replaced(capsys: pytest.CaptureFixture[str]) 
     assert Path("run.yaml").read_text() != "mine"
 
 
+REWARDS = "it belongs to training on rewards, or to a reward model"
 OTHER_ADAPTER = "it belongs to a kind of adapter that Ratel does not train"
 
 
@@ -103,8 +105,8 @@ def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines() == [
         f"error: theirs.yaml:11:1: `pissa_init` is not a key of Ratel: {OTHER_ADAPTER}",
         "hint: remove it; `adapter: lora` trains one",
-        "error: theirs.yaml:12:1: `reward_model` is not a key of Ratel: it is another training method",
-        "hint: remove it; see `rl` for answers that are compared",
+        f"error: theirs.yaml:12:1: `reward_model` is not a key of Ratel: {REWARDS}",
+        f"hint: {instead_of('grpo')}",
     ]
     assert not Path("run.yaml").exists()
 

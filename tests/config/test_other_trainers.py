@@ -159,7 +159,8 @@ def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
     text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
     ignored, empty = load(MINIMAL + text).notices
     assert ignored == (
-        "run.yaml:4:1: `bf16`, `max_steps`, `tf32`, `stage` change nothing here. "
+        "run.yaml:4:1: `bf16`, `max_steps`, `stage` change nothing here. "
+        "`tf32` is ignored: products in fp32 stay in fp32, which is more exact. "
         "`deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`. "
         "`fsdp` is ignored: Ratel streams the model through one device and needs no sharding"
     )
