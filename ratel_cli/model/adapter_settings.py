@@ -11,6 +11,11 @@ ALL_LINEAR: Final = "all-linear"
 """PEFT's word for all linear layers but the head."""
 
 
+def base_name(name: str) -> str:
+    """The name of a base parameter in the model without adapters."""
+    return name.replace(".base_layer", "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSettings:
     """What an adapter is, in PEFT's words."""

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from ratel_cli.errors import BadInput, IntegrityFailure, excerpt, first_line
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.json_fields import JsonFields
-from ratel_cli.model.adapter_settings import ALL_LINEAR, AdapterSettings
+from ratel_cli.model.adapter_settings import ALL_LINEAR, AdapterSettings, base_name
 from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
 from ratel_cli.model.fetched_code import no_fetched_code
@@ -250,11 +250,6 @@ def _linear_names(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(
         sorted({name.rpartition(".")[2] for name, each in linear if each is not model.get_output_embeddings()})
     )
-
-
-def base_name(name: str) -> str:
-    """The name of a base parameter in the model without adapters."""
-    return name.replace(".base_layer", "")
 
 
 def is_of_adapter(name: str) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ratel_cli.model.finite import rounded
 from ratel_cli.model.quantised import E2M1_VALUES, QuantisedLayout, power_of_two
 from ratel_cli.model.shards import ShardReader, TensorEntry
 from ratel_cli.units import align_up
@@ -20,6 +21,7 @@ from ratel_cli.units import align_up
 _INT4_BITS = 4
 _MOST_GROUPS = 1 << 15
 """Whose numbers 16 bits have."""
+_OTHER_BASE = "set dtype: bfloat16 if it is float16; else use the model from before quantisation"
 PART_ELEMENTS = 1 << 20
 """Elements that are decoded at once, if the files have them in their order."""
 
@@ -70,7 +72,8 @@ class CodedTensor(ABC):
             number, offset = divmod(start + position, self.part_elements)
             if self._last is None or self._last[0] != number:
                 self._last = None  # before the next one is made
-                self._last = number, self.part(number).reshape(-1).to(self.entry.dtype)
+                values = self.part(number).reshape(-1)
+                self._last = number, rounded(self.entry.name, values, self.entry.dtype, hint=_OTHER_BASE)
             values = self._last[1][offset : offset + len(out) - position]
             out[position : position + len(values)] = values
             position += len(values)

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from ratel_cli.errors import Diverged, excerpt
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text
 from ratel_cli.model.export_contents import ContentReader
-from ratel_cli.model.export_layout import ExportLayout, Shard
+from ratel_cli.model.export_layout import ConvertedContent, ExportLayout, Shard, TrainedContent
+from ratel_cli.model.finite import OTHER_DTYPE
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.marker import check_output
 from ratel_cli.model.merged_weights import MergedWeights
@@ -61,8 +65,9 @@ def export_model(
     `card` is the content of the model card; None: the export has none. `progress` is called before each group.
 
     Raises BadInput if a sidecar cannot be used, or if a file of the user's would be replaced; EnvironmentFailure if the
-    files cannot be written, IntegrityFailure if a record is damaged. After any exception before the last phase, and
-    whatever `progress` raises, `output_dir` is unchanged; see `staging` for the last phase.
+    files cannot be written, IntegrityFailure if a record is damaged, Diverged if a trained weight is not finite in
+    float16. After any exception before the last phase, and whatever `progress` raises, `output_dir` is unchanged; see
+    `staging` for the last phase.
     """
     check_output(output_dir, overwrite=overwrite, option=option)
     require_space(output_dir, export_bytes(layout, sidecars), option=option)
@@ -98,7 +103,11 @@ def _write_shard(staging: Staging, shard: Shard, contents: ContentReader) -> Non
     """Write one file of weights."""
     with ShardWriter(staging.path / shard.file_name, shard.tensors) as writer:
         for tensor in shard.tensors:
+            is_narrow = tensor.dtype == torch.float16 and isinstance(tensor.content, TrainedContent | ConvertedContent)
             for elements in contents.read(tensor):
+                if is_narrow and not elements.isfinite().all():
+                    what = "it has a number that is not finite in float16 (65504 at most)"
+                    raise Diverged(f"tensor {excerpt(tensor.name)} cannot be exported: {what}", OTHER_DTYPE)
                 writer.write(elements)
         writer.finish()
         staging.add(shard.file_name, xxh3_128=writer.xxh3_128)

@@ -2,7 +2,8 @@
 
 The import runs between `Store.create` and `Store.commit_import`. Invariant: the fp32 master weights in the store equal
 the source bit for bit, and weights without a master the source rounded to the nearest; moments and the gaps between
-parameters are zero. Memory is one group, whatever the size of a block.
+parameters are zero. A weight beyond the range of a block's float16 is refused. Memory is one group, whatever the size
+of a block.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
+from ratel_cli.model.adapter_settings import base_name
+from ratel_cli.model.finite import rounded
 from ratel_cli.model.records import RecordBuffers, encode_record
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
@@ -43,8 +46,8 @@ def import_weights(
     """Write every block's record. `progress` is called with the number of parameters of each group that was written.
 
     The caller commits afterwards. Until then the store has no valid manifest, so nothing can mistake an unfinished
-    import for a model. Raises what `source.read` and the store raise, and DoesNotFit if the pool has no memory for a
-    group.
+    import for a model. Raises what `source.read` and the store raise, BadInput for a weight that its block cannot hold,
+    and DoesNotFit if the pool has no memory for a group.
     """
     group_elements = max(1, min(group_elements, max(spec.block_elements)))
     stored = target.generation.blocks
@@ -82,6 +85,8 @@ def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, m
     for parameter, first, last in overlaps(block, start, stop):
         offset = parameter.first - parameter.start
         values = source.read(parameter.name, first + offset, last + offset)
+        if block.dtype == "float16":
+            rounded(base_name(parameter.name), values, torch.float16)
         master[first - start : last - start] = values
         num_parameters += last - first
     return num_parameters

@@ -25,7 +25,7 @@ that is computed with is the one that it makes of them, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -142,6 +142,14 @@ class QuantisedLayout:
         for target, source, start in zip(part.parts(found), self.parts(data), starts, strict=True):
             target.copy_(source[start : start + len(target)])
         return found, part
+
+    def matrices(self, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, QuantisedLayout]]:
+        """The bytes and the layout of each matrix of a stack; of all at once if they share magnitudes."""
+        for number in range(max(1, self.num_stacked)):
+            part = self.of_matrices(data, number, number + 1) if self.num_stacked else None
+            yield part or (data, self)
+            if part is None:
+                return
 
     def parts(self, data: torch.Tensor) -> list[torch.Tensor]:
         """Views of the bytes of each part."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,9 +21,10 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ratel_cli.errors import BadInput
+from ratel_cli.model.finite import rounded
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.in_place import FileRanges, located_in
-from ratel_cli.model.quantised import QuantisedLayout, quantise, quantise_from
+from ratel_cli.model.quantised import QuantisedLayout, dequantised, quantise, quantise_from
 from ratel_cli.model.quantised_formats import method_of
 from ratel_cli.model.quantised_modules import Quantised, QuantisedLinear, quantise_experts
 from ratel_cli.model.renaming import plan_renaming
@@ -32,6 +34,8 @@ from ratel_cli.sizes import QuantisedForm, StoredForm
 _STACK_DIMENSIONS = 3
 _FORMS_OF_FILES: Mapping[StoredForm, str] = {"mxfp4": "MXFP4", "int4": "config.json says"}
 """Forms that only files have: nothing is quantised to them here."""
+_SCALES: Mapping[StoredForm, torch.dtype] = {"int4": torch.float16}
+"""The dtype of scales, and of their products with codes, where it is not the model's."""
 _READ_ELEMENTS = 1 << 23
 """A matrix is read in parts of this many elements."""
 
@@ -193,7 +197,7 @@ class QuantisingSource:
     """The weights of a model whose matrices are quantised, from those of the model before.
 
     Files that have the same codes already are taken as they are. Memory is the bytes of one matrix, which are kept for
-    the last one, and of one that is transposed its values.
+    the last one, and the values of one that is transposed, or where something of it is float16, of one of a stack.
     """
 
     def __init__(
@@ -223,6 +227,14 @@ class QuantisingSource:
         return None if name in self._layers else located_in(self._base, name)
 
     def _quantised(self, name: str) -> torch.Tensor:
+        """The bytes. Raises BadInput if a number that they stand for, or are made of, is not finite."""
+        layer, data = self._layers[name], self._bytes(name)
+        if torch.float16 in (layer.dtype, _SCALES.get(layer.layout.form)):
+            for part, layout in layer.layout.matrices(data):
+                rounded(name, dequantised(part, layout, layer.dtype), layer.dtype)
+        return data
+
+    def _bytes(self, name: str) -> torch.Tensor:
         layer, shape = self._layers[name], self._plain.get_parameter(name).shape
         is_transposed = is_inputs_first(self._plain, name)
         if not is_transposed:
@@ -232,14 +244,21 @@ class QuantisingSource:
             if layer.layout.form in _FORMS_OF_FILES:
                 form = _FORMS_OF_FILES[layer.layout.form]
                 raise BadInput(f"{name} is not quantised in the files as {form}", "use the model before quantisation")
-            return quantise_from(lambda start, stop: self._base.read(name, start, stop).to(layer.dtype), layer.layout)
+            return quantise_from(partial(self._read_finite, name), layer.layout)
         matrix = torch.empty(shape, dtype=layer.dtype)
         flat = matrix.view(-1)
         for start in range(0, len(flat), _READ_ELEMENTS):
             stop = min(start + _READ_ELEMENTS, len(flat))
-            flat[start:stop] = self._base.read(name, start, stop)
+            flat[start:stop] = self._read_finite(name, start, stop)
         transposed = matrix.T.reshape(-1)
         return quantise_from(lambda start, stop: transposed[start:stop], layer.layout)
+
+    def _read_finite(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of a matrix in the dtype that it is quantised from."""
+        layer, values = self._layers[name], self._base.read(name, start, stop)
+        if layer.layout.form == "int8":
+            rounded(name, values, torch.float16, hint="use load_in_4bit: load_in_8bit takes matrices in float16")
+        return rounded(name, values, layer.dtype)
 
 
 def _settings_of(model: PreTrainedModel) -> dict[str, Any]:

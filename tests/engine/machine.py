@@ -30,11 +30,10 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
-from ratel_cli.model.adapter_settings import AdapterSettings
+from ratel_cli.model.adapter_settings import AdapterSettings, base_name
 from ratel_cli.model.adapters import (
     AdaptedSource,
     adapted_matrices,
-    base_name,
     base_spec,
     drawn_adapter,
     inject,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,6 +53,7 @@ from tests.model.tiny import (
     import_all,
     imported_store,
     reference,
+    rewrite,
     save_tiny,
     skeleton_of,
 )
@@ -96,9 +97,19 @@ class Exported:
 
 
 @contextmanager
-def in_store(tmp_path: Path, family: str, dtype: DtypeName = "float32", **changes: object) -> Iterator[Exported]:
+def in_store(
+    tmp_path: Path,
+    family: str,
+    dtype: DtypeName = "float32",
+    *,
+    rewritten: Callable[[Tensors], object] | None = None,
+    **changes: object,
+) -> Iterator[Exported]:
+    """`rewritten`: changes the base model's tensors."""
     base = tmp_path / "base"
     save_tiny(family, base, **changes)
+    if rewritten is not None:
+        rewrite(base, rewritten)
     skeleton, spec = skeleton_of(base)
     with CheckpointSource(base, skeleton, spec) as source:
         install_buffers(skeleton, source.read_buffers())

@@ -24,7 +24,7 @@ SIZES = [1, 31, 32, 33, 2047, 2048, 2049, 9000]
 
 
 class CountingSource:
-    """Weights with random bit patterns. Every third is a tie of bfloat16."""
+    """Weights with random bit patterns, in the range of the dtype. Every third is a tie of bfloat16."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.values: dict[str, torch.Tensor] = {}
@@ -33,7 +33,8 @@ class CountingSource:
             bits = torch.randint(-(2**31), 2**31, (parameter.num_elements,), generator=generator, dtype=torch.int64)
             bits[::3] = bits[::3] // 2**16 * 2**16 + 0x8000
             bits[bits // 2**23 % 256 == 255] -= 2**23
-            self.values[parameter.name] = bits.to(torch.int32).view(torch.float32)
+            values = bits.to(torch.int32).view(torch.float32)
+            self.values[parameter.name] = values.clamp(-65504, 65504) if spec.dtype == "float16" else values
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self.values[name][start:stop].clone()

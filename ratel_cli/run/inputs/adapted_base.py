@@ -18,13 +18,12 @@ from transformers import PreTrainedModel
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.adapter_settings import AdapterSettings
+from ratel_cli.model.adapter_settings import AdapterSettings, base_name
 from ratel_cli.model.adapters import (
     AdaptedSource,
     adapted_matrices,
     adapter_config_text,
     adapter_layout,
-    base_name,
     base_spec,
     drawn_adapter,
     inject,

@@ -20,6 +20,7 @@ from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
 from ratel_cli.engine.trace import TraceFile
+from ratel_cli.errors import Diverged
 from ratel_cli.hardware.host import free_bytes
 from ratel_cli.hardware.load import LoadMeter, OtherLoad
 from ratel_cli.planning.model_profile import ModelProfile
@@ -130,6 +131,7 @@ class Training(Closing):
             if self._log.is_live and self._last is not None:
                 self._log.say(step_line(self._last, self._inputs.num_steps, width=self._log.columns))
         self._log.facts(run_summary(self._totals, endurance_tb=self._config.storage.endurance_tb))
+        self._reject_unapplied()
 
     def close(self) -> None:
         """Close the files, and let the trackers finish. Idempotent."""
@@ -205,6 +207,22 @@ class Training(Closing):
             if loop.ends_early:
                 self.ended_early_at = self._store.progress.step
                 self._log.say(ended_early_line(loop.best, step=self.ended_early_at, metric=self._metric_words))
+
+    def _reject_unapplied(self) -> None:
+        """Raise Diverged if the run has applied no step, in this process or before: it has learnt nothing."""
+        progress = self._store.progress
+        num_steps = progress.step - self._first_step
+        own = self._earlier() if self._first_step else ()  # of a run that began with another's updates
+        is_known = len(own) == num_steps
+        if not progress.updates or (is_known and not any(each.applied for each in own)):
+            failure = Diverged(
+                f"no step of {num_steps} was applied: the loss or a gradient was not finite in each of them, so the "
+                "model has not changed, and it is not exported",
+                "set dtype: bfloat16, which has the range of float32, for a new run; if the losses were finite, more "
+                f"steps may be enough: each halves the loss scale, which is {progress.loss_scale:g} now",
+            )
+            failure.reported_by = 0
+            raise failure
 
     def _show_evaluation(self, panel: Panel, metrics: StepMetrics, best: BestSoFar) -> None:
         if metrics.eval_loss is None:
