@@ -538,6 +538,8 @@ MUTANTS = (
     Mutant("the mask of axolotl is left out", "config/importing.py", "        write_mask(each)\n", "", "an imported config has the other tool's mask", "cli/test_import.py"),
     Mutant("the mask of TRL is for completions too", "data/encode.py", "return draft.completion_from is None", "return True", "of a prompt and its completion only the completion has loss", "data/test_forms.py"),
     Mutant("rows that a quote swallows", "data/csv_rows.py", "for each in like_rows:", "for each in like_rows[:0]:", "rows that a quote too many swallows are counted", "data/test_csv.py"),
+    Mutant("a directory is read whole", "data/rows.py", "name=source.name, notice=notice) if is_folder else paths", "name=source.name, notice=notice) and paths", "a directory has the splits that datasets finds", "data/test_folders.py"),
+    Mutant("files left out without a word", "data/folders.py", "if unread := sorted({*files} - {*chosen}):", "if unread := []:", "files that are not read are named", "data/test_folders.py"),
     Mutant("parts of local files", "data/rows.py", "return self._read(progress) if self.part is None else _read_part(self._read, self.part, progress)", "return self._read(progress)", "a part of local files is what is read", "data/test_rows.py"),
     Mutant("inverted keys are not", "config/dialect.py", "inverted = INVERSE[entry.written][value.content]", "inverted = value.content", "an inverted alias is inverted", "config/test_other_trainers.py"),
     Mutant("arguments do not displace", "config/overrides.py", "if other != name and other in root.content", "if False and other in root.content", "an argument replaces what decides the same", "config/test_overrides.py"),

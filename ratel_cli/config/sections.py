@@ -136,10 +136,10 @@ class DatasetConfig(Section):
     [N, C, H, W] and `labels` [N], of which a diffusion transformer of diffusers learns to see the noise that is added
     to them."""
     split: str = Field(default="train", min_length=1)
-    """The split of a hub dataset, and a part of its rows if you add one: `train[:20%]`, `train[100:200]`. Local files
-    have no splits, but such parts."""
+    """The split of a hub dataset or of a directory, and a part of its rows if you add one: `train[:20%]`,
+    `train[100:200]`. Files that `path` names have no splits, but such parts."""
     name: str | None = None
-    """The configuration of a hub dataset that has several. Default: the dataset's own default."""
+    """The configuration of a hub dataset or of a directory whose README has several. Default: its own default."""
     field: Column = "text"
     """The column with the text, for `completion`, `mlm` and `classification`."""
     field_label: Column = "label"

@@ -20,6 +20,7 @@ from typing import Final, Literal, Protocol, cast
 
 from ratel_cli.data.csv_rows import read_csv
 from ratel_cli.data.drafts import TrainOnEos
+from ratel_cli.data.folders import files_of_split
 from ratel_cli.data.lines import Progress, Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
 from ratel_cli.data.splits import Part, parse_split
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
@@ -42,7 +43,8 @@ class Reader(Protocol):
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ROWS_PER_BATCH = 64  # rows that exist as Python objects at a time
 _QUICK_BYTES = 64 << 20  # are hashed in a tenth of a second
-_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_HIDDEN = re.compile(r"(^|/)(\.|__[^/]*/)")
+_NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +161,15 @@ def open_source(
     Raises BadInput if there is nothing to read, EnvironmentFailure if a file cannot be read.
     """
     paths = _local_files(source.path)
+    part = None
+    if paths is not None:
+        is_folder = os.path.isdir(root := Path(source.path).expanduser())
+        split, part = _split(source, is_stream=is_stream, notice=(lambda text: None) if is_folder else notice)
+        paths = files_of_split(root, paths, split=split, name=source.name, notice=notice) if is_folder else paths
     if source.text_unit == "file" and not any(_suffix(path) == ".txt" for path in paths or ()):
         notice(f"{printable(source.path)}: text_unit: file is ignored, because there is no text file (.txt)")
     if paths is None:
         return _open_hub(source, is_stream=is_stream, open_bar=open_bar)
-    part = _part(source, is_stream=is_stream, notice=notice)
     if source.text_unit == "line" and any(_suffix(path) == ".txt" for path in paths):
         notice(f"{printable(source.path)}: each line of a text file is one sample; text_unit: file takes whole files")
     stamps = _stamps(paths, is_stream=is_stream, open_bar=open_bar)
@@ -209,8 +215,8 @@ def _local_files(path_text: str) -> list[Path] | None:
     return None
 
 
-def _part(source: DatasetSource, *, is_stream: bool, notice: Callable[[str], None]) -> Part | None:
-    """The part of the rows of local files that `split` names. Raises BadInput."""
+def _split(source: DatasetSource, *, is_stream: bool, notice: Callable[[str], None]) -> tuple[str, Part | None]:
+    """The split that is read, and the part of its rows. `notice` gets what single files have not. Raises BadInput."""
     label = printable(source.path)
     try:
         name, part = parse_split(source.split)
@@ -221,10 +227,10 @@ def _part(source: DatasetSource, *, is_stream: bool, notice: Callable[[str], Non
         raise BadInput(message, "write numbers of rows, as in train[:1000], or `max_samples`")
     if name != "train":
         rest = "" if part is None else f"; its part [{part.written}] is taken of all rows"
-        notice(f"{label}: split {name!r} is ignored, because local files have no splits{rest}")
+        notice(f"{label}: split {name!r} is ignored, because files have no splits{rest}")
     if source.name is not None:
-        notice(f"{label}: name {source.name!r} is ignored, because local files have no configurations")
-    return part
+        notice(f"{label}: name {source.name!r} is ignored, because files have no configurations")
+    return name, part
 
 
 def _read_part(read: Callable[[Progress], RowStream], part: Part, progress: Progress) -> RowStream:
@@ -234,7 +240,7 @@ def _read_part(read: Callable[[Progress], RowStream], part: Part, progress: Prog
 
 
 def _is_visible_data(item: Path, root: Path) -> bool:
-    hidden = any(part.startswith(".") for part in item.relative_to(root).parts)
+    hidden = _HIDDEN.search(item.relative_to(root).as_posix())
     return not hidden and item.is_file() and uncompressed_name(item).name not in _NOT_DATA
 
 

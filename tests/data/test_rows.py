@@ -38,8 +38,16 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_a_directory_is_read_in_the_order_of_its_paths(tree: Path, notices: list[str]) -> None:
-    assert _texts(tree, notices) == ["a", "b", "c", "d", "e"]
-    assert notices == [f"{tree}: each line of a text file is one sample; text_unit: file takes whole files"]
+    (tree / "b.jsonl").rename(tree / "sub" / "b.jsonl")
+    (tree / "sub" / "d.parquet").unlink()
+    assert _texts(tree, notices) == ["a", "b"]
+    assert notices == [f"{tree}: split 'train' has 2 of 3 files; these are not read: sub/c.txt"]
+
+
+def test_lines_of_text_files_are_samples(tree: Path, notices: list[str]) -> None:
+    assert _texts(tree / "sub" / "c.txt", notices) == ["c"]
+    path = tree / "sub" / "c.txt"
+    assert notices == [f"{path}: each line of a text file is one sample; text_unit: file takes whole files"]
 
 
 def test_globs_and_single_files(tree: Path, notices: list[str]) -> None:
@@ -160,18 +168,18 @@ def test_a_stream_has_a_part_by_numbers(tree: Path) -> None:
 
 def test_a_split_of_local_files_is_ignored_with_a_notice(tree: Path, notices: list[str]) -> None:
     open_source(DatasetSource(path=str(tree / "b.jsonl"), split="test"), notice=notices.append)
-    assert notices == [f"{tree / 'b.jsonl'}: split 'test' is ignored, because local files have no splits"]
+    assert notices == [f"{tree / 'b.jsonl'}: split 'test' is ignored, because files have no splits"]
     notices.clear()
     open_source(DatasetSource(path=str(tree / "b.jsonl"), split="test[:50%]"), notice=notices.append)
-    assert notices[0].endswith("because local files have no splits; its part [:50%] is taken of all rows")
+    assert notices[0].endswith("because files have no splits; its part [:50%] is taken of all rows")
 
 
 def test_what_is_for_hub_datasets_and_for_text_files_is_ignored_with_a_notice(tree: Path, notices: list[str]) -> None:
     path = str(tree / "b.jsonl")
     open_source(DatasetSource(path=path, name="en", text_unit="file"), notice=notices.append)
     assert notices == [
+        f"{path}: name 'en' is ignored, because files have no configurations",
         f"{path}: text_unit: file is ignored, because there is no text file (.txt)",
-        f"{path}: name 'en' is ignored, because local files have no configurations",
     ]
 
 
