@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ratel_cli.data.chat_child import ChatMessage
@@ -170,16 +171,28 @@ def prompt_and_completion(record: dict[str, object], columns: tuple[str, str], o
     return options.draft(record, [*before, *completion], completion_from=len(before))
 
 
+def as_messages(value: object, options: TurnOptions) -> object:
+    """The messages whose JSON text a value is, as CSV files and databases have them. Any other value as it is."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else None
+        keys = {"role", "from", options.properties.get("role", "role")}
+        if all(
+            isinstance(each, dict) and each.keys() & keys for each in (found if isinstance(found, list) else [found])
+        ):
+            return found or value
+    return value
+
+
 def messages_in(
     record: dict[str, object], column: str, options: TurnOptions, *, role: str | None = None
 ) -> list[ChatMessage]:
     """The messages in a column, checked, with our names of keys and roles. Raises Unusable.
 
-    `role`: the column may also have one message, or the text of a message with this role.
+    They may be JSON text. `role`: the column may also have one message, or the text of a message with this role.
     """
     if column not in record:
         raise Unusable(f"the field {printable(column)!r} is missing")
-    turns = record[column]
+    turns = as_messages(record[column], options)
     if role is not None and isinstance(turns, str):
         return [_turn(role, checked_text(turns, column))]
     if role is not None and isinstance(turns, dict):
@@ -192,8 +205,8 @@ def messages_in(
 
 
 def _variables_in(record: Mapping[str, object]) -> Mapping[str, object]:
-    """What else the chat template gets for this row. Raises Unusable."""
-    found = record.get(_VARIABLES)
+    """What else the chat template gets for this row: an object, or its JSON text. Raises Unusable."""
+    found = _structured(record, _VARIABLES)
     if found is not None and not isinstance(found, dict):
         raise Unusable(f"{_VARIABLES!r} must be an object, not {json_name(found)}")
     return found or {}
@@ -201,12 +214,8 @@ def _variables_in(record: Mapping[str, object]) -> Mapping[str, object]:
 
 def tools_in(record: Mapping[str, object], column: str) -> list[object] | None:
     """The tools of a row: an array, or its JSON text. Raises Unusable."""
-    tools = record.get(column)
-    if isinstance(tools, str) and tools.strip():
-        tools = _parsed(tools, printable(column))
-    if tools is None or tools == "":
-        return None
-    if isinstance(tools, list):
+    tools = _structured(record, column)
+    if tools is None or isinstance(tools, list):
         return tools or None
     raise Unusable(f"{printable(column)!r} must be an array, not {json_name(tools)}")
 
@@ -312,6 +321,12 @@ def _calls(content: object, where: str) -> list[object]:
     return found
 
 
+def _structured(record: Mapping[str, object], column: str) -> object:
+    """The value of a column, which may be its JSON text; None if it is empty. Raises Unusable."""
+    value = record.get(column)
+    return (_parsed(value, printable(column)) if value.strip() else None) if isinstance(value, str) else value
+
+
 def _parsed(text: str, what: str) -> object:
     try:
         return json.loads(text)
@@ -340,7 +355,7 @@ def with_system_prompt(record: dict[str, object], options: TurnOptions, turns: l
 
 def history_in(record: Mapping[str, object], column: str) -> list[ChatMessage]:
     """Earlier turns: pairs of question and answer; none if there is no such column. Raises Unusable."""
-    rounds = record.get(column) or []
+    rounds = _structured(record, column) or []
     name = printable(column)
     if not isinstance(rounds, list):
         raise Unusable(f"{name!r} must be an array of pairs, not {json_name(rounds)}")

@@ -13,6 +13,7 @@ from typing import Literal
 from ratel_cli.data.compared_rows import ComparedColumns, compared_columns
 from ratel_cli.data.conversations import (
     TurnOptions,
+    as_messages,
     conversation,
     further_input,
     instruction,
@@ -177,6 +178,8 @@ class RowFormat:
 
 def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_template: bool) -> RowFormat:
     """Choose the format of a source from its settings and its first row. Raises BadInput if no type fits."""
+    if source.type != "completion":  # its texts may be JSON
+        record = {column: as_messages(value, _turn_options(source)) for column, value in record.items()}
     found = _matching_format(source, record, has_chat_template=has_chat_template)
     if source.compares is None and (found is None or not _reads_answers(source, found, record)):
         reject_preferences(source, record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ratel_cli.data.conversations import TurnOptions
@@ -205,7 +207,7 @@ _NO_CALL = "message 1 is no tool call: an object with name and arguments is need
             {"prompt": TURNS, "completion": TURNS[1:]},
             "'prompt' ends with an assistant turn, so there is nothing to answer",
         ),
-        (ROUNDS, {"instruction": "a", "output": "b", "history": "x"}, "'history' must be an array of pairs, not text"),
+        (ROUNDS, {"instruction": "a", "output": "b", "history": "x"}, "'history' is not JSON"),
         (
             ROUNDS,
             {"instruction": "a", "output": "b", "history": [["x", "y"], ["x"]]},
@@ -244,3 +246,62 @@ def test_reasons(row_format: RowFormat, record: dict[str, object], reason: str) 
     with pytest.raises(Unusable) as caught:
         row_format.draft(record)
     assert str(caught.value) == reason
+
+
+_QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+_WITH_JSON: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"messages": [_QUESTION, _ANSWER]}, {}),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, {}),
+    (
+        {"turns": [{"who": "user", "content": "Hi"}, {"who": "assistant", "content": "Hello"}]},
+        {"field_messages": "turns", "message_property_mappings": {"role": "who"}},
+    ),
+    ({"prompt": [_QUESTION], "completion": [_ANSWER]}, {}),
+    ({"asked": [_QUESTION], "reply": [_ANSWER]}, {"field_prompt": "asked", "field_completion": "reply"}),
+    ({"prompt": [_QUESTION], "chosen": [_ANSWER], "rejected": [{**_ANSWER, "content": "Go"}]}, {"compares": "pairs"}),
+    ({"prompt": [_QUESTION], "chosen": _ANSWER, "rejected": {**_ANSWER, "content": "Go"}}, {"compares": "pairs"}),
+    ({"messages": [_QUESTION, _ANSWER], "label": True}, {"compares": "verdicts"}),
+    (
+        {
+            "messages": [_QUESTION, _ANSWER],
+            "tools": [{"name": "f"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+        {"type": "chat_template"},
+    ),
+    (
+        {"instruction": "Hi", "output": "Hello", "history": [["One", "Two"]]},
+        {"type": "chat_template", "field_history": "history"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "keys"), _WITH_JSON)
+def test_arrays_may_be_their_json_text(record: dict[str, object], keys: dict[str, object]) -> None:
+    """As in CSV files, and in what databases export."""
+    source = DatasetSource(path="f", **keys)  # type: ignore[arg-type]
+    as_text: dict[str, object] = {
+        column: value if isinstance(value, str | bool) else json.dumps(value) for column, value in record.items()
+    }
+    formats = [decide_format(source, each, has_chat_template=True) for each in (record, as_text)]
+    assert formats[0] == formats[1]
+    assert formats[0].draft(record) == formats[1].draft(as_text)
+
+
+@pytest.mark.parametrize(
+    "text", ["Hi", "[]", "[1]", '[{"a": 1}]', '{"a": 1}', "[{'role': 'user', 'content': 'Hi'}]", "["]
+)
+def test_other_texts_are_no_messages(text: str) -> None:
+    """Nor is JSON text that is to be learned as it is."""
+    messages = decide_format(DatasetSource(path="f"), {"messages": text}, has_chat_template=True)
+    with pytest.raises(Unusable, match="'messages' must be an array of messages, not text"):
+        messages.draft({"messages": text})
+    pair = {"prompt": text, "completion": text}
+    assert decide_format(DatasetSource(path="f"), pair, has_chat_template=True).kind == "prompt_completion"
+
+
+def test_json_of_messages_is_text_where_the_type_says_so() -> None:
+    record: dict[str, object] = {"prompt": json.dumps([_QUESTION]), "completion": json.dumps([_ANSWER])}
+    found = decide_format(DatasetSource(path="f", type="completion"), record, has_chat_template=True)
+    draft = found.draft(record)
+    assert isinstance(draft, TextDraft) and (draft.prompt, draft.answer) == (record["prompt"], record["completion"])

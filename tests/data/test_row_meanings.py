@@ -442,7 +442,7 @@ def test_what_a_row_gives_to_the_template(load: Load, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(rows({"messages": QA, "chat_template_kwargs": {"tone": "x"}}, {"messages": QA}))
     turns = f"{U}a{END}\n{A}⟦b{END}\n⟧"
     check_samples(load, tmp_path / "a.jsonl", [f"x{turns}", turns], template=template)
-    with pytest.raises(Unusable, match="'chat_template_kwargs' must be an object, not text"):
+    with pytest.raises(Unusable, match="'chat_template_kwargs' is not JSON"):
         draft({"messages": QA, "chat_template_kwargs": "x"})
 
 
