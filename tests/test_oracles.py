@@ -18,6 +18,7 @@ ORACLES: dict[str, tuple[str, ...]] = {
     "tests/ranks/oracle.py": (),
     "tests/config/json_schema_oracle.py": (),
     "tests/data/mistral_oracle.py": (),
+    "tests/data/turn_oracle.py": (),
     "tests/planning/direct/direct_oracle.py": (),
     "tests/planning/direct/direct_program.py": (),
     "tests/kernels/oracle.py": ("ratel_cli._native",),  # the kernels that are judged

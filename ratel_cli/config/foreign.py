@@ -65,6 +65,11 @@ _TEMPLATE_WORDS = Foreign(
     hint="remove it, or set a template that does it: `chat_template_jinja: FILE`",
 )
 _TEMPLATE = Foreign(fate="noted", reason="the tokenizer's own chat template is used", harmless=("tokenizer_default",))
+_TEMPLATE_OF_SET = Foreign(
+    fate="undecided",
+    reason="Ratel has one chat template for all datasets",
+    hint="move it out of the dataset: `chat_template` or `chat_template_jinja`",
+)
 _FP8 = Foreign(fate="noted", reason="Ratel computes in `dtype`, which is more exact")
 
 _ADAPTER = Foreign(
@@ -331,7 +336,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         ),
         "trust_remote_code",
     ),
-    (_TEMPLATE, "template eot_tokens"),
+    (_TEMPLATE, "template"),
     (_TEMPLATE_WORDS, "tool_format default_system default_system_message chat_template_kwargs"),
     (
         Foreign(
@@ -614,7 +619,8 @@ FOREIGN_IN_DATASETS: Mapping[str, Foreign] = {
     for foreign, keys in (
         (_LOADER, "ds_type preprocess_shards trust_remote_code columns ranking num_proc format_kwargs"),
         (_but(_MODEL, "main"), "revision"),
-        (_TEMPLATE, "conversation chat_template eot_tokens roles_kwargs"),
+        (_but(_TEMPLATE_OF_SET, "tokenizer_default"), "chat_template"),
+        (_TEMPLATE, "conversation roles_kwargs"),
         (_TEMPLATE_WORDS, "split_thinking"),
         (
             _SELECTION,

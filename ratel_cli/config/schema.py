@@ -158,6 +158,10 @@ class RunConfig(Section):
     special_tokens: dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None = None
     """Other special tokens than the tokenizer's own, such as `{eos_token: "<|im_end|>"}`. `bos_token` and `eos_token`
     must be in its vocabulary; others that are not are ignored, with a notice. The exported tokenizer has them too."""
+    eot_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """More tokens that end a turn, besides the EOS token and those in `eos_token_id` of generation_config.json and
+    config.json. A turn has loss up to the first of them, and the export's generation_config.json lists those that
+    answers end with. Each must be in the vocabulary. Default: none."""
     tokenizer_use_mistral_common: bool = False
     """Tokenise with the package mistral-common, the reference for Mistral's models, instead of transformers, and encode
     conversations by it, without a chat template. It reads `tekken.json`, or `tokenizer.model`: of version 1 unless its
@@ -758,10 +762,11 @@ def _mistral_contradictions(config: RunConfig) -> list[Contradiction]:
         "chat_template": template != "jinja" and not template.startswith("tokenizer_default"),
         "chat_template_jinja": config.chat_template_jinja is not None,
         "special_tokens": bool(config.special_tokens),
+        "eot_tokens": bool(config.eot_tokens),
     }
     found = []
     for key in (key for key, is_wrong in wrong.items() if is_wrong):
-        reason = "does not change its special tokens" if key == "special_tokens" else "has no chat template"
+        reason = "does not change its special tokens" if key.endswith("_tokens") else "has no chat template"
         message = f"`tokenizer_use_mistral_common` and `{key}` are both set: mistral-common {reason}"
         keys = (key, "tokenizer_use_mistral_common")
         found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))

@@ -200,10 +200,12 @@ class DatasetConfig(Section):
     roles_to_train: Annotated[tuple[Column, ...] | None, Field(strict=False)] = None
     """The roles whose turns have loss, such as `[assistant]`. Only the words of a turn have loss then, without the
     marks that the chat template puts around them, and `train_on_eos`. Default: assistant turns have loss, with the mark
-    that ends them."""
+    that ends them. `[]`: no role, only the turns that `message_field_training` chooses."""
     train_on_eos: Literal["all", "turn", "last", "none"] | None = None
-    """Which EOS tokens behind turns have loss: `all`, those of the trained turns (`turn`), the `last` of a
-    conversation, or `none`. Default: `turn` if `roles_to_train` is set; otherwise the mark that ends a trained turn."""
+    """Which stop tokens behind turns have loss: `all`, those of the trained turns (`turn`), the `last` of a
+    conversation, or `none`. They are the tokenizer's EOS token, those in `eos_token_id` of the model's
+    generation_config.json and config.json, and `eot_tokens`. Default: `turn` if `roles_to_train` is set; otherwise the
+    mark that ends a trained turn."""
     message_field_training: Column | None = None
     """The key of a message that says whether its turn has loss: true or false. A message without it follows
     `roles_to_train`. Default: no key."""

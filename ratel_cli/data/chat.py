@@ -55,6 +55,8 @@ class RenderedChat:
 class ChatRenderer(Closing):
     """The child process that renders one template, which gets `variables` (names of special tokens) as well.
 
+    `tool_template` is for conversations with tools; None: the same. `marks`: the tokens that stand for themselves in a
+    text; `stops`: those of them that end what a model writes.
     `limit_seconds` is the most time for one conversation, `limit_bytes` the most address space of the child. After
     `slow_seconds` for one conversation `notice` gets a remark for the user, once.
     """
@@ -64,6 +66,9 @@ class ChatRenderer(Closing):
         template: str,
         variables: Mapping[str, object],
         *,
+        tool_template: str | None = None,
+        marks: Sequence[str] = (),
+        stops: Sequence[str] = (),
         notice: Callable[[str], None] = lambda text: None,
         begun: Callable[[ChatRenderer], None] = lambda renderer: None,
         limit_seconds: float = LIMIT_SECONDS,
@@ -88,7 +93,10 @@ class ChatRenderer(Closing):
         )
         setup = {
             "template": template,
+            "tool_template": tool_template,
             "variables": dict(variables),
+            "marks": list(marks),
+            "stops": list(stops),
             "limit_seconds": limit_seconds,
             "limit_bytes": limit_bytes,
             "start_seconds": _START_SECONDS,

@@ -4,12 +4,16 @@ A template is a program that comes with a model. `transformers` runs it in jinja
 endless loop nor limits memory. So it runs in a process of its own, in which a timer and a limit on the address space
 end nothing else. Invariant: this file imports nothing of ours, and only JSON crosses the pipes, one line each way:
 
- 1. parent -> child   {"template", "variables", "limit_seconds", "limit_bytes", "start_seconds"}
+ 1. parent -> child   {"template", "tool_template", "variables", "marks", "stops", "limit_seconds", "limit_bytes",
+                       "start_seconds"}
+                      "tool_template": for conversations with tools; null: the same
+                      "marks": the tokens that stand for themselves in a text, such as <|im_end|>
+                      "stops": those of them that end what a model writes
  2. child  -> parent  {} when it is ready, or {"error": reason}
  3. parent -> child   {"messages", "tools", "variables", "locate", "muted"}, where "locate" is one of
                       null                              nothing
                       {"what": "prompt"}                nothing; the prompt for the next turn follows
-                      {"what": "turns"}                 the assistant turns, each with the mark that ends it
+                      {"what": "turns"}                 the assistant turns, each with its stop token
                       {"what": "from", "message": k}    everything from message k on
                       {"what": "words", "messages": []} what stands in each of these messages, without marks
                       and "muted" has the messages whose turns are located as well, to be left out
@@ -18,6 +22,10 @@ end nothing else. Invariant: this file imports nothing of ours, and only JSON cr
                       "spans": [start, end] or null (only for "words") each
                       "quiet": for each span null, or where it begins for a model that does not think
                       "muted": [start, end] of each muted turn; "remarks": [kind, what] each
+
+A turn is what the model must write: from the end of its header, which is the prompt for it as far as the conversation
+has that, to its own stop token, whatever follows. A template may write that token as the next message's header: then it
+belongs to both, and the last turn gets the one that another message would begin with.
 """
 
 from __future__ import annotations
@@ -27,8 +35,9 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 MAX_RENDERED_CHARS = 64 << 20
@@ -37,6 +46,8 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message with what the assistant thought before it answered: each template knows at most one of them."""
 _THOUGHT, _THOUGHT_ENDS = "<think>", "</think>"
 """The marks around reasoning that stands in the content of a message."""
+_TRAINED = ("turns", "from", "words")
+"""What is located to be trained."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _ASKED = ("enable_thinking", "thinking")
@@ -53,15 +64,65 @@ Prompt = Literal["none", "plain", "quiet", "thinks"]
 """Whether the prompt for the next turn follows the messages: not, as it is by default, without thinking, or with it."""
 Render = Callable[[list[ChatMessage], Prompt], str]
 """Renders messages and a prompt. Raises RenderFailure."""
+Form = Callable[[list[ChatMessage]], list[ChatMessage]]
+"""Gives messages another form of the same content."""
 
 
 class RenderFailure(Exception):
     """Why the template cannot be used for a conversation."""
 
 
+def _is_refusal(failure: RenderFailure | None) -> bool:
+    """Whether a template called `raise_exception`, which another form of the conversation must not get around."""
+    return failure is not None and type(failure.__cause__).__name__ == "TemplateError"
+
+
 def has_generation_tag(template: str) -> bool:
     """Whether the template itself marks what the assistant wrote."""
     return _GENERATION_TAG.search(template) is not None
+
+
+class Marks:
+    """The tokens that stand for themselves in a text, and which of them end what a model writes.
+
+    Two texts have in common whole pieces: marks, tags, words and other characters.
+    """
+
+    def __init__(self, marks: Sequence[str] = (), stops: Sequence[str] = ()) -> None:
+        one_of = [*(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)), r"<[^<>\s]*>"]
+        self._piece = re.compile("|".join([*one_of, r"\w+", r"[\s\S]"]))
+        self._marks_alone = re.compile(rf"(?:{'|'.join([*one_of, chr(92) + 's'])})*")
+        any_stop = "|".join(re.escape(stop) for stop in sorted(stops, key=len, reverse=True)) or r"(?!)"
+        self._stop, self._next_stop = re.compile(any_stop), re.compile(rf"\s*({any_stop})")
+
+    def num_shared(self, one: str, other: str, first: int = 0) -> int:
+        """How many characters both begin with, in whole pieces. They are the same up to `first`."""
+        for a, b in zip(self._piece.finditer(one, first), self._piece.finditer(other, first), strict=False):
+            if a.group() != b.group():
+                return a.start()
+        return min(len(one), len(other))
+
+    def are_all_of(self, text: str) -> bool:
+        """Whether a text has nothing but marks and white space."""
+        return self._marks_alone.fullmatch(text) is not None
+
+    def last_stop(self, text: str, span: CharSpan) -> int | None:
+        """Where the last stop token in these characters ends; None if there is none."""
+        return max((found.end() for found in self._stop.finditer(text, *span)), default=None)
+
+    def stop_at(self, text: str, place: int) -> str:
+        """The stop token at this place, behind white space; empty if there is none."""
+        found = self._next_stop.match(text, place)
+        return found.group(1) if found else ""
+
+    def own_end(self, text: str, span: CharSpan) -> int:
+        """Where a turn ends: behind its stop token, be it the next message's header, and before a prompt behind it."""
+        end = span[1]
+        stop = self.last_stop(text, span)
+        if stop is not None and self.are_all_of(text[stop:end]):
+            return stop if text[stop:end].strip() else end
+        found = self._next_stop.match(text, end)
+        return found.end() if found else end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +139,7 @@ class Found:
     """Whether turns begin behind their headers, because the template has no generation prompt."""
 
 
-def find_turns(render: Render, messages: list[ChatMessage]) -> Found:
+def find_turns(render: Render, messages: list[ChatMessage], marks: Marks | None = None) -> Found:
     """The rendered conversation and the characters of each assistant turn, found by rendering parts of it.
 
     A turn begins where the prompt for it ends (`messages[:k]` with the generation prompt), and it ends where
@@ -87,6 +148,7 @@ def find_turns(render: Render, messages: list[ChatMessage]) -> Found:
     template may have no generation prompt: then a turn begins behind its header, which is what stands before its words.
     Raises RenderFailure if a turn cannot be found.
     """
+    marks = marks or Marks()
     text = render(messages, "none")
     spans: list[CharSpan] = []
     quiet: list[int | None] = []
@@ -94,29 +156,33 @@ def find_turns(render: Render, messages: list[ChatMessage]) -> Found:
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        start, other = _start_of_turn(render, messages[:index], text) if index else (None, None)
-        if start is not None and (header := _header_length(render, messages, index, text[:start])):
-            start, other, skips_header = start + header, None, True
-        end = _prefix_length(render, messages[: index + 1], "none", text)
+        start, other = None, None
+        for before in _without_reasoning(messages[:index]) if index else ():
+            start, other = _start_of_turn(render, before, text, marks)
+            if start is not None:
+                header = _header_length(render, before, text[:start], marks)
+                start, other, skips_header = start + header, None if header else other, skips_header or header > 0
+                break
+        end = _end_of_turn(render, messages[: index + 1], text, start, marks)
         if start is None or end is None:
-            first, last = _find_by_stand_in(render, messages, index, text)
+            first, last = _find_by_stand_in(render, messages, index, text, marks)
             start, end = first if start is None else start, last if end is None else end
         if start > end or (spans and start < spans[-1][1]):
             raise RenderFailure(
                 f"assistant turn {index + 1} cannot be located: the chat template changes the order of the turns"
             )
-        spans.append((start, end))
+        spans.append((start, marks.own_end(text, (start, end))))
         quiet.append(other if other is not None and other <= end else None)
     return Found(text=text, spans=spans, quiet=quiet, skips_header=skips_header)
 
 
-def find_completion(render: Render, messages: list[ChatMessage], first: int) -> Found:
+def find_completion(render: Render, messages: list[ChatMessage], first: int, marks: Marks) -> Found:
     """The rendered conversation, and its characters from message `first` on: what follows the prompt for an answer.
 
     Raises RenderFailure if it is not found where the messages before it end, nor by the words of message `first`.
     """
     text = render(messages, "none")
-    start, other = _start_of_turn(render, messages[:first], text)
+    start, other = _start_of_turn(render, messages[:first], text, marks)
     if start is None:
         around = _around_stand_in(render, messages, first, _words_alone(messages[first]), text)
         if around is None or messages[first].get("role") != "assistant":
@@ -124,7 +190,7 @@ def find_completion(render: Render, messages: list[ChatMessage], first: int) -> 
                 "the completion cannot be located: the chat template changes the prompt when it is there"
             )
         start = len(around[0])
-    return Found(text=text, spans=[(start, len(text))], quiet=[other])
+    return Found(text=text, spans=[(start, marks.own_end(text, (start, len(text))))], quiet=[other])
 
 
 def find_words(render: Render, messages: list[ChatMessage], wanted: list[int]) -> Found:
@@ -162,8 +228,11 @@ def remarks_on(messages: list[ChatMessage], tools: list[object] | None, text: st
                 found.add(("marks", ""))
         if not all(_stands_in(each, text) for each in thoughts):
             found.add(("reasoning", "earlier" if index < last else "last"))
-        if not all(_stands_in(_name_of(call), text) for call in _calls_in([message])):
+        calls = _calls_in([message])
+        if not all(_stands_in(_name_of(call), text) for call in calls):
             found.add(("lost", "tool calls"))
+        elif not all(_is_written(leaf, text) for call in calls for leaf in _leaves(_parsed(call.get("arguments")))):
+            found.add(("lost", "arguments of tool calls"))
     if not all(_stands_in(_function_name(tool), text) for tool in tools or ()):
         found.add(("lost", "tools"))
     return sorted(found)
@@ -183,8 +252,9 @@ def _has_marks_in_words(text: str) -> bool:
 def _stands_in(content: str, text: str) -> bool:
     """Whether a template wrote this: as it is, or as JSON, without the white space around it."""
     stripped = content.strip()
-    forms = (stripped, json.dumps(stripped, ensure_ascii=False)[1:-1], json.dumps(stripped)[1:-1])
-    return any(form in text for form in forms)
+    if stripped in text:
+        return True
+    return any(json.dumps(stripped, ensure_ascii=is_ascii)[1:-1] in text for is_ascii in (False, True))
 
 
 def _function_name(tool: object) -> str:
@@ -205,12 +275,62 @@ def _calls_in(messages: list[ChatMessage]) -> list[dict[str, object]]:
     return [each for each in found if isinstance(each, dict)]
 
 
-def _with_arguments(messages: list[ChatMessage], convert: Callable[[object], object]) -> list[ChatMessage]:
-    """The messages with the arguments of all tool calls converted."""
+def _forms(messages: list[ChatMessage]) -> list[partial[list[ChatMessage]]]:
+    """The forms that a template may read these messages in, the usual ones first."""
+    has_arguments = any(call.get("arguments") for call in _calls_in(messages))
+    has_text = any(isinstance(message.get("content"), str) for message in messages)
+    has_blank = any(message.get("tool_calls") and not message.get("content") for message in messages)
+    return [
+        partial(_formed, in_parts=in_parts, blank=blank, convert=convert)
+        for in_parts in ((False, True) if has_text else (False,))
+        for blank in (("as given", "", None) if has_blank else ("as given",))
+        for convert in ((_parsed, _unparsed) if has_arguments else (None,))
+    ]
+
+
+def _formed(
+    messages: list[ChatMessage], *, in_parts: bool, blank: str | None, convert: Callable[[object], object] | None
+) -> list[ChatMessage]:
+    """The messages with the arguments of all tool calls converted, with texts as lists of one part, and with `blank` in
+    place of the content of calls that have none."""
+    if convert is None and not in_parts and blank == "as given":
+        return messages
     changed = cast(list[ChatMessage], json.loads(json.dumps(messages)))
-    for call in _calls_in(changed):
+    for message in changed if blank != "as given" else ():
+        if message.get("tool_calls") and not message.get("content"):
+            message["content"] = blank
+    for call in _calls_in(changed) if convert is not None else ():
         call["arguments"] = convert(call.get("arguments"))
+    for message in changed if in_parts else ():
+        if isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
     return changed
+
+
+def _has_foreign_values(messages: list[ChatMessage], text: str) -> bool:
+    """Whether a template writes arguments as Python does or in quotes, or a list of parts as it is."""
+    given = [call.get("arguments") for call in _calls_in(messages)]
+    given += [content for message in messages if isinstance(content := message.get("content"), list)]
+    for value in given:
+        as_json, as_python = json.dumps(value, ensure_ascii=False), str(value)
+        forms = {str: [as_json], dict: [as_python]}.get(type(value), [as_json, as_python])
+        if value and any(form in text for form in forms):
+            return True
+    return False
+
+
+def _is_written(value: object, text: str) -> bool:
+    """Whether a template wrote a text, a number or the like, as JSON or as Python has it."""
+    return _stands_in(value, text) if isinstance(value, str) else json.dumps(value) in text or str(value) in text
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """The texts, numbers and the like in a JSON value."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 def _parsed(arguments: object) -> object:
@@ -227,44 +347,140 @@ def _unparsed(arguments: object) -> object:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def _header_length(render: Render, messages: list[ChatMessage], index: int, prompt: str) -> int:
+def _header_length(render: Render, before: list[ChatMessage], prompt: str, marks: Marks) -> int:
     """How many characters of header follow `prompt`, the conversation before a turn: 0 if the prompt has the header."""
     try:
-        if render(messages[:index], "none") != prompt:
+        if render(before, "none") != prompt:
             return 0  # the template has a generation prompt
-        probe = render([*messages[:index], {"role": "assistant", "content": _STAND_IN}], "none")
+        probe = render([*before, {"role": "assistant", "content": _STAND_IN}], "none")
     except RenderFailure:
         return 0
     header, found, _ = probe[len(prompt) :].partition(_STAND_IN)
-    return len(header) if found and header.strip() and probe.startswith(prompt) else 0
+    # A template that always writes a prompt behind the last message has written that of the turn, too.
+    asks = marks.own_end(probe, (len(prompt), len(probe))) < len(probe)
+    return len(header) if found and header.strip() and probe.startswith(prompt) and not asks else 0
 
 
-def _start_of_turn(render: Render, before: list[ChatMessage], text: str) -> tuple[int | None, int | None]:
+def _start_of_turn(render: Render, before: list[ChatMessage], text: str, marks: Marks) -> tuple[int | None, int | None]:
     """Where the turn behind these messages begins: behind its prompt, and behind the prompt without thinking.
 
     The latter is looked for only where the first is not in the text, or where its last white space may share a token
     with the white space behind it: `<think>` and a line end, before a turn that begins with a line end. A template
-    whose prompt is without thinking by default may have one with it.
+    whose prompt is without thinking by default may have one with it. If none of them is in the text, the turn begins
+    where the text leaves the prompt: behind the header, before an empty thought that only prompts have.
     """
     start = _prefix_length(render, before, "plain", text)
     if start is not None and not text[max(0, start - 1) : start + 1].isspace():
         return start, None
     quiet = _prefix_length(render, before, "quiet", text)
     if start is None:
-        return _prefix_length(render, before, "thinks", text) if quiet is None else quiet, None
+        start = _prefix_length(render, before, "thinks", text) if quiet is None else quiet
+        return _end_of_header(render, before, text, marks) if start is None else start, None
     return start, None if quiet == start else quiet
 
 
-def _prefix_length(render: Render, messages: list[ChatMessage], prompt: Prompt, text: str) -> int | None:
-    try:
-        prefix = render(messages, prompt)
-    except RenderFailure:  # a template may reject a conversation that ends here
+def _end_of_header(render: Render, before: list[ChatMessage], text: str, marks: Marks) -> int | None:
+    """Where the text leaves the prompt behind these messages, after some of it; None if it has nothing of it."""
+    plain, asked = _rendered(render, before), _rendered(render, before, "plain")
+    if plain is None or asked is None:
         return None
-    return len(prefix) if text.startswith(prefix) else None
+    if plain == asked:  # whatever is asked for, the template writes a prompt: some of it follows on the last stop token
+        end = marks.num_shared(asked, text)
+        stop = marks.last_stop(text, (0, end))
+        is_header = stop is not None and text[stop:end].strip() and marks.are_all_of(text[stop:end] + asked[end:])
+        return end if is_header else None
+    if not (text.startswith(plain) and asked.startswith(plain)):
+        return None
+    end = marks.num_shared(asked, text, len(plain))
+    return end if text[len(plain) : end].strip() else None
 
 
-def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, text: str) -> CharSpan:
-    """The turn's content is what changes with its words. Its end mark is what follows when the turn is the last.
+def _end_of_turn(render: Render, messages: list[ChatMessage], text: str, start: int | None, marks: Marks) -> int | None:
+    """Where the last of these messages ends in the text of a conversation that goes on; None if it cannot be seen.
+
+    A template may write something else behind the last message: then the turn ends where the prompt for another one
+    begins, or behind the last stop token that the text has in common with the shorter one. It may leave out earlier
+    reasoning, and what was said before a call.
+    """
+    words = _words_of(messages[-1])
+    tried = _without_reasoning(messages)
+    if messages[-1].get("tool_calls") and words:
+        tried.append([*tried[-1][:-1], {**tried[-1][-1], "content": ""}])
+    for some in tried:
+        whole = _rendered(render, some)
+        if whole is None:
+            continue
+        if text.startswith(whole):
+            return len(whole)
+        alone = _before_prompt(render, some, marks)
+        if start is not None and len(alone) > start and text.startswith(alone):
+            return len(alone)
+        if start is not None and whole[:start] == text[:start]:
+            shared = marks.num_shared(whole, text, start)
+            stop = marks.last_stop(text, (start, shared))
+            if stop is not None and _stands_in(_words_of(some[-1]), text[start:stop]):
+                return shared if text[stop:shared].isspace() else stop
+    return None
+
+
+def _without_reasoning(messages: list[ChatMessage]) -> list[list[ChatMessage]]:
+    """The messages, and the same without reasoning if they have some, which templates may leave out."""
+    others = [{key: value for key, value in each.items() if key not in _REASONING_KEYS} for each in messages]
+    return [messages] if others == messages else [messages, others]
+
+
+def _before_prompt(render: Render, messages: list[ChatMessage], marks: Marks) -> str:
+    """What a template makes of messages that end with a turn, up to the prompt for the next one; empty if unknown."""
+    plain, asked = _rendered(render, messages[:-1]), _rendered(render, messages[:-1], "plain")
+    followed = _rendered(render, messages, "plain")
+    if plain is None or asked is None or followed is None:
+        return ""
+    prompt = asked[len(plain) if asked.startswith(plain) else marks.num_shared(plain, asked) :]
+    return followed.removesuffix(prompt) if prompt and followed.endswith(prompt) else ""
+
+
+def _words_of(message: ChatMessage) -> str:
+    """The text of a message, without reasoning."""
+    content = message.get("content")
+    return content.rpartition(_THOUGHT_ENDS)[2] if isinstance(content, str) else ""
+
+
+def _rendered(render: Render, messages: list[ChatMessage], prompt: Prompt = "none") -> str | None:
+    """What a template makes of messages; None if it rejects them."""
+    try:
+        return render(messages, prompt)
+    except RenderFailure:
+        return None
+
+
+def find_own_stop(render: Render, messages: list[ChatMessage], text: str, marks: Marks) -> str:
+    """The stop token that a template would write behind the last turn if another message followed.
+
+    Empty if the text ends with one, or if the template writes none there either.
+    """
+    message = messages[-1]
+    if message.get("role") != "assistant" or marks.own_end(text, (0, len(text))) < len(text):
+        return ""
+    last_stop = marks.last_stop(text, (0, len(text)))
+    if last_stop is not None and not text[last_stop:].strip():
+        return ""
+    calls = message.get("tool_calls")
+    some = [*_without_reasoning(messages)[-1]]
+    if _words_of(message).strip():
+        some[-1] = {**some[-1], "content": _STAND_IN}
+    alone = _rendered(render, some)
+    longer = _rendered(render, [*some, {"role": "tool" if calls else "user", "content": _STAND_IN}])
+    return marks.stop_at(longer, len(alone)) if alone and longer and longer.startswith(alone) else ""
+
+
+def _prefix_length(render: Render, messages: list[ChatMessage], prompt: Prompt, text: str) -> int | None:
+    prefix = _rendered(render, messages, prompt)  # a template may reject a conversation that ends here
+    return len(prefix) if prefix is not None and text.startswith(prefix) else None
+
+
+def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, text: str, marks: Marks) -> CharSpan:
+    """The turn's content is what changes with its words. Its end mark is what follows when the turn is the last, or
+    before the prompt for another one.
 
     Without words, the content is what changes if the message has words and nothing else.
     """
@@ -272,14 +488,22 @@ def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, t
     stand_in = _unused_words(text)
     last = [*messages[:index], {**message, "content": stand_in}]
     around = _around_stand_in(render, messages, index, message, text)
-    _, found_last, closing = render(last, "none").partition(stand_in)
-    if around is None or not found_last:
+    closings = [each.partition(stand_in)[2] for each in (render(last, "none"), _before_prompt(render, last, marks))]
+    if around is None:
         raise RenderFailure(
             f"assistant turn {index + 1} cannot be located in the rendered conversation; "
             "mark the assistant turns in the chat template with {% generation %}"
         )
     before, after = around
-    return len(before), len(text) - len(after) + (len(closing) if after.startswith(closing) else 0)
+    results = [*messages[: index + 1], *({**each, "content": stand_in} for each in messages[index + 1 :])]
+    if messages[index].get("tool_calls") and (other := _rendered(render, results)) is not None:
+        start, shared = len(before), len(_common_start(other, text))
+        if start <= shared < len(text) - len(after):  # the results of calls stand within the turn: it ends before them
+            return start, marks.last_stop(text, (start, shared)) or start
+    # What else a turn has may stand behind its words: its calls.
+    shared = marks.num_shared(closings[0], after) if messages[index].get("tool_calls") else 0
+    closing = max((len(each) for each in closings if each and after.startswith(each)), default=shared)
+    return len(before), len(text) - len(after) + closing
 
 
 def _around_stand_in(
@@ -323,79 +547,111 @@ def _unused_words(text: str) -> str:
 
 
 class ChatTemplate:
-    """One template, rendered by transformers."""
+    """One template, and another one for conversations with tools, rendered by transformers."""
 
-    def __init__(self, template: str, variables: Mapping[str, object]) -> None:
+    def __init__(
+        self, template: str, variables: Mapping[str, object], *, tool_template: str | None = None, marks: Marks
+    ) -> None:
+        """`tool_template`: for conversations with tools; None: the same."""
         from transformers.utils import chat_template_utils
 
         self._template = template
+        self._tool_template = template if tool_template is None else tool_template
         self._variables = variables
+        self._marks = marks
         self._render_jinja = cast(
             Callable[..., tuple[list[str], list[list[CharSpan]]]], chat_template_utils.render_jinja_template
         )
 
     def answer(self, request: Mapping[str, object]) -> dict[str, object]:
         """The reply to one request."""
-        tools = cast(list[object] | None, request["tools"])
+        messages, tools = cast(list[ChatMessage], request["messages"]), cast(list[object] | None, request["tools"])
         given = {"tools": tools, **cast(Mapping[str, object], request["variables"])}
+        locate = cast(Mapping[str, object], request["locate"] or {})
         try:
-            messages = self._with_fitting_arguments(cast(list[ChatMessage], request["messages"]), given)
-            found = self._find(messages, given, cast(Mapping[str, object], request["locate"] or {}))
-            muted = self._turns(messages, given, cast(list[int], request["muted"]))
+            form, written, remarks = self._fitting(messages, given)
+
+            def render(some: list[ChatMessage], prompt: Prompt) -> str:
+                is_known = some is messages and prompt == "none"
+                return written if is_known else self._render(form(some), given, prompt=prompt)[0]
+
+            if locate.get("what") == "turns" and has_generation_tag(self._chosen(given)):
+                text, spans = self._render(form(messages), given, marks=True)
+                found = Found(text=text, spans=[(span[0], self._marks.own_end(text, span)) for span in spans])
+            else:
+                found = self._find(render, messages, locate)
+            wanted = cast(list[int], request["muted"])
+            muted = [span for index, span in self._turns(render, messages) if index in wanted] if wanted else []
+            stop = find_own_stop(render, messages, found.text, self._marks) if locate.get("what") in _TRAINED else ""
         except RenderFailure as failure:
             return {"error": str(failure)}
         except MemoryError:
             return {"error": "the chat template needs too much memory for this conversation"}
+        end = len(found.text)
+
+        def stopped(span: CharSpan | None) -> CharSpan | None:
+            """A span with the stop token that was added, if it ends there."""
+            return (span[0], end + len(stop)) if span is not None and span[1] == end else span
+
         return {
-            "text": found.text,
-            "spans": found.spans,
+            "text": found.text + stop,
+            "spans": [*found.spans] if locate.get("what") == "words" else [*map(stopped, found.spans)],
             "quiet": [*found.quiet] or [None] * len(found.spans),
-            "muted": muted,
-            "remarks": remarks_on(messages, tools, found.text),
+            "muted": [*map(stopped, muted)],
+            "remarks": remarks,
             "skips_header": found.skips_header,
         }
 
-    def _find(self, messages: list[ChatMessage], given: Mapping[str, object], locate: Mapping[str, object]) -> Found:
-        def render(some: list[ChatMessage], prompt: Prompt) -> str:
-            return self._render(some, given, prompt=prompt)[0]
-
+    def _find(self, render: Render, messages: list[ChatMessage], locate: Mapping[str, object]) -> Found:
         match locate.get("what"):
             case "from":
-                return find_completion(render, messages, cast(int, locate["message"]))
+                return find_completion(render, messages, cast(int, locate["message"]), self._marks)
             case "words":
                 return find_words(render, messages, cast(list[int], locate["messages"]))
             case "prompt":
                 return Found(text=render(messages, "plain"), spans=[])
-            case "turns" if not has_generation_tag(self._template):
-                return find_turns(render, messages)
-            case what:
-                text, spans = self._render(messages, given, marks=what is not None)
-                return Found(text=text, spans=spans)
+            case "turns":
+                return find_turns(render, messages, self._marks)
+            case _:
+                return Found(text=render(messages, "none"), spans=[])
 
-    def _turns(self, messages: list[ChatMessage], given: Mapping[str, object], wanted: list[int]) -> list[CharSpan]:
-        """The characters of these turns, whether the template marks what the assistant wrote or not."""
-        if not wanted:
-            return []
-        found = find_turns(lambda some, prompt: self._render(some, given, prompt=prompt)[0], messages)
+    def _turns(self, render: Render, messages: list[ChatMessage]) -> list[tuple[int, CharSpan]]:
+        """The assistant turns by their numbers, whether the template marks what the assistant wrote or not."""
         turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-        return [cast(CharSpan, span) for index, span in zip(turns, found.spans, strict=True) if index in wanted]
+        spans = cast(Sequence[CharSpan], find_turns(render, messages, self._marks).spans)
+        return list(zip(turns, spans, strict=True))
 
-    def _with_fitting_arguments(self, messages: list[ChatMessage], given: Mapping[str, object]) -> list[ChatMessage]:
-        """The messages with the arguments of tool calls in the form that the template writes: an object, or its JSON.
+    def _fitting(
+        self, messages: list[ChatMessage], given: Mapping[str, object]
+    ) -> tuple[Form, str, list[tuple[str, str]]]:
+        """The form in which the template writes most of the messages, its text, and remarks on that.
 
-        Most templates take objects, and write JSON text as text in quotes, or fail; some take JSON text only.
+        Arguments of tool calls are objects before they are JSON text, contents are texts before they are lists of one
+        part. Raises RenderFailure if the template fails on all forms, or refuses a conversation.
         """
-        texts = [text for call in _calls_in(messages) if isinstance(text := call.get("arguments"), str)]
-        if not any(call.get("arguments") for call in _calls_in(messages)):
-            return messages
-        for form in (messages, _with_arguments(messages, _parsed), _with_arguments(messages, _unparsed)):
+        failure: RenderFailure | None = None
+        best: tuple[int, Form, str, list[tuple[str, str]]] | None = None
+        for form in _forms(messages):
+            if form.keywords["in_parts"] and _is_refusal(failure):
+                break
             try:
-                text = self._render(form, given)[0]
-            except RenderFailure:
+                text = self._render(form(messages), given)[0]
+            except RenderFailure as error:
+                failure = failure or error
                 continue
-            if form is not messages or not any(json.dumps(each, ensure_ascii=False) in text for each in texts):
-                return form
-        return messages
+            remarks = remarks_on(messages, cast(list[object] | None, given["tools"]), text)
+            num_lost = sum(kind == "lost" for kind, _ in remarks) + _has_foreign_values(form(messages), text)
+            if best is None or num_lost < best[0]:
+                best = num_lost, form, text, remarks
+            if not num_lost:
+                break
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best[1:]
+
+    def _chosen(self, given: Mapping[str, object]) -> str:
+        return self._template if given["tools"] is None else self._tool_template
 
     def _render(
         self, messages: list[ChatMessage], given: Mapping[str, object], *, prompt: Prompt = "none", marks: bool = False
@@ -405,7 +661,7 @@ class ChatTemplate:
         try:
             rendered, spans = self._render_jinja(
                 conversations=[messages],
-                chat_template=self._template,
+                chat_template=self._chosen(given),
                 add_generation_prompt=prompt != "none",
                 return_assistant_tokens_mask=marks,
                 **variables,
@@ -425,7 +681,9 @@ def main() -> None:
     setup = json.loads(sys.stdin.readline())
     signal.alarm(setup["start_seconds"])
     try:
-        template = ChatTemplate(setup["template"], setup["variables"])
+        marks = Marks(setup["marks"], setup["stops"])
+        tool_template = setup["tool_template"]
+        template = ChatTemplate(setup["template"], setup["variables"], tool_template=tool_template, marks=marks)
         resource.setrlimit(resource.RLIMIT_AS, (setup["limit_bytes"], setup["limit_bytes"]))
     except Exception as error:  # noqa: BLE001  whatever it is, the parent reports it
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ratel_cli.data.chat_encoder import ChatEncoder, IsWhole
 from ratel_cli.data.mistral_chats import MistralChats
@@ -11,8 +11,11 @@ from ratel_cli.data.template_chats import TemplateChats
 from ratel_cli.data.tokenizer import Tokenizer
 
 
-def choose_chat_encoder(tokenizer: Tokenizer, *, is_whole: IsWhole, notice: Callable[[str], None]) -> ChatEncoder:
-    """What encodes the conversations of a tokenizer. `notice` gets remarks for the user."""
+def choose_chat_encoder(
+    tokenizer: Tokenizer, *, is_whole: IsWhole, notice: Callable[[str], None], stop_ids: Collection[int] = ()
+) -> ChatEncoder:
+    """What encodes the conversations of a tokenizer. `notice` gets remarks for the user. `stop_ids`: tokens besides EOS
+    with which a model stops."""
     if isinstance(tokenizer, MistralTokenizer):
         return MistralChats(tokenizer, is_whole=is_whole)
-    return TemplateChats(tokenizer, is_whole=is_whole, notice=notice)
+    return TemplateChats(tokenizer, is_whole=is_whole, notice=notice, stop_ids=stop_ids)

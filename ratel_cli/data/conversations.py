@@ -104,7 +104,8 @@ class TurnOptions:
 
     def _trained(self, messages: list[ChatMessage], muted: tuple[int, ...]) -> tuple[int, ...]:
         """The messages that have loss, by their roles and by their own keys."""
-        roles = {self._role(role) for role in self.roles_to_train or ("assistant",)}
+        wanted = ("assistant",) if self.roles_to_train is None else self.roles_to_train
+        roles = {self._role(role) for role in wanted}
         trained = []
         for index, message in enumerate(messages):
             flag = message.pop(self.training_key, None) if self.training_key is not None else None

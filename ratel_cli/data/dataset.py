@@ -16,7 +16,7 @@ that an uninterrupted run would get.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -363,6 +363,7 @@ def load_training_data(
     shared: SharedTokens | None = None,
     open_bar: OpenBar = no_bar,
     row_multiple: int = 1,
+    stop_ids: Collection[int] = (),
 ) -> TrainingData:
     """Read all samples, or find them in the cache, hold out the evaluation split, and pack the rest.
 
@@ -370,8 +371,9 @@ def load_training_data(
     evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
     is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
     many steps need, and pack and mix `window_samples` at a time. `shared`: tokens of other commands. `open_bar` shows
-    how far reading is. `row_multiple`: as in `TrainingData`. Raises BadInput if the data cannot be used,
-    EnvironmentFailure if it cannot be read or the cache cannot be written.
+    how far reading is. `row_multiple`: as in `TrainingData`. `stop_ids`: tokens besides EOS with which a model
+    stops. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be
+    written.
     """
     if settings.sequence_len < 2:
         raise BadInput(
@@ -400,6 +402,7 @@ def load_training_data(
             sequence_len=settings.sequence_len,
             train_on_inputs=train_on_inputs,
             excess_length_strategy=excess_length_strategy,
+            stop_ids=stop_ids,
             cache_dir=cache_dir,
             rejects_path=rejects,
             rejects_shown_by=rejects_shown_by or (None if rejects is None else printable(str(rejects))),

@@ -7,7 +7,7 @@ inference. A sample has at most `sequence_len` tokens, and at least one label wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,8 +57,10 @@ class SampleEncoder(Closing):
         train_on_inputs: TrainOnInputs,
         truncates: bool = True,
         notice: Callable[[str], None] = lambda text: None,
+        stop_ids: Collection[int] = (),
     ) -> None:
-        """`truncates`: what is longer than `sequence_len` is truncated; otherwise there is no sample of it."""
+        """`truncates`: what is longer than `sequence_len` is truncated; otherwise there is no sample of it.
+        `stop_ids`: tokens besides EOS with which a model stops."""
         self._truncates = truncates
         self._tokenizer = tokenizer
         self._sequence_len = sequence_len
@@ -67,7 +69,7 @@ class SampleEncoder(Closing):
         self._prefix = around[0]
         self._rows = RowEncoder(tokenizer, around, sequence_len=sequence_len, truncates=truncates)
         self._vocabulary = len(tokenizer)
-        self._chats = choose_chat_encoder(tokenizer, is_whole=self._is_whole, notice=notice)
+        self._chats = choose_chat_encoder(tokenizer, is_whole=self._is_whole, notice=notice, stop_ids=stop_ids)
 
     @property
     def num_ahead(self) -> int:

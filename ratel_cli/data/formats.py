@@ -170,7 +170,8 @@ class RowFormat:
     def _trained_turns(self) -> str:
         if not self.turns.chooses_turns:
             return "assistant turns"
-        roles = " and ".join(map(printable, self.turns.roles_to_train or ("assistant",)))
+        wanted = self.turns.roles_to_train
+        roles = " and ".join(map(printable, ("assistant",) if wanted is None else wanted)) or "chosen"
         eos = self.turns.train_on_eos or "turn"
         behind = {"all": "every turn", "turn": "these turns", "last": "the last turn"}.get(eos)
         return f"{roles} turns" + (f" and on the EOS token of {behind}" if behind else " without their EOS tokens")

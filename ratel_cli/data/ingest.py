@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -37,6 +37,13 @@ _GROUP_ROWS = 256
 _GROUP_CHARS = 1 << 20  # a tokenizer takes about 120 bytes of RAM for each
 _MAX_REJECTED_SHARE = 0.01
 MAX_SHOWN_REJECTS = 5
+_RULE_OF_TURNS = 2
+"""Whoever changes which tokens of a conversation have loss counts it up, so that no cache of the earlier rule is used
+for a new run."""
+_OF_EARLIER_RULE = (
+    "this run keeps the tokens that it began with, from a version of Ratel with another rule of where turns end; "
+    "another output_dir begins with new ones"
+)
 
 
 def load_token_cache(
@@ -46,6 +53,7 @@ def load_token_cache(
     sequence_len: int,
     train_on_inputs: TrainOnInputs,
     excess_length_strategy: ExcessLengthStrategy = "truncate",
+    stop_ids: Collection[int] = (),
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
@@ -65,7 +73,7 @@ def load_token_cache(
     Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
     The error has those of all sources, as far as their first rows show them.
     """
-    key = _cache_key(
+    parts = _parts_of_key(
         sources,
         tokenizer=tokenizer,
         sequence_len=sequence_len,
@@ -73,9 +81,15 @@ def load_token_cache(
         excess_length_strategy=excess_length_strategy,
         demand=demand,
     )
+    earlier_key = hash_of(parts)[:32]
+    key = hash_of({**parts, "turns": _RULE_OF_TURNS, "stop_ids": sorted(stop_ids)})[:32]
     shared_key = _with_date(key, tokenizer)
     try:
         cache = TokenCache.open(cache_dir / key, notice=notice, open_bar=open_bar)
+        if cache is None:
+            cache = TokenCache.open(cache_dir / earlier_key, notice=notice, open_bar=open_bar)
+            if cache is not None:
+                notice(f"{printable(str(cache.directory))}: {_OF_EARLIER_RULE}")
         if cache is None and shared is not None:
             cache = shared.find(shared_key, cache_dir / key, open_bar=open_bar)
         if cache is None:
@@ -85,6 +99,7 @@ def load_token_cache(
                 train_on_inputs=train_on_inputs,
                 truncates=excess_length_strategy == "truncate",
                 notice=notice,
+                stop_ids=stop_ids,
             )
             with encoder, TokenCacheWriter(cache_dir / key) as writer:
                 ingestion = _Ingestion(
@@ -203,7 +218,14 @@ class _Ingestion:
         if self._writer.num_rejected:
             see = "" if self._rejects_shown_by is None else f": see {self._rejects_shown_by}"
             self._note(f"rejected {self._writer.num_rejected} of {self._num_rows} rows{see}")
-        return self._writer.finish(num_rows=self._num_rows, notices=tuple(self._notices), sources=tuple(self._sources))
+        marks = {what for kind, what in self._remarks if kind == "ends"}
+        ids = self._tokenizer.get_vocab() if marks else {}
+        return self._writer.finish(
+            num_rows=self._num_rows,
+            notices=tuple(self._notices),
+            sources=tuple(self._sources),
+            end_ids=tuple(sorted(ids[mark] for mark in marks)),
+        )
 
     def _note(self, text: str) -> None:
         self._notices.append(text)
@@ -447,7 +469,7 @@ def _with_date(key: str, tokenizer: Tokenizer) -> str:
     return f"{key} {datetime.now().astimezone().date()}" if writes_date else key
 
 
-def _cache_key(
+def _parts_of_key(
     sources: Sequence[RowSource],
     *,
     tokenizer: Tokenizer,
@@ -455,9 +477,9 @@ def _cache_key(
     train_on_inputs: TrainOnInputs,
     excess_length_strategy: ExcessLengthStrategy,
     demand: Demand | None,
-) -> str:
-    """A hash of everything that decides the content of the cache and of its rejects."""
-    parts = {
+) -> dict[str, object]:
+    """Everything that decides the content of the cache and of its rejects, but what a turn is."""
+    return {
         "format_version": FORMAT_VERSION,
         "sources": [
             {
@@ -473,4 +495,3 @@ def _cache_key(
         **({} if excess_length_strategy == "truncate" else {"excess_length_strategy": excess_length_strategy}),
         **({} if demand is None else {"demand": asdict(demand)}),
     }
-    return hash_of(parts)[:32]

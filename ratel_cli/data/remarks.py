@@ -18,9 +18,21 @@ _OF_CONVERSATIONS = {
         "this version of the tokenizer leaves out tool calls, and what they return, before the last user turn {}, as "
         "it does in a prompt"
     ),
+    "marks": (
+        "the chat template takes `<think>` or `</think>` for words of an answer {}; write the reasoning under the key "
+        "`reasoning_content` of the message, without marks"
+    ),
+    "ends": (
+        "answers end with {what} {}, at which the model does not stop yet: an exported model lists it in "
+        "`eos_token_id` of generation_config.json; with an adapter, name it where you generate"
+    ),
+    "open": (
+        "the answers teach no stop token {}, so the model does not learn where to end: `eot_tokens` names the token "
+        "that ends a turn, and `chat_template` or `chat_template_jinja` sets a template that writes one"
+    ),
     "ids": "ids of tool calls are replaced {}: mistral-common takes those of nine letters and digits",
 }
-"""By kind, where the remark says nothing else."""
+"""By kind, where all remarks of it say the same."""
 
 
 def sentences(counts: Mapping[Remark, int], num_rows: int) -> Iterator[str]:
@@ -48,13 +60,8 @@ def _sentence(kind: str, what: str, where: str, whose: str) -> str:
                 f"the chat template leaves out the reasoning of the last assistant turn {where}; if it reads another "
                 "key, `message_property_mappings` names yours: {reasoning_content: KEY}"
             )
-        case "marks":
-            return (
-                f"the chat template takes `<think>` or `</think>` for words of an answer {where}; write the reasoning "
-                "under the key `reasoning_content` of the message, without marks"
-            )
-        case "muted" | "calls" | "ids":
-            return _OF_CONVERSATIONS[kind].format(where)
+        case _ if kind in _OF_CONVERSATIONS:
+            return _OF_CONVERSATIONS[kind].format(where, what=what)
         case "unread":
             column, _, way = what.partition("; ")
             return f"the column {column} {whose} is not read: {way}"

@@ -6,7 +6,7 @@ tokens than those of its prompt is unusable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -20,9 +20,10 @@ from ratel_cli.data.chat_encoder import ChatEncoder, EncodedChat, FinishChats, I
 from ratel_cli.data.chat_pool import ChatPool, Rendering
 from ratel_cli.data.drafts import ChatDraft, Unusable
 from ratel_cli.data.prompt_tokens import PromptTokens
+from ratel_cli.data.remarks import Remark
 from ratel_cli.data.samples import TokenIds
 from ratel_cli.data.tokenise import token_ids, tokenised
-from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.data.tokenizer import Tokenizer, tool_template
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import num_cores
 from ratel_cli.sizes import IGNORED_TARGET
@@ -31,9 +32,17 @@ from ratel_cli.sizes import IGNORED_TARGET
 class TemplateChats(ChatEncoder):
     """Owns the processes that render conversations, and starts the first with the first."""
 
-    def __init__(self, tokenizer: Tokenizer, *, is_whole: IsWhole, notice: Callable[[str], None]) -> None:
-        """`notice` gets remarks for the user."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        is_whole: IsWhole,
+        notice: Callable[[str], None],
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        """`notice` gets remarks for the user. `stop_ids`: tokens besides EOS with which a model stops."""
         self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids) | {tokenizer.eos_token_id} - {None}
         self._is_whole = is_whole
         self._notice = notice
         self._pool: ChatPool | None = None
@@ -45,8 +54,7 @@ class TemplateChats(ChatEncoder):
 
     def prompts(self, conversations: Sequence[list[ChatMessage]]) -> list[list[int] | Unusable]:
         """See ChatEncoder."""
-        template, variables = self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map
-        with ChatRenderer(template, variables, notice=self._notice) as renderer:
+        with self._renderer(notice=self._notice) as renderer:
             texts = [_prompt(renderer, messages) for messages in conversations]
         ids = iter(token_ids(self._tokenizer, [text for text in texts if isinstance(text, str)]))
         return [next(ids) if isinstance(text, str) else text for text in texts]
@@ -56,6 +64,24 @@ class TemplateChats(ChatEncoder):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _renderer(
+        self,
+        *,
+        notice: Callable[[str], None],
+        begun: Callable[[ChatRenderer], None] = lambda renderer: None,
+    ) -> ChatRenderer:
+        tokenizer = self._tokenizer
+        marks = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+        return ChatRenderer(
+            tokenizer.get_chat_template(),
+            tokenizer.special_tokens_map,
+            tool_template=tool_template(tokenizer),
+            marks=[mark for mark in marks.values() if mark.strip()],
+            stops=[marks[number] for number in sorted(self._stop_ids & marks.keys())],
+            notice=notice,
+            begun=begun,
+        )
 
     def _finish(self, drafts: Sequence[ChatDraft], rendering: Rendering) -> Sequence[EncodedChat | Unusable]:
         rendered = rendering.answers()
@@ -71,22 +97,21 @@ class TemplateChats(ChatEncoder):
                 hint="set train_on_inputs: true, or use a dataset of type tokens",
             )
         if self._pool is None:
-            begin = partial(ChatRenderer, self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map)
-            self._pool = ChatPool(begin, most=min(_MOST_CHILDREN, num_cores()), notice=self._notice)
+            self._pool = ChatPool(self._renderer, most=min(_MOST_CHILDREN, num_cores()), notice=self._notice)
         return self._pool.start(drafts, locate=lambda draft: not self._is_whole(draft))
 
     def _encode_rendered(self, chats: list[tuple[ChatDraft, RenderedChat]]) -> Iterator[EncodedChat | Unusable]:
         if all(self._is_whole(draft) and not chat.muted for draft, chat in chats):
             tokens = token_ids(self._tokenizer, [chat.text for _, chat in chats])
-            for (_, chat), ids in zip(chats, tokens, strict=True):
+            for (draft, chat), ids in zip(chats, tokens, strict=True):
                 input_ids = np.array(ids, dtype=np.int32)
-                yield _encoded(chat, input_ids, input_ids)
+                yield self._encoded(draft, chat, input_ids, input_ids)
             return
-        has_marks = has_generation_tag(self._tokenizer.get_chat_template()) if chats else False
+        marked = self._have_tags() if chats else (False, False)
         batch = tokenised(self._tokenizer, [chat.text for _, chat in chats], special=False, offsets=True)
         ids_of = [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], batch["input_ids"])]
         spans_of = [_as_array(spans) for spans in cast(list[list[tuple[int, int]]], batch["offset_mapping"])]
-        ends = [self._prompt_ends(draft, chat, has_marks=has_marks) for draft, chat in chats]
+        ends = [self._prompt_ends(draft, chat, has_marks=marked[draft.tools is not None]) for draft, chat in chats]
         texts = [(chat.text, ids, spans) for (_, chat), ids, spans in zip(chats, ids_of, spans_of, strict=True)]
         if self._prompts is None:
             self._prompts = PromptTokens(self._tokenizer, partial(token_ids, self._tokenizer))
@@ -107,9 +132,14 @@ class TemplateChats(ChatEncoder):
                 end = self._tokenizer.eos_token_id
                 is_open = draft.is_closed and end is not None and input_ids[-1:].tolist() != [end]
                 tail = np.array([end] if is_open else [], dtype=np.int32)
-                yield _encoded(chat, np.append(input_ids, tail), np.append(labels, tail))
+                yield self._encoded(draft, chat, np.append(input_ids, tail), np.append(labels, tail))
             except Unusable as unusable:
                 yield unusable
+
+    def _have_tags(self) -> tuple[bool, bool]:
+        """Whether the template marks what the assistant wrote, without and with tools."""
+        template = self._tokenizer.get_chat_template()
+        return has_generation_tag(template), has_generation_tag(tool_template(self._tokenizer) or template)
 
     def _prompt_ends(self, draft: ChatDraft, chat: RenderedChat, *, has_marks: bool) -> list[int]:
         """The character where each turn begins, if the prompt for it has to have the same tokens at inference."""
@@ -124,7 +154,7 @@ class TemplateChats(ChatEncoder):
     ) -> TokenIds:
         """The labels of the words of the trained messages, and of EOS tokens: axolotl's `roles_to_train`.
 
-        `char_spans`: `[tokens, 2]`. A message's EOS token is the first within a few tokens behind its words.
+        `char_spans`: `[tokens, 2]`. A message's EOS token is the first stop token within a few behind its words.
         """
         assert draft.trained is not None
         labels = np.full_like(input_ids, IGNORED_TARGET)
@@ -138,7 +168,7 @@ class TemplateChats(ChatEncoder):
             first, last = _tokens_of(char_spans, span)
             if is_trained:
                 labels[first:last] = input_ids[first:last]
-            behind = np.flatnonzero(input_ids[last : last + _MOST_BEFORE_EOS + 1] == self._tokenizer.eos_token_id)
+            behind = np.flatnonzero(self._are_stops(input_ids[last : last + _MOST_BEFORE_EOS + 1]))
             if first < last and len(behind):
                 last_eos = None if index in draft.muted else last + int(behind[0])
                 if last_eos is None:
@@ -149,16 +179,42 @@ class TemplateChats(ChatEncoder):
             labels[last_eos] = input_ids[last_eos]
         return labels
 
+    def _are_stops(self, ids: TokenIds) -> npt.NDArray[np.bool_]:
+        return np.isin(ids, list(self._stop_ids))
+
+    def _encoded(self, draft: ChatDraft, chat: RenderedChat, input_ids: TokenIds, labels: TokenIds) -> EncodedChat:
+        return EncodedChat(
+            input_ids=input_ids,
+            labels=labels,
+            remarks=(*chat.remarks, *self._on_its_end(draft, chat, labels)),
+            skips_header=chat.skips_header,
+        )
+
+    def _on_its_end(self, draft: ChatDraft, chat: RenderedChat, labels: TokenIds) -> tuple[Remark, ...]:
+        """What a conversation teaches instead, if no stop token has loss: a token that ends its last turn, or nothing.
+
+        A call's own mark is no such token: another call may follow.
+        """
+        trained = np.flatnonzero(labels != IGNORED_TARGET)
+        if self._is_whole(draft):  # a stop token behind a question teaches nothing
+            trained = trained[-_MOST_BEFORE_EOS - 1 :]
+        is_wanted = draft.trained is None or draft.train_on_eos != "none"
+        if not (len(trained) and is_wanted) or self._are_stops(labels[trained]).any():
+            return ()
+        last, written = draft.messages[-1], chat.text.rstrip()
+        if last["role"] == "assistant" and not last.get("tool_calls"):
+            for number in labels[trained[-_MOST_BEFORE_EOS - 1 :]].tolist():
+                mark = self._tokenizer.added_tokens_decoder.get(number)
+                if mark is not None and mark.content.strip() and written.endswith(mark.content):
+                    return (("ends", mark.content),)
+        return (("open", ""),)
+
 
 def _prompt(renderer: ChatRenderer, messages: list[ChatMessage]) -> str | Unusable:
     try:
         return renderer.render_prompt(messages)
     except Unusable as unusable:
         return unusable
-
-
-def _encoded(chat: RenderedChat, input_ids: TokenIds, labels: TokenIds) -> EncodedChat:
-    return EncodedChat(input_ids=input_ids, labels=labels, remarks=chat.remarks, skips_header=chat.skips_header)
 
 
 _MOST_CHILDREN = 16  # that render; each takes 60 MB, and one thread tokenises what they make

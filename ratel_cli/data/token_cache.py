@@ -62,6 +62,8 @@ class CacheSummary:
     tokens_sha256: str
     sources: tuple[SourceCounts, ...] = ()
     """Of each dataset, in order."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end answers, though the model does not stop at them yet."""
     num_loss_tokens: int
     """Tokens with loss of all samples."""
 
@@ -101,7 +103,8 @@ class TokenCache:
         try:
             meta = json.loads((directory / META_NAME).read_bytes())
             sources = tuple(SourceCounts(**each) for each in meta.pop("sources", ()))
-            summary = CacheSummary(**{**meta, "notices": tuple(meta["notices"]), "sources": sources})
+            others = {name: tuple(meta.get(name, ())) for name in ("notices", "end_ids")}
+            summary = CacheSummary(**{**meta, **others, "sources": sources})
             lengths = np.load(directory / LENGTHS_NAME, allow_pickle=False)
             num_bytes = 2 * _DISK_DTYPE.itemsize * int(lengths.sum())
             bar = (open_bar if num_bytes > _QUICK_BYTES else no_bar)("checking the cached tokens", num_bytes)
@@ -178,7 +181,14 @@ class TokenCacheWriter(Closing):
         self._rejects.flush()
         copy_rejects(self._partial, target)
 
-    def finish(self, *, num_rows: int, notices: tuple[str, ...], sources: tuple[SourceCounts, ...] = ()) -> TokenCache:
+    def finish(
+        self,
+        *,
+        num_rows: int,
+        notices: tuple[str, ...],
+        sources: tuple[SourceCounts, ...] = (),
+        end_ids: tuple[int, ...] = (),
+    ) -> TokenCache:
         """Make the cache durable: 1. sync all files, 2. give the directory its name, 3. sync the name."""
         lengths = np.frombuffer(self.lengths, dtype=np.int64) if self.lengths else np.zeros(0, dtype=np.int64)
         self._hash.update(_length_bytes(lengths))
@@ -188,6 +198,7 @@ class TokenCacheWriter(Closing):
             notices=notices,
             tokens_sha256=self._hash.hexdigest(),
             sources=sources,
+            end_ids=end_ids,
             num_loss_tokens=self._num_loss_tokens,
         )
         with (self._partial / LENGTHS_NAME).open("wb") as file:

@@ -117,3 +117,9 @@ def has_chat_template(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer has a chat template, or a default one among several."""
     template = tokenizer.chat_template
     return "default" in template if isinstance(template, dict) else bool(template)
+
+
+def tool_template(tokenizer: Tokenizer) -> str | None:
+    """The chat template for conversations with tools, as transformers chooses it; None: the same as for others."""
+    named = tokenizer.chat_template
+    return named.get("tool_use") if isinstance(named, dict) else None

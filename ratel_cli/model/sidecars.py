@@ -30,7 +30,7 @@ _COPIED = (
     "*processor_config.json",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-_GENERATION_NAME = "generation_config.json"
+GENERATION_NAME = "generation_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 """Of a chat template, which a loader takes wherever it finds it."""
 
@@ -96,7 +96,7 @@ class BaseSidecars(Sidecars):
     @property
     def names(self) -> list[str]:
         """See Sidecars."""
-        names = dict.fromkeys(["config.json", _GENERATION_NAME, TEMPLATE_NAME, *_copied_names(self.base_dir)])
+        names = dict.fromkeys(["config.json", GENERATION_NAME, TEMPLATE_NAME, *_copied_names(self.base_dir)])
         return list(names)
 
     @property
@@ -117,9 +117,9 @@ class BaseSidecars(Sidecars):
             staging.write_text(name, text)
         defaults = _generation_defaults(self.base_dir)
         if isinstance(defaults, Path):
-            staging.copy(defaults, _GENERATION_NAME)
+            staging.copy(defaults, GENERATION_NAME)
         elif _generates(layout.architecture):
-            staging.write_text(_GENERATION_NAME, defaults)
+            staging.write_text(GENERATION_NAME, defaults)
 
 
 def copied_files(base_dir: Path) -> dict[str, Path]:
@@ -143,8 +143,8 @@ def _generates(architecture: str) -> bool:
 
 def _generation_defaults(base_dir: Path) -> Path | str:
     """The file with the base model's defaults for generation; their text if it has none. Raises BadInput."""
-    if (base_dir / _GENERATION_NAME).exists():
-        return trusted_file(base_dir, _GENERATION_NAME)
+    if (base_dir / GENERATION_NAME).exists():
+        return trusted_file(base_dir, GENERATION_NAME)
     return GenerationConfig.from_model_config(read_any_config(base_dir)).to_json_string()
 
 

@@ -22,7 +22,8 @@ OF_THE_INTERFACE = """
     peft_use_rslora peft_use_dora lora_modules_to_save peft_init_lora_weights
     load_in_4bit load_in_8bit bnb_4bit_use_double_quant quantize_moe_experts
     datasets test_datasets streaming chat_template chat_template_jinja
-    special_tokens tokenizer_use_mistral_common train_on_inputs sequence_len excess_length_strategy sample_packing
+    special_tokens eot_tokens tokenizer_use_mistral_common train_on_inputs sequence_len excess_length_strategy
+    sample_packing
     mlm_probability
     shuffle
     micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate loraplus_lr_ratio

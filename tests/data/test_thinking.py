@@ -159,20 +159,20 @@ CASES: dict[str, tuple[str, list[ChatMessage], str]] = {
         chat("q", "<think>why</think>a", "r", "b"),
         f"{U}q{E}{B}⟦a{E}⟧{U}r{E}{B}⟦b{E}⟧",
     ),
-    "channels: the end of an earlier turn is not what the model writes": (
+    "channels: an earlier turn ends with its own mark": (
         CHANNELS,
         THOUGHT,
-        f"{U}q{E}{B}⟦<|channel|>fa⟧<|end|>{U}r{E}{B}⟦<|channel|>ahow<|end|>{B}<|channel|>fb<|stop|>⟧",
+        f"{U}q{E}{B}⟦<|channel|>fa<|end|>⟧{U}r{E}{B}⟦<|channel|>ahow<|end|>{B}<|channel|>fb<|stop|>⟧",
     ),
     "reasoning in the words of a message": (
         SPLITS,
         chat("q", "<think>why</think>a", "r", "how</think>b"),
         f"{U}q{E}{B}<think>\n⟦why\n</think>\n\na{E}⟧{U}r{E}{B}<think>\n⟦how\n</think>\n\nb{E}⟧",
     ),
-    "reasoning in the words, behind a prompt that no turn begins with": (
+    "reasoning in the words: the header is what the turn has of its prompt": (
         SPLITS.removesuffix("<think>\n{% endif %}") + "<think>now\n{% endif %}",
         chat("q", "<think>why</think>a"),
-        f"{U}q{E}{B}<think>\n⟦why\n</think>\n\na{E}⟧",
+        f"{U}q{E}{B}<think>⟦\nwhy\n</think>\n\na{E}⟧",
     ),
     "an answer that begins with a line end": (
         _TURNS + "{{ m.content }}<|end|>\n" + _PROMPT + "{% endif %}",

@@ -31,8 +31,8 @@ from ratel_cli.run.train.start import Resume
 _DECIDES_ABOUT_ROWS = frozenset(
     {
         "base_model", "datasets", "test_datasets", "streaming", "max_steps", "chat_template", "chat_template_jinja",
-        "special_tokens", "tokenizer_use_mistral_common", "train_on_inputs", "sequence_len", "excess_length_strategy",
-        "val_set_size",
+        "special_tokens", "eot_tokens", "tokenizer_use_mistral_common", "train_on_inputs", "sequence_len",
+        "excess_length_strategy", "val_set_size",
     }
 )  # fmt: skip
 """Keys that decide which rows can be used."""

@@ -22,9 +22,9 @@ from ratel_cli.training.facts import read_facts
 from ratel_cli.training.schedule import LearningRateSchedule, ScheduleOptions
 
 _DECIDES_THE_COUNT: Final = (
-    "base_model", "datasets", "chat_template", "chat_template_jinja", "special_tokens", "tokenizer_use_mistral_common",
-    "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "attn_implementation",
-    "val_set_size", "seed", *DECIDES_THE_LENGTH,
+    "base_model", "datasets", "chat_template", "chat_template_jinja", "special_tokens", "eot_tokens",
+    "tokenizer_use_mistral_common", "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing",
+    "attn_implementation", "val_set_size", "seed", *DECIDES_THE_LENGTH,
 )  # fmt: skip
 """With the sequences of a step, the keys that the number of steps follows from."""
 

@@ -5,7 +5,7 @@ Invariant: a tokenizer, a length or a row that the model cannot use is rejected 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from ratel_cli.run.files.user_cache import user_cache_directory
 from ratel_cli.run.inputs.base import ReadData
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.records import records
-from ratel_cli.run.inputs.tokenizer import read_tokenizer, tokenizer_files
+from ratel_cli.run.inputs.tokenizer import read_stop_ids, read_tokenizer, tokenizer_files
 from ratel_cli.units import align_up
 
 
@@ -39,6 +39,7 @@ def prepare_texts(config: RunConfig, base: LanguageBase, errors: ErrorList, log:
     tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
     if tokenizer is not None:
         errors.attempt(("base_model",), lambda: tokenizer_files(config, base.directory))  # that the export will have
+        errors.attempt(("eot_tokens",), lambda: read_stop_ids(config, base.directory, base.config, tokenizer))
     errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
     errors.attempt(("sequence_len",), lambda: _check_row_length(config.sequence_len, base.model, base.config))
     if tokenizer is None:
@@ -74,6 +75,7 @@ def _read_texts(
             config,
             tokenizer,
             packing=packing and base.model.packs,
+            stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
             row_multiple=base.model.row_multiple,
             labels=base.labels,
             cache_dir=directory / TOKENS_NAME,
@@ -92,6 +94,7 @@ def load_data(
     tokenizer: Tokenizer,
     *,
     packing: bool,
+    stop_ids: Collection[int] = (),
     row_multiple: int = 1,
     labels: Sequence[str] = (),
     cache_dir: Path,
@@ -102,8 +105,8 @@ def load_data(
 ) -> TrainingData:
     """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
 
-    `labels`: the names of the classes. `log` shows how far reading is. `rejects_path` gets the rejected rows.
-    `rejects_shown_by`: what shows them to the user, if it is not this file.
+    `stop_ids`: with which the model stops. `labels`: the names of the classes. `log` shows how far reading is.
+    `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the user, if it is not this file.
     """
     size, number = config.split or config.split_by(1).known_split
     return load_training_data(
@@ -131,6 +134,7 @@ def load_data(
         shared=shared,
         open_bar=bars_of(log),
         row_multiple=row_multiple,
+        stop_ids=stop_ids,
         test_sources=_sources(config, config.test_datasets, labels),
         stream_steps=config.max_steps if config.streaming else None,
     )

@@ -17,7 +17,7 @@ from ratel_cli.data.mistral_tokenizer import MistralTokenizer, mistral_file
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, excerpt, first_line
 from ratel_cli.model.directory import trusted_file
-from ratel_cli.model.sidecars import TEMPLATE_NAME
+from ratel_cli.model.sidecars import GENERATION_NAME, TEMPLATE_NAME
 
 TEMPLATES = {
     "chatml": (
@@ -78,6 +78,28 @@ def read_tokenizer(
             if mark not in known:
                 notice(f"chat_template: {config.chat_template}: the tokenizer has no token {mark}; it becomes several")
     return tokenizer
+
+
+def read_stop_ids(
+    config: RunConfig, base_dir: Path, model_config: PretrainedConfig, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """The tokens with which the model stops: those of `eos_token_id` in both files of it, EOS and `eot_tokens`.
+
+    Raises BadInput if a token of the config is not in the vocabulary, or a file cannot be used.
+    """
+    known = tokenizer.get_vocab() if config.eot_tokens else {}
+    for token in config.eot_tokens:
+        if token not in known:
+            raise BadInput(
+                f"eot_tokens: the tokenizer has no token {token!r}",
+                hint="name tokens that the tokenizer has; Ratel adds no tokens to a vocabulary",
+            )
+    has_own = (base_dir / GENERATION_NAME).exists()
+    listed = _read_json(base_dir, GENERATION_NAME).get("eos_token_id") if has_own else None
+    of_model = (listed, getattr(model_config, "eos_token_id", None), model_config.get_text_config().eos_token_id)
+    ids = [each for ends in of_model for each in (ends if isinstance(ends, list) else [ends])]
+    ids += [tokenizer.eos_token_id, *(known[token] for token in config.eot_tokens)]
+    return tuple(sorted({each for each in ids if isinstance(each, int)}))
 
 
 def _mistral_tokenizer(base_dir: Path) -> MistralTokenizer:
