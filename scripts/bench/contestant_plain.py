@@ -12,12 +12,12 @@ from contextlib import nullcontext
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import peak_resident_bytes
-from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, llama_config, run_as
+from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, model_config, run_as
 
 
 def run_plain(task: Task) -> Measured:
@@ -31,7 +31,7 @@ def _train(task: Task, device: torch.device) -> Measured:
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, task.dtype))
     with device:
-        model = LlamaForCausalLM(llama_config(task))
+        model = AutoModelForCausalLM.from_config(model_config(task))
     torch.set_default_dtype(torch.float32)
     model.train()
     if task.contestant == "plain":
@@ -71,7 +71,7 @@ def _train(task: Task, device: torch.device) -> Measured:
     )
 
 
-def _plain_gradients(model: LlamaForCausalLM, batches: Sequence[MicroBatch]) -> float:
+def _plain_gradients(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
     total, num_targets = 0.0, sum(batch.num_targets for batch in batches)
     for batch in batches:
         logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.hardware.host import peak_resident_bytes
-from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, llama_config, run_as
+from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, model_config, run_as
 
 _INSTALL = (
     "DeepSpeed is not installed. It takes `pip install deepspeed ninja`, a C++ compiler and, for its "
@@ -48,7 +48,7 @@ def run_zero(task: Task) -> Measured:
         sys.exit("DeepSpeed's contestants train all weights, in bf16")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(llama_config(task))
+    model = LlamaForCausalLM(model_config(task))
     torch.set_default_dtype(torch.float32)
     model.train()
     # Without reentry, parameters on NVMe are silently wrong: loss 4.05 where plain has 0.35 (DeepSpeed 0.19.8).

@@ -22,6 +22,7 @@ Invariant: all contestants of a benchmark compute on the same tokens, in the sam
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -33,12 +34,14 @@ from statistics import median
 from typing import Literal, TypeVar, get_args
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from ratel_cli.config.optimizers import OptimizerChoice
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.planning.placement import Overlap
 from ratel_cli.planning.wear import WearPolicy
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import IGNORED_TARGET, DtypeName, QuantisedForm
+from tests.simulated_gpu import install_if_asked
 
 Name = TypeVar("Name")
 Contestant = Literal["plain", "plain-resident", "ratel", "ratel-recompute", "zero", "zero-optimizer"]
@@ -47,8 +50,10 @@ REQUIRED = tuple(name for name in CONTESTANTS if not name.startswith("zero"))
 """The contestants that need nothing beyond what Ratel needs."""
 
 
-def _llama(hidden: int, intermediate: int, *, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
-    """A Llama's shape in the keys of its config.json."""
+def _llama(
+    hidden: int, intermediate: int, *, layers: int, heads: int, kv_heads: int, vocab: int, **others: int
+) -> dict[str, int]:
+    """A Llama's shape in the keys of its config.json, and others of models like it."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -56,6 +61,7 @@ def _llama(hidden: int, intermediate: int, *, layers: int, heads: int, kv_heads:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "vocab_size": vocab,
+        **others,
     }
 
 
@@ -68,7 +74,12 @@ SHAPES: dict[str, dict[str, int]] = {
     # The layers of a model with 7 billion parameters, but few of them: large enough to keep a GPU busy.
     "wide": _llama(4096, 11008, layers=6, heads=32, kv_heads=32, vocab=32000),
     "3b": _llama(2560, 6912, layers=36, heads=20, kv_heads=20, vocab=32000),
+    "llama-8b": _llama(4096, 14336, layers=32, heads=32, kv_heads=8, vocab=128256),
+    "qwen3-8b": _llama(4096, 12288, layers=36, heads=32, kv_heads=8, vocab=151936, head_dim=128),
+    "tiny-qwen3": _llama(64, 128, layers=2, heads=4, kv_heads=2, vocab=512, head_dim=16),
 }
+_MODEL_TYPES = {"qwen3-8b": "qwen3", "tiny-qwen3": "qwen3"}
+"""Of shapes that are no Llamas."""
 LEARNING_RATE = 1e-4
 
 
@@ -82,6 +93,10 @@ class Task:
     """Tokens of a micro-batch."""
     rows: int = 1
     """Rows that share the tokens evenly."""
+    samples: int = 1
+    """Samples that are packed into a row, of different lengths."""
+    layers: int | None = None
+    """How many layers the model has; None: as many as its shape."""
     micro_batches: int
     steps: int
     warm_up: int = 2
@@ -89,6 +104,10 @@ class Task:
     clip: bool = False
     lora: int = 0
     """The rank of an adapter that is trained instead of the weights, by PEFT; 0: the weights are."""
+    quantised: QuantisedForm | None = None
+    """How the linear layers beside the adapter are quantised, for `ratel`."""
+    optimizer: OptimizerChoice = "adamw"
+    """For `ratel`."""
     dtype: DtypeName = "bfloat16"
     """Of weights, activations and gradients."""
     wear: WearPolicy = "balanced"
@@ -204,29 +223,55 @@ def run_process(task: Task) -> Measured:
 
 def run_as(contestant: Callable[[Task], Measured]) -> None:
     """The main program of a contestant: its argument is the task as JSON, its last line is what it measured as JSON."""
+    install_if_asked()
     print(json.dumps(asdict(contestant(Task(**json.loads(sys.argv[1]))))))
 
 
-def llama_config(task: Task) -> LlamaConfig:
-    """The config of the task's shape, with positions for all tokens of a row."""
-    return LlamaConfig.from_dict({**SHAPES[task.shape], "max_position_embeddings": max(64, task.tokens // task.rows)})
+def model_config(task: Task) -> PretrainedConfig:
+    """The config of the task's model."""
+    return config_of(task.shape, row_tokens=task.tokens // task.rows, layers=task.layers)
+
+
+def config_of(shape: str, *, row_tokens: int, layers: int | None = None) -> PretrainedConfig:
+    """The config of a shape, with positions for all tokens of a row. `layers`: None takes those of the shape."""
+    keys = {**SHAPES[shape], "max_position_embeddings": max(64, row_tokens)}
+    if layers is not None:
+        keys["num_hidden_layers"] = layers
+    config: PretrainedConfig = AutoConfig.for_model(_MODEL_TYPES.get(shape, "llama"), **keys)
+    return config
 
 
 def batches_of(task: Task) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of each step: random tokens, the same for all contestants. Every position has a target."""
-    generator, length = torch.Generator().manual_seed(7), task.tokens // task.rows
+    """The micro-batches of each step: random tokens, the same for all contestants. Every position has a target but the
+    last one of a sample that another one follows in its row."""
+    generator, vocab_size = torch.Generator().manual_seed(7), SHAPES[task.shape]["vocab_size"]
     for _ in range(task.steps):
-        step = []
-        for _ in range(task.micro_batches):
-            ids = torch.randint(0, SHAPES[task.shape]["vocab_size"], (task.rows, length + 1), generator=generator)
-            step.append(
-                MicroBatch(
-                    input_ids=ids[:, :-1].contiguous(),
-                    targets=ids[:, 1:].contiguous(),
-                    position_ids=torch.arange(length).expand(task.rows, -1).contiguous(),
-                    sample_ids=(),
-                    num_targets=task.tokens,
-                    num_tokens=task.tokens,
-                )
-            )
-        yield step
+        yield [_micro_batch(task, vocab_size, generator) for _ in range(task.micro_batches)]
+
+
+def _micro_batch(task: Task, vocab_size: int, generator: torch.Generator) -> MicroBatch:
+    length = task.tokens // task.rows
+    ids = torch.randint(0, vocab_size, (task.rows, length + 1), generator=generator)
+    targets, positions = ids[:, 1:].contiguous(), position_ids(task.rows, length, task.samples)
+    ends = positions[:, 1:] == 0
+    targets[:, :-1][ends] = IGNORED_TARGET
+    return MicroBatch(
+        input_ids=ids[:, :-1].contiguous(),
+        targets=targets,
+        position_ids=positions,
+        sample_ids=(),
+        num_targets=task.tokens - int(ends.sum()),
+        num_tokens=task.tokens,
+    )
+
+
+def position_ids(rows: int, length: int, samples: int) -> torch.Tensor:
+    """Those of packed rows, int64 `[rows, length]`. The samples of a row are as 1 to 2 to 3, and so on; no two rows
+    begin with the same one."""
+    found = torch.empty(rows, length, dtype=torch.int64)
+    for row in range(rows):
+        parts = [1 + (row + number) % samples for number in range(samples)]
+        edges = [length * sum(parts[:number]) // sum(parts) for number in range(samples + 1)]
+        for start, stop in itertools.pairwise(edges):
+            found[row, start:stop] = torch.arange(stop - start)
+    return found

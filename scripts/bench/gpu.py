@@ -9,54 +9,59 @@ is measured, with its ceiling:
     overlap    each `optimizer_overlap` under the first limit; the ceiling is `optimized`
     sweep      shares of the activations offloaded, measured and predicted; the ceiling is the best point measured
     largest    the deepest model of these layers, and of wider ones, that fits the limits with the space and RAM here
+    cases      packed rows of a model with grouped keys and 152k words, adapters on bf16 and NF4, Muon, long rows, small
+               micro-batches, little main memory (`gpu_cases`)
 
-TFLOP/s count the model's own operations: three times its forward. After `--minutes` nothing more is started; a line
-names each part that was left out. The last line is JSON.
+Plain PyTorch and Ratel compute on the same tokens. `block` is measured for `--yardstick` seconds: the ceiling is the
+median, which is what the GPU sustains, and the best stands beside it. TFLOP/s count the model's own operations: three
+times its forward. After `--minutes` nothing more is started; a line names each part that was left out. The last line is
+JSON.
 
-    python -m scripts.bench.gpu [--directory DIR] [--limits 24 16] [--shape wide] [--minutes 7]
+    python -m scripts.bench.gpu [--parts step sweep] [--directory DIR] [--limits 24 16] [--shape wide] [--minutes 7]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import get_args
 
+from ratel_cli.config.optimizers import OptimizerChoice
 from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.hardware.host import available_bytes, default_limit_bytes
 from ratel_cli.model.find_blocks import find_blocks
+from ratel_cli.model.quantised import QUANTISED_FORMS
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.problem import Decisions
-from ratel_cli.planning.traffic import store_bytes
-from ratel_cli.run.inputs.settings import num_slots
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.units import GIB, format_bytes
-from scripts.bench.ceilings import block_flops_per_second
-from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, llama_config, run_process
+from scripts.bench.ceilings import block_rates
+from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, model_config, run_process
+from scripts.bench.findings import Report
+from scripts.bench.gpu_cases import CASES, host_bytes_of, measure_case, store_directory
 from scripts.bench.gpu_steps import GpuSteps, PatternSource, PlanPoint
-from scripts.bench.ratel_run import RatelRun, open_run, run_config
+from scripts.bench.ratel_run import RatelRun, open_run
+from tests.simulated_gpu import install_if_asked
 
-_IN_MEMORY = Path("/dev/shm")
 _SHARES = (0.0, 0.25, 0.5, 1.0)
 _OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 _IN_THE_PAPER: dict[str, float] = {"optimized": 1.0, "naive": 1.22, "separate": 1.33}
 """Step times relative to the optimized order: 13B, micro-batch 64, RTX 4090, 12 SSDs (Ratel, section V-D)."""
+_PARTS = ("step", "overlap", "sweep", "largest", "cases")
 _WIDTHS = (1, 2, 3)
 """Multiples of the shape's width to try."""
+_LEAST_WIDTH = 1024
+"""Of a shape with which cases are more than tiny."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,61 +112,94 @@ class Measurements:
 def main() -> None:
     """Parse the arguments, measure part by part, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS[:4]), help="default: all but cases")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shape", choices=SHAPES, default="wide")
+    parser.add_argument("--layers", type=int, default=None, help="default: those of the shape")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--rows", type=int, default=8, help="rows that share the tokens")
+    parser.add_argument("--samples", type=int, default=1, help="samples that are packed into a row")
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank instead")
+    parser.add_argument("--quantised", choices=QUANTISED_FORMS, default=None, help="the layers beside the adapter")
+    parser.add_argument("--optimizer", choices=get_args(OptimizerChoice), default="adamw", help="for Ratel")
+    parser.add_argument("--yardstick", type=float, default=10.0, help="seconds for which `block` is measured")
     parser.add_argument("--steps", type=int, default=2, help="steps of each plan that count")
     parser.add_argument("--limits", type=float, nargs="+", default=[24.0, 16.0], help="limits on GPU memory, in GiB")
     parser.add_argument("--host-memory-gib", type=float, default=None, help="default: what is free, less a margin")
     parser.add_argument("--directory", default=None, help="for the store; default: in RAM if it fits, else /tmp")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that it runs")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu", "auto"), default="cuda", help="cpu: only to see that it runs"
+    )
     parser.add_argument("--minutes", type=float, default=7.0, help="after this time nothing more is started")
     arguments = parser.parse_args()
+    install_if_asked()
     time_limit = TimeLimit(start=time.perf_counter(), seconds=60 * arguments.minutes)
     try:
         compute_device(arguments.device)
     except EnvironmentFailure as failure:
         sys.exit(f"{failure.message}; {failure.hint}")
     task = _task(arguments)
-    plain = _measure_plain(task, time_limit)
-    host_bytes = _host_bytes(task)
+    summary: dict[str, object] = {"benchmark": "gpu", "arguments": vars(arguments)}
+    if set(arguments.parts) - {"cases"}:
+        summary |= _measure(arguments, task, time_limit)
+    if "cases" in arguments.parts:
+        summary["cases"] = _measure_cases(arguments, time_limit)
+    print(json.dumps({**summary, "seconds": time.perf_counter() - time_limit.start}, default=asdict))
+
+
+def _measure(arguments: argparse.Namespace, task: Task, time_limit: TimeLimit) -> dict[str, object]:
+    """All parts of one model."""
+    parts = arguments.parts
+    plain = _measure_plain(task, time_limit) if "step" in parts else {}
+    host_bytes = host_bytes_of(task)
+    by_limit, overlaps, sweep = list[PlanPoint](), list[PlanPoint](), list[PlanPoint]()
     with open_run(task, limit_bytes=host_bytes, activations="auto", source=PatternSource()) as run:
         _report_machine(run)
         steps = GpuSteps(run)
         planner, device = run.planner, run.context.device
         batch = next(batches_of(task))[0]
-        ceiling = block_flops_per_second(run.model, steps.profile, batch, device, seconds=2.0)
+        block = block_rates(run.model, steps.profile, batch, device, seconds=arguments.yardstick)
         plans = Measurements(
             steps=steps, time_limit=time_limit, num_steps=arguments.steps, gpu_memory_gib=arguments.limits[0]
         )
-        by_limit = [
-            point
-            for limit in arguments.limits
-            for point in plans.measure(f"ratel, {limit:g} GiB", gpu_memory_gib=limit)
-        ]
-        overlaps = [point for overlap in _OVERLAPS for point in plans.measure(overlap, overlap=overlap)]
-        sweep = plans.measure("planned")
-        sweep += [point for share in _SHARES for point in plans.measure(f"{share:.0%}", activations=share)]
-    _report_steps(plain, by_limit, ceiling)
+        if "step" in parts:
+            for limit in arguments.limits:
+                by_limit += plans.measure(f"ratel, {limit:g} GiB", gpu_memory_gib=limit)
+        if "overlap" in parts:
+            overlaps += [point for overlap in _OVERLAPS for point in plans.measure(overlap, overlap=overlap)]
+        if "sweep" in parts:
+            sweep += plans.measure("planned")
+            sweep += [point for share in _SHARES for point in plans.measure(f"{share:.0%}", activations=share)]
+    _report_steps(plain, by_limit, block)
     _report_overlaps(overlaps)
     _report_sweep(sweep)
-    largest = [_largest(task, planner, limit, host_bytes) for limit in arguments.limits]
-    for limit, (words, num_parameters) in zip(arguments.limits, largest, strict=True):
-        print(f"largest under {limit:g} GiB: {num_parameters / 1e9:.1f}B parameters ({words})")
-    summary = {
-        "benchmark": "gpu",
-        "arguments": vars(arguments),
+    largest = {}
+    if "largest" in parts:
+        largest = {str(limit): _largest(task, planner, limit, host_bytes) for limit in arguments.limits}
+    for limit, (words, num_parameters) in largest.items():
+        print(f"largest under {float(limit):g} GiB: {num_parameters / 1e9:.1f}B parameters ({words})")
+    return {
         "hardware": planner.hardware.to_json(),
-        "seconds": time.perf_counter() - time_limit.start,
-        "block_flops_per_second": ceiling,
-        "plain": {name: asdict(measured) for name, measured in plain.items()},
-        "steps": [asdict(point) for point in by_limit],
-        "overlap": [asdict(point) for point in overlaps],
-        "sweep": [asdict(point) for point in sweep],
-        "largest": dict(zip(map(str, arguments.limits), largest, strict=True)),
+        "block_flops_per_second": block,
+        "plain": plain,
+        "steps": by_limit,
+        "overlap": overlaps,
+        "sweep": sweep,
+        "largest": largest,
     }
-    print(json.dumps(summary))
+
+
+def _measure_cases(arguments: argparse.Namespace, time_limit: TimeLimit) -> object:
+    """The cases that are named, each by itself; what fails is said, and the next one begins."""
+    left = time_limit.start + time_limit.seconds - time.perf_counter()
+    report = Report(seconds=max(0.0, left), is_tiny=SHAPES[arguments.shape]["hidden_size"] < _LEAST_WIDTH)
+    for name in arguments.cases:
+        measure_case(report, CASES[name], directory=arguments.directory, device=arguments.device)
+    print("\n" + "\n".join(report.findings.lines))
+    for name, reason in {**report.findings.failures, **report.findings.left_out}.items():
+        print(f"not measured: {name}: {reason}")
+    return report.findings
 
 
 def _task(arguments: argparse.Namespace) -> Task:
@@ -170,35 +208,19 @@ def _task(arguments: argparse.Namespace) -> Task:
         shape=arguments.shape,
         tokens=arguments.tokens,
         rows=arguments.rows,
+        samples=arguments.samples,
+        layers=arguments.layers,
         micro_batches=arguments.micro_batches,
         steps=4,
         warm_up=2,
+        lora=arguments.lora,
+        quantised=arguments.quantised,
+        optimizer=arguments.optimizer,
         host_memory_gib=arguments.host_memory_gib,
         device=arguments.device,
         gpu_memory_gib=max(arguments.limits),
     )
-    return replace(task, directory=arguments.directory or _directory(task))
-
-
-def _directory(task: Task) -> str:
-    """In RAM if the store takes less than a third of what is free, else where temporary files go."""
-    if _IN_MEMORY.is_dir() and _store_bytes(task) < min(available_bytes() // 3, shutil.disk_usage(_IN_MEMORY).free):
-        return str(_IN_MEMORY)
-    return tempfile.gettempdir()
-
-
-def _host_bytes(task: Task) -> int:
-    """The limit on main memory: the given one, or what is free next to a store in RAM."""
-    if task.host_memory_gib is not None:
-        return int(task.host_memory_gib * GIB)
-    is_in_memory = Path(task.directory).resolve().is_relative_to(_IN_MEMORY)
-    return default_limit_bytes() - (_store_bytes(task) if is_in_memory else 0)
-
-
-def _store_bytes(task: Task) -> int:
-    spec = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="").spec
-    config = run_config(task, _IN_MEMORY, limit_bytes=GIB, activations="auto")
-    return store_bytes(spec, num_slots=num_slots(config))
+    return replace(task, directory=arguments.directory or store_directory(task))
 
 
 def _report_machine(run: RatelRun) -> None:
@@ -232,9 +254,11 @@ def _measure_plain(task: Task, time_limit: TimeLimit) -> dict[str, Measured]:
     return measured
 
 
-def _report_steps(plain: dict[str, Measured], points: Sequence[PlanPoint], ceiling: float) -> None:
+def _report_steps(plain: dict[str, Measured], points: Sequence[PlanPoint], block: dict[str, float]) -> None:
+    ceiling = block["median"]
     print(f"\n{'step':<16}{'s/step':>8}{'TFLOP/s':>9}{'of block':>9}{'GPU GiB':>9}  busiest, most stalled on")
     print(f"{'block':<16}{'':>8}{ceiling / 1e12:>9.0f}{1:>9.2f}")
+    print(f"{'block, best':<16}{'':>8}{block['best'] / 1e12:>9.0f}{block['best'] / ceiling:>9.2f}")
     for name, measured in plain.items():
         seconds = measured.seconds
         of_peak = f"{'':>18}"
@@ -282,7 +306,7 @@ def _largest(task: Task, planner: Planner, gpu_memory_gib: float, host_bytes: in
     best = ("none", 0)
     workload = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=task.tokens // task.rows)
     for times in _WIDTHS:
-        config = llama_config(task)
+        config = model_config(task)
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
             setattr(config, name, times * getattr(config, name))
         model = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide")

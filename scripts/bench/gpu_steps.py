@@ -16,6 +16,7 @@ from statistics import median
 
 import torch
 
+from ratel_cli.hardware.gpu import num_alloc_retries
 from ratel_cli.planning.placement import ActivationPolicy, Overlap
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.step_time import RESOURCES, Resource
@@ -50,6 +51,8 @@ class PlanPoint:
     predicted_bottleneck: str
     model_flops: int
     """Operations of a step: three times the forward's."""
+    tokens: int
+    """Of a step."""
     gpu_limit_bytes: int | None
     gpu_peak_bytes: int
     """Peak of what torch allocated, without the CUDA context."""
@@ -67,17 +70,32 @@ class PlanPoint:
     """Seconds of one step, by resource."""
     waited_seconds: dict[str, float] = field(default_factory=dict)
 
+    num_alloc_retries: int = 0
+    """How often in the steps that count torch found no memory in one piece."""
+
     @property
     def flops_per_second(self) -> float:
         return self.model_flops / median(self.seconds)
+
+    @property
+    def computing(self) -> float:
+        """The share of a step in which the GPU computes."""
+        return self.busy_seconds.get("compute", 0.0) / median(self.seconds)
+
+    @property
+    def most_waited(self) -> tuple[str, float]:
+        """For what the GPU waits longest, and for how long."""
+        return max(self.waited_seconds.items(), key=lambda each: each[1], default=("nothing", 0.0))
 
 
 class GpuSteps:
     """Measures one plan after another in an open run."""
 
-    def __init__(self, run: RatelRun) -> None:
+    def __init__(self, run: RatelRun, *, samples: int | None = None) -> None:
+        """`samples`: samples in each row; None takes those of the run's task."""
         self._run = run
-        self._batches = cycle(batches_of(run.task))
+        task = run.task if samples is None else replace(run.task, samples=samples)
+        self._batches = cycle(batches_of(task))
         _, self.profile = run.record(next(self._batches))
 
     def plan(
@@ -101,6 +119,7 @@ class GpuSteps:
         on_gpu = device.type != "cpu"
         with self._run.under(plan) as steps:
             steps.run(next(self._batches))
+            retries = num_alloc_retries() or 0
             if on_gpu:
                 torch.accelerator.reset_peak_memory_stats(device)
             done = [
@@ -119,6 +138,7 @@ class GpuSteps:
             predicted_seconds=plan.time.total,
             predicted_bottleneck=plan.time.bottleneck,
             model_flops=plan.flops_model,
+            tokens=self._run.task.tokens * self._run.task.micro_batches,
             gpu_limit_bytes=plan.decisions.device_limit_bytes,
             gpu_peak_bytes=torch.accelerator.max_memory_allocated(device) if on_gpu else 0,
             planned_gpu_bytes=plan.memory.device,
@@ -129,6 +149,7 @@ class GpuSteps:
             resident_blocks=(len(plan.placement.resident_weights), len(plan.placement.resident_states)),
             busy_seconds=_named(busy),
             waited_seconds=_named(waited),
+            num_alloc_retries=(num_alloc_retries() or 0) - retries,
         )
 
 

@@ -28,17 +28,18 @@ from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import AdaptedSource, drawn_adapter, inject
+from ratel_cli.model.adapters import AdaptedSource, base_name, drawn_adapter, inject
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.quantised_model import QuantisingSource, quantise_layers, quantised_weights
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.inputs.settings import new_geometry
+from ratel_cli.run.inputs.settings import new_geometry, rules_in
 from ratel_cli.run.train.engine import open_planned_engines
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.profile_machine import measure_for_run
@@ -47,7 +48,7 @@ from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from ratel_cli.units import GIB
-from scripts.bench.contestants import LEARNING_RATE, Task, llama_config
+from scripts.bench.contestants import LEARNING_RATE, Task, model_config
 
 NO_IDENTITY = StoreIdentity(model_hash="", config_hash="", data_hash="", seed=0, software="")
 
@@ -164,15 +165,12 @@ def open_run(
     """Measure the machine, and make a store with the weights of `source`, or with the initialiser's random weights."""
     return_large_buffers()
     device = compute_device(task.device)
-    skeleton, adapter = _skeleton(task), AdapterSettings(rank=task.lora, alpha=2 * task.lora)
-    if task.lora:
-        inject(skeleton, adapter)
-    model = find_blocks(skeleton, name="bench")
     with ExitStack() as resources:
         if device.type != "cpu":
             resources.enter_context(determinism(True, device, notice=print))
         directory = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=task.directory)))
         config = run_config(task, directory, limit_bytes=limit_bytes, activations=activations)
+        model = find_blocks(trained_skeleton(task), name="bench", rules=rules_in(config))
         opened = resources.enter_context(open_context(config, RunLog(), device=device))
         context = replace(opened, queue=throttled(opened.queue))
         planner = make_planner(context, model.spec, measure_for_run(context, has_store=False))
@@ -184,7 +182,7 @@ def open_run(
         # Nothing else refers to the initialiser, which keeps the last weight that it drew, in fp32.
         import_base(
             model.spec,
-            source or _source(task, adapter, seed=config.seed),
+            _adapted(source or RandomSource(_skeleton(task), config.seed), task, model, seed=config.seed),
             store,
             context.pool,
             progress=lambda num_elements: None,
@@ -193,13 +191,33 @@ def open_run(
 
 
 def _skeleton(task: Task) -> PreTrainedModel:
-    return build_skeleton(llama_config(task), dtype=task.dtype, attn_implementation="sdpa")
+    return build_skeleton(model_config(task), dtype=task.dtype, attn_implementation="sdpa")
 
 
-def _source(task: Task, adapter: AdapterSettings, *, seed: int) -> WeightSource:
-    """Random weights; with an adapter as PEFT draws it."""
-    weights = RandomSource(_skeleton(task), seed)
-    return AdaptedSource(weights, lambda: drawn_adapter(_skeleton(task), adapter, seed=seed)) if task.lora else weights
+def trained_skeleton(task: Task) -> PreTrainedModel:
+    """With quantised layers, and an adapter, if there are any."""
+    skeleton = _skeleton(task)
+    if task.quantised is not None:
+        quantise_layers(skeleton, task.quantised)
+    if task.lora:
+        inject(skeleton, _adapter(task))
+    return skeleton
+
+
+def _adapter(task: Task) -> AdapterSettings:
+    return AdapterSettings(rank=task.lora, alpha=2 * task.lora)
+
+
+def _adapted(weights: WeightSource, task: Task, model: DecoderModel, *, seed: int) -> WeightSource:
+    """The weights, quantised where the model's are, beside an adapter as PEFT draws it."""
+    if task.quantised is not None:
+        layers = {base_name(name): layer for name, layer in quantised_weights(model.skeleton).items()}
+        weights = QuantisingSource(weights, layers, _skeleton(task))
+    return (
+        AdaptedSource(weights, lambda: drawn_adapter(_skeleton(task), _adapter(task), seed=seed))
+        if task.lora
+        else weights
+    )
 
 
 def run_config(task: Task, directory: Path, *, limit_bytes: int, activations: ActivationPolicy) -> RunConfig:
@@ -215,6 +233,7 @@ def run_config(task: Task, directory: Path, *, limit_bytes: int, activations: Ac
         max_grad_norm=1.0 if task.clip else None,
         device=task.device,
         activations=activations,
+        optimizer=task.optimizer,
         optimizer_overlap=task.overlap,
         storage=StorageConfig(paths=(directory,), durability="none" if task.in_place else "step", wear=task.wear),
         limits=LimitsConfig(gpu_memory=gpu_bytes, host_memory=limit_bytes),

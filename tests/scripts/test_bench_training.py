@@ -156,7 +156,20 @@ def test_the_cost_of_durability(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
     """On the CPU, which only shows that it runs."""
-    shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--steps", "1")
+    shape = (
+        "--shape",
+        "tiny",
+        "--tokens",
+        "32",
+        "--rows",
+        "2",
+        "--micro-batches",
+        "1",
+        "--steps",
+        "1",
+        "--yardstick",
+        "0",
+    )
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
     output, summary = run("bench.gpu", *shape, *where)
     assert "planned point, slower than the best one measured" in output
@@ -169,7 +182,20 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_benchmark_of_a_gpu_leaves_out_parts_when_time_is_up(tmp_path: Path) -> None:
-    shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--minutes", "0")
+    shape = (
+        "--shape",
+        "tiny",
+        "--tokens",
+        "32",
+        "--rows",
+        "2",
+        "--micro-batches",
+        "1",
+        "--minutes",
+        "0",
+        "--yardstick",
+        "0",
+    )
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
     output, summary = run("bench.gpu", *shape, *where)
     assert output.count("left out, for lack of time") == 2 + 2 + 3 + 5

@@ -1,0 +1,550 @@
+"""Where the time of one layer goes on a GPU: kernels, masks of packed rows, adapters, dequantising, fused kernels.
+
+Regime: one layer of the shapes of Qwen3-8B and Llama-8B (hidden 4096), random weights and inputs, bf16, 16,384 tokens,
+nothing moved. Each measurement is guarded by itself. What is measured, with its ceiling:
+
+    kernels      plain forward and backward, a watched forward, a replayed one: by torch's profiler, by kind of kernel;
+                 how long the GPU idles in a unit. The ceiling is the time of the products alone
+    determinism  the same layer with `deterministic` on and off
+    masks        rows of one sample, which need no mask, against packed rows of the same tokens; attention alone with
+                 and without a mask, with lengths (torch's varlen attention), and by each of torch's kernels
+    fused        the layer with Liger's functions and compiled; the loss over 152k words: torch's, Liger's
+    adapters     LoRA of rank 16, 64 and 256, in fp32 as PEFT has it, and under autocast
+    dequantising rates of each form; the ceiling is a copy
+    long         peak memory of one row of 65k and 131k tokens, with and without a mask, next to what a plan counts
+    small        the share of a unit in which the GPU idles, by its tokens
+
+    python -m scripts.bench.gpu_layer [--parts kernels masks ...] [--seconds 300] [--tiny]
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ratel_cli.hardware.gpu import compute_device, determinism
+from ratel_cli.model import quantised
+from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.layer_runner import loss_sum
+from ratel_cli.model.quantised import QuantisedLayout, dequantised
+from ratel_cli.sizes import IGNORED_TARGET, StoredForm
+from ratel_cli.units import GIB
+from scripts.bench.ceilings import Sustained, sustained
+from scripts.bench.contestants import SHAPES, position_ids
+from scripts.bench.findings import Report
+from scripts.bench.kernels import KernelTable, kernels_of
+from scripts.bench.one_layer import LayerCase, OneLayer, one_layer
+from tests.simulated_gpu import install_if_asked
+
+_QUEUED_UNITS = 8
+"""Units that the host asks for before it waits: enough that a queue fills."""
+_SAMPLES_OF_ROW = 4
+_RANKS = (16, 64, 256)
+_NEEDS_CUDA = "it needs an NVIDIA GPU"
+
+
+def setting(report: Report, real: int, tiny: int) -> int:
+    """A size: of a GPU, or one that shows only that it runs."""
+    return tiny if report.is_tiny else real
+
+
+def seconds_of(report: Report, seconds: float) -> float:
+    """How long something is measured; once if sizes are tiny."""
+    return 0.0 if report.is_tiny else seconds
+
+
+def shapes_of(report: Report) -> tuple[str, str]:
+    """Those of a Qwen3 and of a Llama."""
+    return ("tiny-qwen3", "tiny") if report.is_tiny else ("qwen3-8b", "llama-8b")
+
+
+@contextmanager
+def deterministic(device: torch.device, required: bool = True) -> Iterator[None]:
+    """As a run computes."""
+    with nullcontext() if device.type == "cpu" else determinism(required, device, notice=print):
+        yield
+
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def measure_kernels(report: Report, device: torch.device) -> None:
+    """Tables of kernels of both shapes, and how long the GPU idles in a unit."""
+    tokens = setting(report, 16384, 32)
+    for shape in shapes_of(report):
+        case = LayerCase(shape=shape, rows=4, row_tokens=tokens // 4)
+        found = report.measure(f"kernels, {shape}", partial(_kernels, report, case, device))
+        if found is not None:
+            plain, again = found["plain step"], found["recomputed step"]
+            kinds = plain["seconds"]
+            total = sum(kinds.values()) or 1.0
+            shares = ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in kinds.items() if seconds)
+            report.line(
+                f"{shape}: step {1e3 * plain['unit_seconds']:.1f} ms ({plain['kernels']} kernels: {shares}; idle "
+                f"{plain['idle']:.0%}), recomputed {1e3 * again['unit_seconds']:.1f} ms (idle {again['idle']:.0%})"
+            )
+
+
+def _kernels(report: Report, case: LayerCase, device: torch.device) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    with deterministic(device), one_layer(case, device) as layer:
+        layer.recomputed_step()  # warms up, and records
+        for name, work in _passes(layer):
+            table = kernels_of(work, device)
+            report.table(f"{case}: {name}", table.text())
+            found[name] = table.summary()
+        for name, unit in {"plain step": layer.step, "recomputed step": layer.recomputed_step}.items():
+            found[name] = _unit(report, unit, device)
+        moved = layer.traits.moved
+        if moved is not None:
+            found["counted bytes of element-wise kernels"] = {
+                "forward": case.tokens * moved.forward_per_token,
+                "backward": case.tokens * moved.backward_per_token,
+            }
+        found["rate"] = {"flops_per_second": 3 * layer.flops / _seconds_of_unit(report, layer.step, device)}
+    return found
+
+
+def _passes(layer: OneLayer) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each pass of a layer, which is run once."""
+    yield "forward", layer.forward
+    output = layer.forward()
+    yield "backward", lambda: layer.backward(output)
+    yield "watched forward", layer.watched
+    tape, again = layer.watched(), layer.watched()
+    yield "replayed forward", lambda: layer.replayed(tape)
+    output = layer.replayed(again)
+    yield "backward of the replayed", lambda: layer.backward(output)
+
+
+def _unit(report: Report, unit: Callable[[], object], device: torch.device) -> dict[str, object]:
+    """What a unit takes where others are queued before it, and how long no kernel runs meanwhile."""
+    seconds = _seconds_of_unit(report, unit, device)
+    table = kernels_of(unit, device)
+    return {**table.summary(), "unit_seconds": seconds, "idle": max(0.0, 1 - table.busy_seconds / seconds)}
+
+
+def _seconds_of_unit(report: Report, unit: Callable[[], object], device: torch.device) -> float:
+    number = setting(report, _QUEUED_UNITS, 1)
+
+    def work() -> None:
+        for _ in range(number):
+            unit()
+
+    return sustained(work, device, seconds=seconds_of(report, 0.5)).median_seconds / number
+
+
+def measure_determinism(report: Report, device: torch.device) -> None:
+    """The step of a layer with deterministic kernels, and with any."""
+    shape, tokens = shapes_of(report)[0], setting(report, 16384, 32)
+    spent = {}
+    for name, required in (("on", True), ("off", False)):
+        case = LayerCase(shape=shape, rows=4, row_tokens=tokens // 4)
+        found = report.measure(f"deterministic {name}", partial(_step_seconds, report, case, device, required=required))
+        if found is not None:
+            spent[name] = found.median_seconds
+    if len(spent) == 2:
+        report.line(f"deterministic on {1e3 * spent['on']:.1f} ms, off {1e3 * spent['off']:.1f} ms a step of a layer")
+
+
+def _step_seconds(
+    report: Report,
+    case: LayerCase,
+    device: torch.device,
+    *,
+    required: bool = True,
+    change: Callable[[DecoderModel], object] = lambda model: None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    seconds: float = 0.4,
+) -> Sustained:
+    """A layer's forward and backward."""
+    with deterministic(device, required), one_layer(case, device, change=change) as layer, around():
+        return sustained(layer.step, device, seconds=seconds_of(report, seconds))
+
+
+# --- Masks -----------------------------------------------------------------------------------------------------------
+
+
+def _row_shapes(report: Report) -> list[tuple[int, int]]:
+    """Rows and their tokens, of one number of tokens."""
+    return [(2, 16), (1, 32)] if report.is_tiny else [(8, 2048), (2, 8192), (1, 16384)]
+
+
+def measure_masks(report: Report, device: torch.device) -> None:
+    """A layer on rows of one sample, and on packed ones; then attention alone."""
+    shape = shapes_of(report)[0]
+    for rows, row_tokens in _row_shapes(report):
+        spent = {}
+        for samples in (1, _SAMPLES_OF_ROW):
+            case = LayerCase(shape=shape, rows=rows, row_tokens=row_tokens, samples=samples)
+            found = report.measure(f"layer, {case}", partial(_step_seconds, report, case, device), needs_seconds=2)
+            if found is not None:
+                spent["packed" if samples > 1 else "whole"] = 1e3 * found.median_seconds
+        spent |= _attention_times(report, device, shape, rows, row_tokens)
+        if spent:
+            report.line(f"ms, {rows}x{row_tokens}: " + ", ".join(f"{name} {each:.2f}" for name, each in spent.items()))
+
+
+def _attention_times(report: Report, device: torch.device, shape: str, rows: int, row_tokens: int) -> dict[str, float]:
+    """Milliseconds of attention's forward and backward alone, by how it knows the samples."""
+    attention = _Attention(shape, rows, row_tokens, device)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "attention without a mask": attention.causal,
+        "masked": attention.masked,
+        "by lengths": attention.by_lengths,
+        "cuDNN": lambda: attention.causal_by(SDPBackend.CUDNN_ATTENTION),
+    }
+    spent = {}
+    for name, way in ways.items():
+        measured = f"{name}, {rows}x{row_tokens}"
+        if device.type != "cuda" and name in ("by lengths", "cuDNN"):
+            report.leave_out(measured, _NEEDS_CUDA)
+            continue
+        required = name != "cuDNN"  # torch leaves it out where kernels must be deterministic
+        found = report.measure(measured, partial(attention.seconds, report, way, required=required), needs_seconds=1)
+        if found is not None:
+            spent[name] = 1e3 * found.median_seconds
+    return spent
+
+
+class _Attention:
+    """Queries, keys and values of one layer, and the samples of its rows."""
+
+    def __init__(self, shape: str, rows: int, row_tokens: int, device: torch.device) -> None:
+        keys = SHAPES[shape]
+        heads, kv_heads = keys["num_attention_heads"], keys["num_key_value_heads"]
+        head_dim = keys.get("head_dim", keys["hidden_size"] // heads)
+        self._device, self._groups = device, heads // kv_heads
+        self._tensors = [
+            torch.randn(rows, number, row_tokens, head_dim, device=device, dtype=torch.bfloat16).requires_grad_()
+            for number in (heads, kv_heads, kv_heads)
+        ]
+        positions = position_ids(rows, row_tokens, _SAMPLES_OF_ROW)
+        self._sample = (positions == 0).cumsum(1).to(device)
+        starts = (positions.flatten() == 0).nonzero().flatten().tolist()
+        edges = [*starts, rows * row_tokens]
+        self._lengths = torch.tensor(edges, dtype=torch.int32, device=device)
+        self._longest = max(stop - start for start, stop in itertools.pairwise(edges))
+
+    def seconds(self, report: Report, way: Callable[[], torch.Tensor], *, required: bool) -> Sustained:
+        """Of forward and backward."""
+
+        def work() -> None:
+            output = way()
+            torch.autograd.grad(output, self._tensors, torch.ones_like(output))
+
+        with deterministic(self._device, required):
+            return sustained(work, self._device, seconds=seconds_of(report, 0.2))
+
+    def causal(self) -> torch.Tensor:
+        """As for rows of one sample."""
+        query, key, value = self._tensors
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    def causal_by(self, backend: SDPBackend) -> torch.Tensor:
+        """The same by one of torch's kernels."""
+        with sdpa_kernel(backend):
+            return self.causal()
+
+    def masked(self) -> torch.Tensor:
+        """As transformers attends to packed rows: with a mask of all pairs, and keys repeated for each head."""
+        query, key, value = self._tensors
+        sample = self._sample
+        pairs = sample.unsqueeze(2) == sample.unsqueeze(1)
+        mask = pairs.tril().unsqueeze(1)
+        key, value = (each.repeat_interleave(self._groups, dim=1) for each in (key, value))
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def by_lengths(self) -> torch.Tensor:
+        """torch's attention for rows of any lengths, one behind the other."""
+        attend = import_module("torch.nn.attention.varlen").varlen_attn
+        query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in self._tensors)
+        lengths, longest = self._lengths, self._longest
+        try:
+            found = attend(query, key, value, lengths, lengths, longest, longest, window_size=(-1, 0), enable_gqa=True)
+        except TypeError:  # of torch 2.10 and earlier
+            key, value = (each.repeat_interleave(self._groups, dim=1) for each in (key, value))
+            found = attend(query, key, value, lengths, lengths, longest, longest, is_causal=True)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+# --- Fused kernels ---------------------------------------------------------------------------------------------------
+
+
+def measure_fused(report: Report, device: torch.device) -> None:
+    """A layer as transformers has it, compiled, and with Liger's functions; then the loss."""
+    qwen, llama = shapes_of(report)
+    tokens = setting(report, 16384, 32)
+    spent = dict[str, float]()
+    for shape in (qwen, llama):
+        case = LayerCase(shape=shape, rows=4, row_tokens=tokens // 4)
+        found = report.measure(f"as it is, {shape}", partial(_step_seconds, report, case, device))
+        if found is not None:
+            spent[shape] = found.median_seconds
+    _measure_loss(report, device, spent)
+    case = LayerCase(shape=llama, rows=4, row_tokens=tokens // 4)
+    if device.type != "cuda":
+        report.leave_out("compiled", _NEEDS_CUDA)
+        report.leave_out("Liger", _NEEDS_CUDA)
+    elif find_spec("liger_kernel") is None:
+        report.leave_out("Liger", "liger-kernel is not installed")
+    else:  # it changes transformers' own module, so it comes behind what is measured without it
+        for shape, name in ((qwen, "qwen3"), (llama, "llama")):
+            case = LayerCase(shape=shape, rows=4, row_tokens=tokens // 4)
+            liger = partial(_with_liger, name)
+            found = report.measure(f"Liger, {shape}", partial(_step_seconds, report, case, device, change=liger))
+            if found is not None:
+                spent[f"{shape} with Liger"] = found.median_seconds
+    if spent:
+        report.line("ms: " + ", ".join(f"{name} {1e3 * each:.2f}" for name, each in spent.items()))
+
+
+def measure_compiled(report: Report, device: torch.device) -> None:
+    """A layer that torch.compile has compiled. Compiling takes longer than all that is measured with it."""
+    if device.type != "cuda":
+        report.leave_out("compiled", _NEEDS_CUDA)
+        return
+    case = LayerCase(shape=shapes_of(report)[1], rows=4, row_tokens=setting(report, 16384, 32) // 4)
+    found = report.measure("compiled", partial(_compiled_seconds, report, case, device), needs_seconds=15)
+    if found is not None:
+        report.line(f"{case.shape} compiled: {1e3 * found.median_seconds:.2f} ms")
+
+
+def _compiled_seconds(report: Report, case: LayerCase, device: torch.device) -> Sustained:
+    with deterministic(device), one_layer(case, device) as layer:
+        forward = layer.compiled("inductor")
+        return sustained(lambda: layer.backward(forward()), device, seconds=seconds_of(report, 0.4))
+
+
+def _with_liger(name: str, model: DecoderModel) -> None:
+    apply = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{name}")
+    apply(
+        rope=True,
+        rms_norm=True,
+        swiglu=True,
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,
+        model=model.skeleton,
+    )
+
+
+def _measure_loss(report: Report, device: torch.device, spent: dict[str, float]) -> None:
+    """Forward and backward of head and loss over many words, a chunk of tokens after the other."""
+    keys = SHAPES[shapes_of(report)[0]]
+    tokens, chunk = setting(report, 4096, 16), setting(report, 512, 8)
+    hidden = torch.randn(tokens, keys["hidden_size"], device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (0.02 * torch.randn(keys["vocab_size"], keys["hidden_size"], device=device)).bfloat16().requires_grad_()
+    targets = torch.randint(keys["vocab_size"], (tokens,), device=device)
+
+    def by_chunks() -> None:
+        for start in range(0, tokens, chunk):
+            part = hidden[start : start + chunk]
+            loss = loss_sum(functional.linear(part, weight).unsqueeze(0), targets[start : start + chunk])
+            torch.autograd.grad(loss, (part, weight))
+
+    def fused() -> None:
+        loss = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
+            reduction="sum", ignore_index=IGNORED_TARGET
+        )
+        torch.autograd.grad(loss(weight, hidden, targets), (hidden, weight))
+
+    ways: dict[str, Callable[[], None]] = {"loss": by_chunks}
+    if device.type == "cuda" and find_spec("liger_kernel") is not None:
+        ways["loss with Liger"] = fused
+    for name, work in ways.items():
+        found = report.measure(name, partial(sustained, work, device, seconds=seconds_of(report, 0.3)))
+        if found is not None:
+            spent[f"{name} of {tokens} tokens"] = found.median_seconds
+
+
+# --- Adapters --------------------------------------------------------------------------------------------------------
+
+
+def measure_adapters(report: Report, device: torch.device) -> None:
+    """A step of a layer with LoRA, in fp32 and under autocast."""
+    llama, tokens = shapes_of(report)[1], setting(report, 16384, 32)
+    ranks = (4,) if report.is_tiny else _RANKS
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    spent = dict[str, float]()
+    for rank in (0, *ranks):
+        case = LayerCase(shape=llama, rows=4, row_tokens=tokens // 4, lora=rank)
+        for name, around in {"": nullcontext, " autocast": autocast}.items():
+            if rank or not name:
+                work = partial(_step_seconds, report, case, device, around=around, seconds=0.3)
+                found = report.measure(f"rank {rank}{name}", work, needs_seconds=1)
+                if found is not None:
+                    spent[f"rank {rank}{name}" if rank else "whole layer"] = 1e3 * found.median_seconds
+    if spent:
+        report.line("LoRA, ms a step: " + ", ".join(f"{name} {each:.1f}" for name, each in spent.items()))
+
+
+# --- Dequantising ----------------------------------------------------------------------------------------------------
+
+
+def measure_dequantising(report: Report, device: torch.device) -> None:
+    """Elements per second of each form, and of a copy in bf16."""
+    rows, columns = (64, 128) if report.is_tiny else (14336, 4096)
+    experts = (2, 64, 32) if report.is_tiny else (32, 2880, 5760)
+    layouts = {
+        "NF4 double": QuantisedLayout.of("nf4 double", (rows, columns)),
+        "NF4": QuantisedLayout.of("nf4", (rows, columns)),
+        "int8": QuantisedLayout.of("int8", (rows, columns)),
+        "int4": QuantisedLayout("int4", rows, columns, num_groups=columns // 32),
+        "int4 in any order": QuantisedLayout("int4", rows, columns, num_groups=columns // 32, has_order=True),
+        "MXFP4": QuantisedLayout.of("mxfp4", experts),
+    }
+    rates = dict[str, float]()
+    matrix = torch.zeros(rows, columns, dtype=torch.bfloat16, device=device)
+    found = report.measure("a copy", lambda: _rate(report, matrix.clone, matrix.numel(), device))
+    if found is not None:
+        rates["copy"] = found
+    for name, layout in layouts.items():
+        has_kernel = device.type == "cuda" and find_spec("bitsandbytes") is not None and layout.form in _OF_BITSANDBYTES
+        found = report.measure(name, partial(_dequantising_rate, report, layout, device))
+        if found is not None:
+            rates[f"{name} by bitsandbytes" if has_kernel else name] = found
+        if has_kernel:
+            with mock.patch.object(quantised, "_fused_kernel", return_value=None):
+                found = report.measure(
+                    f"{name} without bitsandbytes", partial(_dequantising_rate, report, layout, device)
+                )
+            if found is not None:
+                rates[name] = found
+    report.line("dequantising, G elements/s: " + ", ".join(f"{name} {each / 1e9:.3g}" for name, each in rates.items()))
+
+
+_OF_BITSANDBYTES: tuple[StoredForm, ...] = ("nf4", "nf4 double")
+"""Forms for which Ratel takes its kernel on an NVIDIA GPU."""
+
+
+def _dequantising_rate(report: Report, layout: QuantisedLayout, device: torch.device) -> float:
+    data = torch.ones(layout.num_bytes, dtype=torch.uint8, device=device)
+    if layout.has_order:
+        layout.parts(data)[3].zero_()  # the groups of its columns
+    return _rate(report, lambda: dequantised(data, layout, torch.bfloat16), layout.num_elements, device)
+
+
+def _rate(report: Report, work: Callable[[], object], num_elements: int, device: torch.device) -> float:
+    return num_elements / sustained(work, device, seconds=seconds_of(report, 0.2)).median_seconds
+
+
+# --- Sizes of rows and micro-batches ---------------------------------------------------------------------------------
+
+
+def measure_long_rows(report: Report, device: torch.device) -> None:
+    """Peak memory of a replayed layer and its backward on one long row, next to what a plan counts for it."""
+    shape = shapes_of(report)[1]
+    for row_tokens in (64, 128) if report.is_tiny else (65536, 131072):
+        for samples in (1, 2):
+            case = LayerCase(shape=shape, rows=1, row_tokens=row_tokens, samples=samples)
+            name = f"{row_tokens} tokens, {'a mask' if samples > 1 else 'no mask'}"
+            found = report.measure(name, partial(_peak, case, device), needs_seconds=8 if samples > 1 else 4)
+            if found is not None:
+                report.line(
+                    f"{name}: step {found['seconds']:.2f} s, peak {found['peak_bytes'] / GIB:.1f} GiB; counted "
+                    f"{found['counted_bytes'] / GIB:.1f} GiB, and {found['counted_pairs_bytes'] / GIB:.1f} for pairs"
+                )
+
+
+def _peak(case: LayerCase, device: torch.device) -> dict[str, float]:
+    """Beside weights, their gradients, and the layer's input."""
+    with deterministic(device), one_layer(case, device) as layer:
+        tape = layer.watched()
+        on_gpu = device.type != "cpu"
+        if on_gpu:
+            torch.accelerator.synchronize(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+            before = torch.accelerator.memory_allocated(device)
+
+        def work() -> None:
+            layer.backward(layer.replayed(tape))
+
+        spent = sustained(work, device, seconds=0.0)
+        peak = torch.accelerator.max_memory_allocated(device) - before if on_gpu else 0
+        activations = layer.traits.activations
+        per_token = 0 if activations is None else activations.saved_per_token + activations.more_per_token
+        per_pair = 0 if activations is None else activations.saved_per_pair + activations.more_per_pair
+        return {
+            "seconds": spent.best_seconds,
+            "peak_bytes": peak,
+            "counted_bytes": case.tokens * per_token,
+            "counted_pairs_bytes": case.tokens * case.row_tokens * per_pair,
+        }
+
+
+def measure_small(report: Report, device: torch.device) -> None:
+    """How long the GPU idles in units of few tokens."""
+    shape = shapes_of(report)[0]
+    idle = dict[int, tuple[float, float]]()
+    for tokens in (8, 16) if report.is_tiny else (512, 1024, 2048, 4096):
+        case = LayerCase(shape=shape, rows=1, row_tokens=tokens)
+        found = report.measure(f"{tokens} tokens", partial(_recomputed_unit, report, case, device))
+        if found is not None:
+            idle[tokens] = found
+    if idle:
+        words = ", ".join(f"{tokens} {1e3 * seconds:.1f} ms, {share:.0%}" for tokens, (seconds, share) in idle.items())
+        report.line(f"tokens of a recomputed unit, its time, idle: {words}")
+
+
+def _recomputed_unit(report: Report, case: LayerCase, device: torch.device) -> tuple[float, float]:
+    with deterministic(device), one_layer(case, device) as layer:
+        layer.recomputed_step()
+        seconds = _seconds_of_unit(report, layer.recomputed_step, device)
+        table: KernelTable = kernels_of(layer.recomputed_step, device)
+        return seconds, max(0.0, 1 - table.busy_seconds / seconds)
+
+
+# --- The benchmark ---------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[Report, torch.device], None]] = {
+    "kernels": measure_kernels,
+    "determinism": measure_determinism,
+    "masks": measure_masks,
+    "adapters": measure_adapters,
+    "dequantising": measure_dequantising,
+    "long": measure_long_rows,
+    "small": measure_small,
+    "fused": measure_fused,
+    "compiled": measure_compiled,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=300.0, help="after this time nothing more is started")
+    parser.add_argument("--tiny", action="store_true", help="sizes that show only that it runs")
+    options = parser.parse_args(arguments)
+    install_if_asked()
+    device = compute_device("auto")
+    report = Report(seconds=options.seconds, is_tiny=options.tiny)
+    for name, measure in PARTS.items():
+        if name in options.parts:
+            measure(report, device)
+    findings = asdict(report.findings)
+    for title, text in findings.pop("tables").items():
+        print(f"{title}\n{text}\n")
+    print("\n".join(report.findings.lines))
+    for name, reason in {**report.findings.failures, **report.findings.left_out}.items():
+        print(f"not measured: {name}: {reason}")
+    print(json.dumps({"benchmark": "gpu_layer", "device": str(device), **findings}, default=asdict))
+
+
+if __name__ == "__main__":
+    main()
