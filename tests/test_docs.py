@@ -184,6 +184,8 @@ def test_scripts_that_are_called_exist_with_their_options() -> None:
         path = Path(arguments[1].replace(".", "/") + ".py") if arguments[0] == "-m" else Path(arguments[0])
         if path.parts[0] not in _PARTS:
             continue
+        if not (ROOT / path).exists():  # a package is started by its main program
+            path = path.with_suffix("") / "__main__.py"
         source = (ROOT / path).read_text(encoding="utf-8")
         for module in re.findall(r"^from (scripts[.\w]+) import", source, flags=re.MULTILINE):
             source += (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")

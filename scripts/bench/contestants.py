@@ -252,7 +252,7 @@ def batches_of(task: Task) -> Iterator[list[MicroBatch]]:
 def _micro_batch(task: Task, vocab_size: int, generator: torch.Generator) -> MicroBatch:
     length = task.tokens // task.rows
     ids = torch.randint(0, vocab_size, (task.rows, length + 1), generator=generator)
-    targets, positions = ids[:, 1:].contiguous(), position_ids(task.rows, length, task.samples)
+    targets, positions = ids[:, 1:].clone(), position_ids(task.rows, length, task.samples)
     ends = positions[:, 1:] == 0
     targets[:, :-1][ends] = IGNORED_TARGET
     return MicroBatch(

@@ -109,6 +109,8 @@ def measure_case(
             work = partial(_point, run, name, samples, case.limit_gib)
             point = report.measure(f"{name}: ratel", work, needs_seconds=case.needs_seconds / 2)
             if point is not None:
+                if point.kernels is not None:
+                    report.table(f"{name}: a step", point.kernels.text())
                 report.line(_words(name, point, plain.get(samples), layers=prepared.layers))
 
 
@@ -126,7 +128,7 @@ def _opened(report: Report, case: Case, task: Task) -> Iterator[RatelRun | None]
 
 def _point(run: RatelRun, name: str, samples: int, limit_gib: float) -> PlanPoint:
     steps = GpuSteps(run, samples=samples)
-    return steps.measure(name, steps.plan(gpu_memory_gib=limit_gib), num_steps=_NUM_STEPS)
+    return steps.measure(name, steps.plan(gpu_memory_gib=limit_gib), num_steps=_NUM_STEPS, has_kernels=True)
 
 
 def _words(name: str, point: PlanPoint, plain: Measured | None, *, layers: int | None) -> str:
@@ -138,6 +140,8 @@ def _words(name: str, point: PlanPoint, plain: Measured | None, *, layers: int |
         f"{waited_seconds:.2f} s, predicted {point.predicted_seconds / seconds - 1:+.0%}, GPU "
         f"{point.gpu_peak_bytes / GIB:.1f} of {point.planned_gpu_bytes / GIB:.1f} GiB"
     )
+    if point.kernels is not None:
+        words += f", no kernel in {1 - point.kernels.busy_seconds / point.kernels.span_seconds:.0%} of a step"
     if plain is None:
         return words
     return f"{words}; plain {plain.seconds:.2f} s, {plain.gpu_peak_bytes / GIB:.1f} GiB: {plain.seconds / seconds:.2f}"

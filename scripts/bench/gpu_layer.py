@@ -26,7 +26,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -45,7 +45,7 @@ from ratel_cli.sizes import IGNORED_TARGET, StoredForm
 from ratel_cli.units import GIB
 from scripts.bench.ceilings import Sustained, sustained
 from scripts.bench.contestants import SHAPES, position_ids
-from scripts.bench.findings import Report
+from scripts.bench.findings import Report, reason_of
 from scripts.bench.kernels import KernelTable, kernels_of
 from scripts.bench.one_layer import LayerCase, OneLayer, one_layer
 from tests.simulated_gpu import install_if_asked
@@ -87,36 +87,56 @@ def measure_kernels(report: Report, device: torch.device) -> None:
     tokens = setting(report, 16384, 32)
     for shape in shapes_of(report):
         case = LayerCase(shape=shape, rows=4, row_tokens=tokens // 4)
-        found = report.measure(f"kernels, {shape}", partial(_kernels, report, case, device))
-        if found is not None:
-            plain, again = found["plain step"], found["recomputed step"]
-            kinds = plain["seconds"]
-            total = sum(kinds.values()) or 1.0
-            shares = ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in kinds.items() if seconds)
-            report.line(
-                f"{shape}: step {1e3 * plain['unit_seconds']:.1f} ms ({plain['kernels']} kernels: {shares}; idle "
-                f"{plain['idle']:.0%}), recomputed {1e3 * again['unit_seconds']:.1f} ms (idle {again['idle']:.0%})"
-            )
+        report.measure(f"kernels, {case}", partial(_measure_kernels, report, case, device))
 
 
-def _kernels(report: Report, case: LayerCase, device: torch.device) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = {}
+def _measure_kernels(report: Report, case: LayerCase, device: torch.device) -> dict[str, int]:
+    """What is counted of the layer, next to what is measured of it."""
     with deterministic(device), one_layer(case, device) as layer:
-        layer.recomputed_step()  # warms up, and records
-        for name, work in _passes(layer):
-            table = kernels_of(work, device)
-            report.table(f"{case}: {name}", table.text())
-            found[name] = table.summary()
-        for name, unit in {"plain step": layer.step, "recomputed step": layer.recomputed_step}.items():
-            found[name] = _unit(report, unit, device)
-        moved = layer.traits.moved
-        if moved is not None:
-            found["counted bytes of element-wise kernels"] = {
-                "forward": case.tokens * moved.forward_per_token,
-                "backward": case.tokens * moved.backward_per_token,
-            }
-        found["rate"] = {"flops_per_second": 3 * layer.flops / _seconds_of_unit(report, layer.step, device)}
-    return found
+        _measure_passes(report, layer, device)
+        units = {
+            name: report.measure(f"{case}: {name}", partial(_unit, report, work, device))
+            for name, work in {"step": layer.step, "recomputed step": layer.recomputed_step}.items()
+        }
+        moved, flops = layer.traits.moved, 3 * layer.flops
+    words = [_words_of_unit(name, unit, flops) for name, unit in units.items() if unit is not None]
+    if words:
+        report.line(f"{case.shape}: " + "; ".join(words))
+    bytes_per_token = 0 if moved is None else moved.forward_per_token + moved.backward_per_token
+    return {"flops of a step": flops, "bytes of element-wise kernels in a step": case.tokens * bytes_per_token}
+
+
+def _measure_passes(report: Report, layer: OneLayer, device: torch.device) -> None:
+    """A table of each pass, after one of each that does not count."""
+    layer.recomputed_step()
+    for name, work in _passes(layer):
+        table = report.measure(f"{layer.case}: {name}", partial(kernels_of, work, device))
+        if table is not None:
+            report.table(f"{layer.case}: {name}", table.text())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One layer on one micro-batch, where others are queued before it."""
+
+    seconds: float
+    kernels: KernelTable | None
+    """None where the profiler sees none."""
+
+    @property
+    def idle(self) -> float | None:
+        """The share of its time in which no kernel runs."""
+        return None if self.kernels is None else max(0.0, 1 - self.kernels.busy_seconds / self.seconds)
+
+
+def _words_of_unit(name: str, unit: Unit, flops: int) -> str:
+    words = f"{name} {1e3 * unit.seconds:.1f} ms, {flops / unit.seconds / 1e12:.3g} TFLOP/s"
+    if unit.kernels is None:
+        return words
+    kinds = unit.kernels.by_kind
+    total = sum(kinds.values()) or 1.0
+    shares = ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in kinds.items() if seconds)
+    return f"{words} ({unit.kernels.number} kernels: {shares}; idle {unit.idle:.0%})"
 
 
 def _passes(layer: OneLayer) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -131,11 +151,13 @@ def _passes(layer: OneLayer) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "backward of the replayed", lambda: layer.backward(output)
 
 
-def _unit(report: Report, unit: Callable[[], object], device: torch.device) -> dict[str, object]:
-    """What a unit takes where others are queued before it, and how long no kernel runs meanwhile."""
-    seconds = _seconds_of_unit(report, unit, device)
-    table = kernels_of(unit, device)
-    return {**table.summary(), "unit_seconds": seconds, "idle": max(0.0, 1 - table.busy_seconds / seconds)}
+def _unit(report: Report, work: Callable[[], object], device: torch.device) -> Unit:
+    seconds = _seconds_of_unit(report, work, device)
+    try:
+        return Unit(seconds=seconds, kernels=kernels_of(work, device))
+    except RuntimeError as error:
+        report.fail("the profiler", reason_of(error))
+        return Unit(seconds=seconds, kernels=None)
 
 
 def _seconds_of_unit(report: Report, unit: Callable[[], object], device: torch.device) -> float:
@@ -186,17 +208,22 @@ def _row_shapes(report: Report) -> list[tuple[int, int]]:
 
 def measure_masks(report: Report, device: torch.device) -> None:
     """A layer on rows of one sample, and on packed ones; then attention alone."""
-    shape = shapes_of(report)[0]
     for rows, row_tokens in _row_shapes(report):
-        spent = {}
-        for samples in (1, _SAMPLES_OF_ROW):
-            case = LayerCase(shape=shape, rows=rows, row_tokens=row_tokens, samples=samples)
-            found = report.measure(f"layer, {case}", partial(_step_seconds, report, case, device), needs_seconds=2)
-            if found is not None:
-                spent["packed" if samples > 1 else "whole"] = 1e3 * found.median_seconds
-        spent |= _attention_times(report, device, shape, rows, row_tokens)
+        work = partial(_mask_times, report, device, rows, row_tokens)
+        spent = report.measure(f"{rows}x{row_tokens}", work)
         if spent:
             report.line(f"ms, {rows}x{row_tokens}: " + ", ".join(f"{name} {each:.2f}" for name, each in spent.items()))
+
+
+def _mask_times(report: Report, device: torch.device, rows: int, row_tokens: int) -> dict[str, float]:
+    """Milliseconds of what could be measured."""
+    shape, spent = shapes_of(report)[0], dict[str, float]()
+    for samples in (1, _SAMPLES_OF_ROW):
+        case = LayerCase(shape=shape, rows=rows, row_tokens=row_tokens, samples=samples)
+        found = report.measure(f"layer, {case}", partial(_step_seconds, report, case, device), needs_seconds=2)
+        if found is not None:
+            spent["packed" if samples > 1 else "whole"] = 1e3 * found.median_seconds
+    return spent | _attention_times(report, device, shape, rows, row_tokens)
 
 
 def _attention_times(report: Report, device: torch.device, shape: str, rows: int, row_tokens: int) -> dict[str, float]:
@@ -234,7 +261,11 @@ class _Attention:
             for number in (heads, kv_heads, kv_heads)
         ]
         positions = position_ids(rows, row_tokens, _SAMPLES_OF_ROW)
-        self._sample = (positions == 0).cumsum(1).to(device)
+        sample = (positions == 0).cumsum(1).to(device)
+        self._mask = (sample.unsqueeze(2) == sample.unsqueeze(1)).tril_().unsqueeze(1)
+        """Of all pairs; a run makes it once for all layers."""
+        self._flat = [each.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for each in self._tensors]
+        """One row behind the other: `[tokens, heads, head_dim]`."""
         starts = (positions.flatten() == 0).nonzero().flatten().tolist()
         edges = [*starts, rows * row_tokens]
         self._lengths = torch.tensor(edges, dtype=torch.int32, device=device)
@@ -243,9 +274,11 @@ class _Attention:
     def seconds(self, report: Report, way: Callable[[], torch.Tensor], *, required: bool) -> Sustained:
         """Of forward and backward."""
 
+        inputs = self._flat if way == self.by_lengths else self._tensors
+
         def work() -> None:
             output = way()
-            torch.autograd.grad(output, self._tensors, torch.ones_like(output))
+            torch.autograd.grad(output, inputs, torch.ones_like(output))
 
         with deterministic(self._device, required):
             return sustained(work, self._device, seconds=seconds_of(report, 0.2))
@@ -263,16 +296,13 @@ class _Attention:
     def masked(self) -> torch.Tensor:
         """As transformers attends to packed rows: with a mask of all pairs, and keys repeated for each head."""
         query, key, value = self._tensors
-        sample = self._sample
-        pairs = sample.unsqueeze(2) == sample.unsqueeze(1)
-        mask = pairs.tril().unsqueeze(1)
         key, value = (each.repeat_interleave(self._groups, dim=1) for each in (key, value))
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=self._mask)
 
     def by_lengths(self) -> torch.Tensor:
         """torch's attention for rows of any lengths, one behind the other."""
         attend = import_module("torch.nn.attention.varlen").varlen_attn
-        query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in self._tensors)
+        query, key, value = self._flat
         lengths, longest = self._lengths, self._longest
         try:
             found = attend(query, key, value, lengths, lengths, longest, longest, window_size=(-1, 0), enable_gqa=True)
@@ -296,18 +326,17 @@ def measure_fused(report: Report, device: torch.device) -> None:
         found = report.measure(f"as it is, {shape}", partial(_step_seconds, report, case, device))
         if found is not None:
             spent[shape] = found.median_seconds
-    _measure_loss(report, device, spent)
-    case = LayerCase(shape=llama, rows=4, row_tokens=tokens // 4)
+    report.measure("head and loss", partial(_measure_loss, report, device, spent))
     if device.type != "cuda":
-        report.leave_out("compiled", _NEEDS_CUDA)
         report.leave_out("Liger", _NEEDS_CUDA)
     elif find_spec("liger_kernel") is None:
         report.leave_out("Liger", "liger-kernel is not installed")
-    else:  # it changes transformers' own module, so it comes behind what is measured without it
+    else:
         for shape, name in ((qwen, "qwen3"), (llama, "llama")):
             case = LayerCase(shape=shape, rows=4, row_tokens=tokens // 4)
-            liger = partial(_with_liger, name)
-            found = report.measure(f"Liger, {shape}", partial(_step_seconds, report, case, device, change=liger))
+            with _unchanged(f"transformers.models.{name}.modeling_{name}"):
+                liger = partial(_with_liger, name)
+                found = report.measure(f"Liger, {shape}", partial(_step_seconds, report, case, device, change=liger))
             if found is not None:
                 spent[f"{shape} with Liger"] = found.median_seconds
     if spent:
@@ -341,6 +370,17 @@ def _with_liger(name: str, model: DecoderModel) -> None:
         fused_linear_cross_entropy=False,
         model=model.skeleton,
     )
+
+
+@contextmanager
+def _unchanged(module: str) -> Iterator[None]:
+    """A context behind which a module has the functions and classes that it had before."""
+    names = vars(import_module(module))
+    before = dict(names)
+    try:
+        yield
+    finally:
+        names.update(before)
 
 
 def _measure_loss(report: Report, device: torch.device, spent: dict[str, float]) -> None:
@@ -383,8 +423,12 @@ def measure_adapters(report: Report, device: torch.device) -> None:
     spent = dict[str, float]()
     for rank in (0, *ranks):
         case = LayerCase(shape=llama, rows=4, row_tokens=tokens // 4, lora=rank)
-        for name, around in {"": nullcontext, " autocast": autocast}.items():
-            if rank or not name:
+        for name, around in {"": nullcontext, " under autocast": autocast}.items():
+            if name and not rank:
+                continue
+            if name and device.type != "cuda":
+                report.leave_out(f"rank {rank}{name}", _NEEDS_CUDA)
+            else:
                 work = partial(_step_seconds, report, case, device, around=around, seconds=0.3)
                 found = report.measure(f"rank {rank}{name}", work, needs_seconds=1)
                 if found is not None:
@@ -490,23 +534,24 @@ def _peak(case: LayerCase, device: torch.device) -> dict[str, float]:
 def measure_small(report: Report, device: torch.device) -> None:
     """How long the GPU idles in units of few tokens."""
     shape = shapes_of(report)[0]
-    idle = dict[int, tuple[float, float]]()
+    units = dict[int, Unit]()
     for tokens in (8, 16) if report.is_tiny else (512, 1024, 2048, 4096):
         case = LayerCase(shape=shape, rows=1, row_tokens=tokens)
         found = report.measure(f"{tokens} tokens", partial(_recomputed_unit, report, case, device))
         if found is not None:
-            idle[tokens] = found
-    if idle:
-        words = ", ".join(f"{tokens} {1e3 * seconds:.1f} ms, {share:.0%}" for tokens, (seconds, share) in idle.items())
-        report.line(f"tokens of a recomputed unit, its time, idle: {words}")
+            units[tokens] = found
+    words = [
+        f"{tokens} {1e3 * unit.seconds:.1f} ms" + ("" if unit.idle is None else f", {unit.idle:.0%}")
+        for tokens, unit in units.items()
+    ]
+    if words:
+        report.line("tokens of a recomputed unit, its time, idle: " + "; ".join(words))
 
 
-def _recomputed_unit(report: Report, case: LayerCase, device: torch.device) -> tuple[float, float]:
+def _recomputed_unit(report: Report, case: LayerCase, device: torch.device) -> Unit:
     with deterministic(device), one_layer(case, device) as layer:
         layer.recomputed_step()
-        seconds = _seconds_of_unit(report, layer.recomputed_step, device)
-        table: KernelTable = kernels_of(layer.recomputed_step, device)
-        return seconds, max(0.0, 1 - table.busy_seconds / seconds)
+        return _unit(report, layer.recomputed_step, device)
 
 
 # --- The benchmark ---------------------------------------------------------------------------------------------------

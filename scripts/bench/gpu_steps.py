@@ -22,7 +22,8 @@ from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.units import GIB
 from scripts.bench.contestants import batches_of
-from scripts.bench.ratel_run import RatelRun
+from scripts.bench.kernels import KernelTable, kernels_of
+from scripts.bench.ratel_run import RatelRun, Steps
 
 
 class PatternSource:
@@ -70,6 +71,8 @@ class PlanPoint:
     """Seconds of one step, by resource."""
     waited_seconds: dict[str, float] = field(default_factory=dict)
 
+    kernels: KernelTable | None = None
+    """Of one more step, if that was asked for."""
     num_alloc_retries: int = 0
     """How often in the steps that count torch found no memory in one piece."""
 
@@ -113,8 +116,9 @@ class GpuSteps:
         decisions = replace(planner.decisions, device_limit_bytes=limit_bytes, activations=activations, overlap=overlap)
         return replace(planner, decisions=decisions).plan(self.profile)
 
-    def measure(self, name: str, plan: Plan, *, num_steps: int) -> PlanPoint:
-        """Run `num_steps` steps of a plan, after one more that warms up."""
+    def measure(self, name: str, plan: Plan, *, num_steps: int, has_kernels: bool = False) -> PlanPoint:
+        """Run `num_steps` steps of a plan, after one more that warms up. `has_kernels`: and then another one whose
+        kernels are noted."""
         device = self._run.context.device
         on_gpu = device.type != "cpu"
         with self._run.under(plan) as steps:
@@ -126,6 +130,8 @@ class GpuSteps:
                 steps.run(batches, settled=number == num_steps - 1)
                 for number, batches in enumerate(islice(self._batches, num_steps))
             ]
+            peak_bytes = torch.accelerator.max_memory_allocated(device) if on_gpu else 0
+            kernels = self._kernels(steps) if has_kernels else None
         busy = dict.fromkeys(RESOURCES, 0.0)
         waited = dict.fromkeys(RESOURCES, 0.0)
         for step in done:
@@ -140,7 +146,7 @@ class GpuSteps:
             model_flops=plan.flops_model,
             tokens=self._run.task.tokens * self._run.task.micro_batches,
             gpu_limit_bytes=plan.decisions.device_limit_bytes,
-            gpu_peak_bytes=torch.accelerator.max_memory_allocated(device) if on_gpu else 0,
+            gpu_peak_bytes=peak_bytes,
             planned_gpu_bytes=plan.memory.device,
             swapped_bytes=plan.offloaded.total_bytes,
             spilled_bytes=plan.offloaded.written_bytes,
@@ -149,8 +155,18 @@ class GpuSteps:
             resident_blocks=(len(plan.placement.resident_weights), len(plan.placement.resident_states)),
             busy_seconds=_named(busy),
             waited_seconds=_named(waited),
+            kernels=kernels,
             num_alloc_retries=(num_alloc_retries() or 0) - retries,
         )
+
+    def _kernels(self, steps: Steps) -> KernelTable | None:
+        """None where the profiler sees none."""
+        batches = next(self._batches)
+        try:
+            return kernels_of(lambda: steps.run(batches, settled=True), self._run.context.device)
+        except RuntimeError as error:
+            print(f"no kernels of a step: {error}", flush=True)
+            return None
 
 
 def _named(values: dict[Resource, float]) -> dict[str, float]:

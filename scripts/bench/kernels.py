@@ -86,13 +86,13 @@ class KernelTable:
         return "\n".join(lines)
 
 
-def kernels_of(work: Callable[[], object], device: torch.device, *, sees_operators: bool = False) -> KernelTable:
-    """What `work` runs, once, from its beginning until the GPU is done. `sees_operators`: also note what the host does,
-    which costs it time."""
+def kernels_of(work: Callable[[], object], device: torch.device) -> KernelTable:
+    """What `work` runs, once, from its beginning until the GPU is done. Raises RuntimeError if the profiler sees none.
+
+    What the host does is not noted, which would cost it time.
+    """
     has_kernels = device.type == "cuda"
-    activities = [ProfilerActivity.CUDA] if has_kernels else []
-    if sees_operators or not has_kernels:
-        activities.append(ProfilerActivity.CPU)
+    activities = [ProfilerActivity.CUDA if has_kernels else ProfilerActivity.CPU]
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     with profile(activities=activities) as profiled:
@@ -109,12 +109,14 @@ def kernels_of(work: Callable[[], object], device: torch.device, *, sees_operato
         seconds[event.name] += own
         number[event.name] += 1
         spans.append((start, end))
+    if not spans:
+        raise RuntimeError("torch's profiler saw no kernels")
     kernels = [Kernel(name=name, number=number[name], seconds=spent) for name, spent in seconds.items()]
     return KernelTable(
         kernels=sorted(kernels, key=lambda each: -each.seconds),
         on_gpu=has_kernels,
         busy_seconds=sum(end - start for start, end in _merged(spans)),
-        span_seconds=max((end for _, end in spans), default=0.0) - min((start for start, _ in spans), default=0.0),
+        span_seconds=max(end for _, end in spans) - min(start for start, _ in spans),
     )
 
 

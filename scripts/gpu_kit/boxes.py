@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from scripts.bench.findings import Findings, Report, read_findings, reason_of
@@ -30,6 +31,9 @@ PRELOADED = (
     "scripts.bench.ratel_run",
 )
 _REASON_BYTES = 400
+_POISONED = 77
+"""Exit code of a process that was forked from one that had touched the GPU: it can use none. Parts are spawned then."""
+_POISONED_FAILURE = {"the part": "forked from a process that had touched the GPU"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +53,9 @@ class PartRunner:
     def __init__(self, folder: Path, *, is_tiny: bool, preloaded: Sequence[str] = PRELOADED) -> None:
         """`folder`: for what parts leave. `preloaded`: what is imported once for all of them."""
         self._folder, self._is_tiny = folder, is_tiny
-        self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(list(preloaded))
+        forked = multiprocessing.get_context("forkserver")
+        forked.set_forkserver_preload(list(preloaded))
+        self._processes: BaseContext = forked
 
     @property
     def log(self) -> Path:
@@ -59,9 +64,18 @@ class PartRunner:
 
     def run(self, part: Part, *, seconds: float, most_seconds: float) -> Findings:
         """The findings of a part that has a box of so many seconds, and is ended after `most_seconds`."""
+        started = self._start(part, seconds=seconds, most_seconds=most_seconds)
+        if started.failures == _POISONED_FAILURE:
+            self._processes = multiprocessing.get_context("spawn")
+            started = self._start(part, seconds=seconds, most_seconds=most_seconds)
+        return started
+
+    def _start(self, part: Part, *, seconds: float, most_seconds: float) -> Findings:
         path = self._folder / f"{part.name}.json"
         arguments = (part.function, path, self.log, seconds, self._is_tiny)
-        process = self._processes.Process(target=_run, args=arguments, name=part.name)
+        process = self._processes.Process(  # type: ignore[attr-defined]
+            target=_run, args=arguments, name=part.name
+        )
         log_start = self.log.stat().st_size if self.log.exists() else 0
         process.start()
         try:
@@ -74,6 +88,8 @@ class PartRunner:
         found = read_findings(path)
         if is_late:
             found.failures["the part"] = "ended at its time limit"
+        elif process.exitcode == _POISONED:
+            found.failures.update(_POISONED_FAILURE)
         elif process.exitcode:
             found.failures["the part"] = f"ended with exit code {process.exitcode}: {self._last_words(log_start)}"
         return found
@@ -98,6 +114,8 @@ def _run(function: str, path: Path, log: Path, seconds: float, is_tiny: bool) ->
         os.dup2(into.fileno(), sys.stdout.fileno())
         os.dup2(into.fileno(), sys.stderr.fileno())
     print(f"--- {function}", flush=True)
+    if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
+        sys.exit(_POISONED)
     report = Report(path, seconds=seconds, is_tiny=is_tiny)
     module, _, name = function.partition(":")
     try:

@@ -26,8 +26,8 @@ def measure_small(report: Report) -> None:
 
 def measure_long(report: Report) -> None:
     """Long rows: where memory decides."""
-    _measure(report, "long")
     layers.measure(report, "long")
+    _measure(report, "long")
 
 
 def measure_little_memory(report: Report) -> None:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 MOST_BYTES = 64 * MIB
 PYTHON = "3.12"
 NEEDED = (
-    "transformers", "tokenizers", "huggingface-hub", "peft", "datasets", "pydantic", "plotext", "ijson",
+    "transformers", "tokenizers", "huggingface-hub", "hf-xet", "peft", "datasets", "pydantic", "plotext", "ijson",
     "pytest", "pytest-random-order", "pytest-rerunfailures", "pytest-timeout", "pytest-xdist", "hypothesis",
     "trl", "compressed-tensors", "liger-kernel",
 )  # fmt: skip
@@ -40,7 +40,7 @@ _REPACKED = "bitsandbytes"
 _THERE = frozenset(
     (
         "accelerate", "annotated-doc", "annotated-types", "anyio", "certifi", "click", "cmake", "filelock", "fsspec",
-        "hf-xet", "httpx", "jinja2", "markdown-it-py", "nanobind", "networkx", "ninja", "numpy", "packaging", "pandas",
+        "jinja2", "markdown-it-py", "nanobind", "networkx", "ninja", "numpy", "packaging", "pandas",
         "psutil", "pyarrow", "pygments", "pyyaml", "regex", "requests", "rich", "safetensors", "scipy", "shellingham",
         "sympy", "torch", "tqdm", "triton", "typer", "typing-extensions", "xxhash",
     )

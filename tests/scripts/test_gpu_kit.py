@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from scripts.bench.contestants import Task, batches_of
 from scripts.bench.findings import Report, read_findings
 from scripts.gpu_kit import set_up, wheels
 from scripts.gpu_kit.__main__ import MOST_LINES
@@ -92,6 +95,19 @@ def test_the_kit_rejects_parts_that_it_has_not(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.gpu_kit", str(tmp_path), "--parts", "kernel"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 2 and "invalid choice: 'kernel'" in refused.stderr
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tokens_of_packed_rows_are_those_of_whole_ones(rows: int) -> None:
+    """Samples begin at position 0; the last token of one has no target, and all inputs stay."""
+    task = Task(contestant="ratel", shape="tiny", tokens=rows * 12, rows=rows, micro_batches=1, steps=1)
+    [[whole]], [[packed]] = batches_of(task), batches_of(replace(task, samples=3))
+    assert torch.equal(whole.input_ids, packed.input_ids)
+    assert packed.position_ids[0].tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    is_last = torch.zeros(rows, 12, dtype=torch.bool)
+    is_last[:, :-1] = packed.position_ids[:, 1:] == 0
+    assert torch.equal(packed.targets, whole.targets.masked_fill(is_last, -100))
+    assert (whole.num_targets, packed.num_targets) == (rows * 12, rows * 10)
 
 
 # --- What travels ----------------------------------------------------------------------------------------------------
