@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES
+from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_WARMUP
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.sections import Contradiction
 
@@ -24,6 +24,8 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
         steps = f"`warmup_steps` is {config.warmup_steps}, but `max_steps` is {config.max_steps}"
         message = f"{steps}: the run ends during warm-up"
         found.append(Contradiction(keys=("warmup_steps",), message=message))
+    if config.warmup_steps:
+        found.extend(_unused(key, "`warmup_steps` is set") for key in OF_WARMUP if _differs(config, key))
     if not config.saves and config.save_total_limit != 1:
         found.append(_unused("save_total_limit", "`save_steps` is not set"))
     if not config.val_set_size and not config.test_datasets:

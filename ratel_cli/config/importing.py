@@ -13,6 +13,7 @@ from pathlib import Path
 from ratel_cli.config.aliases import TOP
 from ratel_cli.config.dialect import Dialect, KeyOutcome
 from ratel_cli.config.json_schema import editor_line
+from ratel_cli.config.key_groups import OF_WARMUP
 from ratel_cli.config.load import dump, validate
 from ratel_cli.config.other_tools import (
     MASK,
@@ -68,6 +69,7 @@ def import_config(path: Path) -> Imported:
         _clip_by_default(root, dialect)
         _best_by_patience(root, dialect)
         _loraplus(root, dialect)
+        _two_steps(root, dialect)
     _evaluations(root, tool, dialect)
     write_switch(tool, root)
     if tool == "torchtune":
@@ -140,6 +142,15 @@ def _loraplus(root: Marked, dialect: Dialect) -> None:
     for key in ("embedding_lr", "embedding_lr_scale"):
         if key in root.content:
             dialect.drop(root.content.pop(key), "axolotl does not use it with `loraplus_lr_ratio`", quietly=False)
+
+
+def _two_steps(root: Marked, dialect: Dialect) -> None:
+    """axolotl makes two steps of a warm-up of one."""
+    assert isinstance(root.content, dict)
+    steps = root.content.get("warmup_steps")
+    if steps is not None and steps.value.content == 1:
+        dialect.read_as(steps, "warmup_steps: 2, as axolotl counts")
+        steps.value = replace(steps.value, content=2)
 
 
 def _evaluations(root: Marked, tool: str, dialect: Dialect) -> None:
@@ -217,6 +228,10 @@ def _add_defaults(root: Marked, defaults: dict[str, Scalar], *, has_warmup: bool
         for key in ("warmup_steps", "warmup_ratio"):
             content.pop(key, None)
         defaults["warmup_ratio"] = 0
+    if "warmup_steps" in content or not has_warmup:
+        defaults = {key: value for key, value in defaults.items() if key not in OF_WARMUP}
+    elif "warmup_ratio" in content:
+        defaults.pop("max_warmup_steps", None)
     where = replace(root.where, line=2**31)  # behind all that the user wrote
     for key, value in defaults.items():
         if key not in content and not (key == "warmup_ratio" and "warmup_steps" in content):

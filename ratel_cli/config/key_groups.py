@@ -15,5 +15,7 @@ OF_ADAPTER: Final = (
 """What an adapter is, if there is one."""
 OF_RATES: Final = ("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale")
 """What learns at another rate than the rest."""
+OF_WARMUP: Final = ("warmup_rounding", "max_warmup_steps")
+"""How a share of all steps becomes a warm-up."""
 OF_QUANTISATION: Final = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "quantize_moe_experts")
 """How the model beside an adapter is quantised, if it is."""

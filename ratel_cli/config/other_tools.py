@@ -37,7 +37,14 @@ _TRAINER_DEFAULTS: Mapping[str, Scalar] = {
     "warmup_ratio": 0,
 }
 _DEFAULTS: Mapping[str, Mapping[str, Scalar]] = {
-    "axolotl": {"sequence_len": 512, "sample_packing": False, "excess_length_strategy": "drop"},
+    "axolotl": {
+        "sequence_len": 512,
+        "sample_packing": False,
+        "excess_length_strategy": "drop",
+        "warmup_ratio": 0.03,
+        "warmup_rounding": "down",
+        "max_warmup_steps": 100,
+    },
     "LLaMA-Factory": {
         **_TRAINER_DEFAULTS,
         "learning_rate": 5e-5,

@@ -220,7 +220,14 @@ class RunConfig(Section):
     """Steps in which the learning rate rises linearly from zero to its peak. A number below 1 is a share of all steps,
     rounded up, as in transformers. If you set this key, `warmup_ratio` becomes 0."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """The length of the warm-up as a fraction of all steps, rounded down. Set this or `warmup_steps`, not both."""
+    """The length of the warm-up as a fraction of all steps, rounded as `warmup_rounding` says. Set this or
+    `warmup_steps`, not both."""
+    warmup_rounding: Literal["up", "down"] = "up"
+    """How `warmup_ratio` becomes a number of steps. `up`: as in transformers. `down`: as in axolotl, where a warm-up
+    of one step has two."""
+    max_warmup_steps: int | None = Field(default=None, ge=1)
+    """The most steps that `warmup_ratio` gives. axolotl has 100 if a config says nothing about its warm-up. Default: no
+    limit."""
     optimizer: OptimizerChoice = "adamw"
     """The optimizer; each computes in fp32, on master weights. `adamw`: AdamW with fp32 moments, 12 bytes of state per
     parameter with `dtype: bfloat16` (without masters fewer: `bf16_master`). `adamw_8bit`: AdamW with moments in 8 bit,
@@ -516,9 +523,13 @@ class RunConfig(Section):
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Steps of the warm-up in a run of `num_steps`."""
-        if 0 < self.warmup_steps < 1:
-            return math.ceil(num_steps * self.warmup_steps)
-        return int(self.warmup_steps) or int(self.warmup_ratio * num_steps)
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        share = num_steps * (self.warmup_steps or self.warmup_ratio)
+        steps = math.ceil(share)
+        if self.warmup_rounding == "down" and not self.warmup_steps:
+            steps = 2 if int(share) == 1 else int(share)
+        return min(steps, self.max_warmup_steps or num_steps)
 
     @model_validator(mode="before")
     @classmethod

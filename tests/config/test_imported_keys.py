@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
+from ratel_cli.config.doubtful import doubtful_keys
 from ratel_cli.config.importing import Imported, import_config
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
@@ -211,3 +213,49 @@ def test_training_on_rewards_has_its_way_named(take: Take) -> None:
             take(text)
         hint = caught.value.hint
         assert hint is not None and hint.endswith("answers that the model writes while it trains, use TRL.")
+
+
+def warmup_of_axolotl(ratio: float | None, steps: int | None, total: int) -> int:
+    """The number of steps that its `core/builders/base.py` gives to transformers."""
+    if steps is not None:
+        number = steps
+    elif ratio is not None:
+        number = max(int(ratio * total), 0)
+    else:
+        number = min(int(0.03 * total), 100)
+    return 2 if number == 1 else number
+
+
+@pytest.mark.parametrize(
+    ("line", "ratio", "steps"),
+    [
+        ("", None, None),
+        ("warmup_ratio: 0.1\n", 0.1, None),
+        ("warmup_ratio: 0.03\n", 0.03, None),
+        ("warmup_ratio: 0\n", 0.0, None),
+        ("warmup_steps: 1\n", None, 1),
+        ("warmup_steps: 0\n", None, 0),
+        ("warmup_steps: 150\n", None, 150),
+    ],
+)
+def test_the_warm_up_of_axolotl(take: Take, line: str, ratio: float | None, steps: int | None) -> None:
+    _, config = take(AXOLOTL + line)
+    for total in (1, 9, 10, 19, 25, 33, 34, 50, 67, 99, 100, 1000, 3333, 3400, 12345):
+        assert config.num_warmup_steps(total) == warmup_of_axolotl(ratio, steps, total), total
+
+
+@pytest.mark.parametrize(
+    "line", ["warmup_ratio: 0.1", "warmup_ratio: 0.03", "warmup_steps: 3", "warmup_steps: 0.1", ""]
+)
+@pytest.mark.parametrize("text", [FULL, TRL])
+def test_the_warm_up_of_trainer(take: Take, text: str, line: str) -> None:
+    _, config = take(text + line + "\n")
+    value = float(line.partition(": ")[2] or 0)
+    theirs = TrainingArguments(output_dir="out", use_cpu=True, report_to="none", warmup_steps=value)
+    for total in (1, 9, 25, 33, 50, 100, 1000, 12345):
+        assert config.num_warmup_steps(total) == theirs.get_warmup_steps(total), total
+
+
+def test_a_rounding_of_nothing_is_said(load: Load) -> None:
+    [found] = doubtful_keys(load(MINIMAL + "warmup_steps: 3\nwarmup_rounding: down\n").config)
+    assert found.message == "`warmup_rounding` is ignored: `warmup_steps` is set"
