@@ -2,9 +2,9 @@
 
     python -m scripts.foreign_keys TOOL SOURCE [--list]
 
-TOOL is axolotl, LLaMA-Factory, TRL or torchtune; SOURCE is a directory with its sources, or with the packages `trl` and
-`transformers`. Without `--list` it prints the keys that only one side has, and fails if there are any. `--list` prints
-each key with its default and the file that has it.
+TOOL is one of the tables; SOURCE is a directory with its sources, or, for TRL and transformers, with their packages.
+Without `--list` it prints the keys that only one side has, and fails if there are any. `--list` prints each key with
+its default and the file that has it.
 
 Invariant: nothing of another tool is imported. The keys come from the syntax trees of its argument classes; those of
 torchtune, which has none, from its recipes and the configs that it ships. A class counts with its bases.
@@ -18,7 +18,7 @@ import csv
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -33,49 +33,53 @@ class Key:
     name: str
     """With the key that it is inside of, and a dot between."""
     default: str
-    """The source text of its default; empty if there is none, or the tool computes it."""
+    """The source text of its default; empty if there is none, or the tool computes it. With strokes between, if its
+    classes differ."""
+    kind: str
+    """The source text of its type; empty if it has none."""
     file: str
 
 
 _CLASSES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "axolotl": {
-        "": ("AxolotlInputConfig", "AxolotlConfigWCapabilities", "*Args"),
+        "": ("AxolotlInputConfig", "*Args"),
         "datasets": (
             "SFTDataset", "DPODataset", "KTODataset", "PretrainingDataset", "StepwiseSupervisedDataset",
             "SyntheticDataset",
         ),
     },
-    "LLaMA-Factory": {
-        "": (
-            "ModelArguments", "DataArguments", "FinetuningArguments", "GeneratingArguments", "TrainingArguments",
-            "SampleArguments", "MegatronBridgeArguments",
-        ),
-    },
+    "LLaMA-Factory": {"": ("*Arguments",)},
+    "LLaMA-Factory v1": {"": ("*Arguments",)},
     "TRL": {
         "": (
-            "TrainingArguments", "ModelConfig", "ScriptArguments", "DatasetMixtureConfig", "SFTConfig", "DPOConfig",
-            "KTOConfig", "CPOConfig", "ORPOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig",
+            "ModelConfig", "ScriptArguments", "DatasetMixtureConfig", "SFTConfig", "DPOConfig", "KTOConfig",
+            "CPOConfig", "ORPOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig", "DistillationConfig",
         ),
         "datasets": ("DatasetConfig",),
     },
+    "transformers": {"": ("TrainingArguments", "Seq2SeqTrainingArguments")},
 }  # fmt: skip
 """By tool and section: the classes whose fields are keys; `*` stands for any beginning."""
 _FILES: Mapping[str, Sequence[str]] = {
     "axolotl": ("src/axolotl/utils/schemas/*.py", "src/axolotl/integrations/*/args.py"),
-    "LLaMA-Factory": ("src/llamafactory/hparams/*_args.py", "src/llamafactory/v1/config/*_args.py"),
+    "LLaMA-Factory": ("src/llamafactory/hparams/*_args.py",),
+    "LLaMA-Factory v1": ("src/llamafactory/v1/config/*_args.py",),
     "TRL": (
-        "transformers/training_args.py", "trl/trainer/*_config.py", "trl/experimental/[cko][ptr]*o/*_config.py",
+        "trl/trainer/*_config.py", "trl/experimental/cpo/*_config.py", "trl/experimental/orpo/*_config.py",
         "trl/scripts/utils.py",
     ),
+    "transformers": ("transformers/training_args.py", "transformers/training_args_seq2seq.py"),
 }  # fmt: skip
-"""By tool: the files that have these classes."""
+"""By tool: the files that have these classes. LLaMA-Factory's and TRL's have the keys of transformers, too."""
 
 
 def keys_of(tool: str, source: Path) -> list[Key]:
     """The keys of a tool's configs, each once, in the order of their names."""
     found: dict[str, Key] = {}
     for key in _keys_of_recipes(source) if tool == "torchtune" else _keys_of_classes(tool, source):
-        found.setdefault(key.name, key)
+        other = found.setdefault(key.name, key)
+        if key.default not in other.default.split(" | "):  # classes may differ
+            found[key.name] = replace(other, default=f"{other.default} | {key.default}".strip(" |"))
     return [found[name] for name in sorted(found)]
 
 
@@ -89,24 +93,32 @@ def _keys_of_classes(tool: str, source: Path) -> Iterator[Key]:
     for section, wanted in _CLASSES[tool].items():
         for node, file in classes:
             if any(node.name == each or (each[:1] == "*" and node.name.endswith(each[1:])) for each in wanted):
-                for name, default, place in _fields(node, file, classes):
-                    yield Key(name=f"{section}.{name}" if section else name, default=default, file=place)
+                for key in _fields(node, file, classes):
+                    yield replace(key, name=f"{section}.{key.name}") if section else key
 
 
-def _fields(
-    node: ast.ClassDef, file: str, classes: Sequence[tuple[ast.ClassDef, str]]
-) -> Iterator[tuple[str, str, str]]:
-    """The fields of a class, then those of its bases: each with its default and its file."""
+def _fields(node: ast.ClassDef, file: str, classes: Sequence[tuple[ast.ClassDef, str]]) -> Iterator[Key]:
+    """The fields of a class, then those of its bases."""
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            is_private = each.target.id.startswith("_") or "ClassVar" in ast.unparse(each.annotation)
-            if not is_private and each.target.id != "model_config":
-                yield each.target.id, _default(each.value), file
+            kind = ast.unparse(each.annotation)
+            if each.target.id.startswith("_") or "ClassVar" in kind or each.target.id == "model_config":
+                continue
+            for name in (each.target.id, *_aliases(each.value)):
+                yield Key(name=name, default=_default(each.value), kind=kind, file=file)
     for base in node.bases:
         name = ast.unparse(base).rpartition(".")[2]
         for other, place in classes:
             if other.name == name and other is not node:
                 yield from _fields(other, place, classes)
+
+
+def _aliases(value: ast.expr | None) -> Iterator[str]:
+    """Other names that a config may have for a field."""
+    for word in value.keywords if isinstance(value, ast.Call) else ():
+        if word.arg in ("alias", "validation_alias"):
+            names = word.value.args if isinstance(word.value, ast.Call) else [word.value]
+            yield from (name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str))
 
 
 def _default(value: ast.expr | None) -> str:
@@ -125,13 +137,13 @@ def _keys_of_recipes(source: Path) -> Iterator[Key]:
     """What torchtune's recipes read of a config, and what the configs that it ships have."""
     for path in sorted(source.glob("recipes/configs/**/*.yaml")):
         for name in _dotted(yaml.safe_load(path.read_text())):
-            yield Key(name=name, default="", file=path.relative_to(source).as_posix())
+            yield Key(name=name, default="", kind="", file=path.relative_to(source).as_posix())
     for path in sorted(source.glob("recipes/*.py")):
         text = path.read_text()
         for match in re.finditer(r"\bcfg\.(?:get\(\s*\"(\w+)\"(?:,\s*(?:default=)?([^)]*))?\)|([a-z]\w*))", text):
             name, default = match[1] or match[3], (match[2] or "").strip()
             if name not in ("get", "pop", "keys"):
-                yield Key(name=name, default=default, file=path.relative_to(source).as_posix())
+                yield Key(name=name, default=default, kind="", file=path.relative_to(source).as_posix())
 
 
 def _dotted(content: object, prefix: str = "") -> Iterator[str]:
@@ -146,13 +158,13 @@ def _dotted(content: object, prefix: str = "") -> Iterator[str]:
 
 def table_of(tool: str) -> list[Mapping[str, str]]:
     """The rows of a tool's table."""
-    with (TABLES / f"{tool}.tsv").open() as file:
+    with (TABLES / f"{tool.replace(' ', '-')}.tsv").open() as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tool", choices=["axolotl", "LLaMA-Factory", "TRL", "torchtune"])
+    parser.add_argument("tool", choices=[*_FILES, "torchtune"])
     parser.add_argument("source", type=Path)
     parser.add_argument("--list", action="store_true", help="print the keys, with default and file")
     arguments = parser.parse_args()

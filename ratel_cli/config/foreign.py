@@ -139,7 +139,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         _ignored("the files of the model say which classes it has"),
         """model_type tokenizer_type processor_type is_llama_derived_model is_falcon_derived_model
         is_mistral_derived_model is_qwen_derived_model cls_model_config tokenizer_use_fast use_fast_tokenizer use_fast
-        use_fast_processor model_class is_encoder_decoder""",
+        use_fast_processor model_class is_encoder_decoder type_of_model""",
     ),
     (
         _ignored("it says how a model is loaded, and where to; its numbers are the same"),
@@ -208,7 +208,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         Foreign(fate="noted", reason="no text is generated while Ratel trains"),
         """do_sample temperature top_p top_k min_p num_beams max_new_tokens repetition_penalty length_penalty
         skip_special_tokens generation_kwargs cache_implementation generation_config infer_backend infer_dtype
-        vllm_enforce_eager vllm_maxlen vllm_gpu_util vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size
+        vllm_enforce_eager vllm_maxlen vllm_gpu_util vllm_config
+        vllm_max_lora_rank sglang_maxlen sglang_mem_fraction sglang_tp_size
         sglang_config sample_backend""",
     ),
     (
@@ -393,7 +394,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (
         _ADAPTER,
-        """freeze_base_model pissa_init use_llama_pro lora_model_dir lora_init""",
+        """freeze_base_model pissa_init use_llama_pro lora_model_dir lora_init kt_use_lora_experts kt_lora_expert_num
+        kt_lora_expert_intermediate_size""",
     ),
     (
         Foreign(fate="noted", reason="Ratel computes with PEFT's modules"),
@@ -596,6 +598,8 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "ray_": _PROCESSES,
     "mfu_": _SHOWN,
     "profiler_": _SHOWN,
+    "gradio_": _SHOWN,
+    "expert_parallel_": _SHARDING,
     "flash_attn_": _KERNELS,
     "liger_": _KERNELS,
     "cut_cross_entropy_": _KERNELS,

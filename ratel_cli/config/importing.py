@@ -17,6 +17,7 @@ from ratel_cli.config.key_groups import OF_WARMUP
 from ratel_cli.config.load import dump, validate
 from ratel_cli.config.other_tools import (
     MASK,
+    OTHER_MEANINGS,
     defaults_of,
     mask_of_sets,
     recognise,
@@ -72,6 +73,9 @@ def import_config(path: Path) -> Imported:
         _two_steps(root, dialect)
     _evaluations(root, tool, dialect)
     write_switch(tool, root)
+    for key, reason in OTHER_MEANINGS.get(tool, {}).items():
+        if key in root.content:
+            dialect.drop(root.content.pop(key), reason, quietly=False)
     if tool == "torchtune":
         root.content = translate_torchtune(root.content, dialect)
     is_constant = any(

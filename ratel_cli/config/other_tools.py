@@ -107,12 +107,21 @@ def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
     more: dict[str, Scalar] = {"sample_packing": True} if is_pretraining else {}
     if tool == "TRL" and theirs.content.keys() & {"rl", "beta"}:
         more["learning_rate"] = 1e-6
+    half = theirs.content.get("bf16")
+    if tool == "axolotl" and half is not None and half.value.content is None:
+        more["dtype"] = "float32"  # its default is `auto`
     method = theirs.content.get("rl")
     if tool == "TRL" and method is not None and method.value.content == "kto":
         more["shuffle"] = False  # its trainer takes no other order
     if tool == "torchtune":
         more.update(defaults_of_optimizer(theirs))
     return {**_DEFAULTS.get(tool, {}), **more}
+
+
+OTHER_MEANINGS: Mapping[str, Mapping[str, str]] = {
+    "LLaMA-Factory": {"max_length": "it is for generation there; see `cutoff_len`"},
+}
+"""By tool: names of ours that mean something else there, and what."""
 
 
 def write_switch(tool: str, root: Marked) -> None:

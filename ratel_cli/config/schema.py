@@ -526,7 +526,7 @@ class RunConfig(Section):
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         share = num_steps * (self.warmup_steps or self.warmup_ratio)
-        steps = math.ceil(share)
+        steps = math.ceil(share) if self.warmup_steps else int(share)
         if self.warmup_rounding == "down" and not self.warmup_steps:
             steps = 2 if int(share) == 1 else int(share)
         return min(steps, self.max_warmup_steps or num_steps)

@@ -357,7 +357,7 @@ def _leftover(name: str, entry: Entry, report: Report) -> None:
     elif name == "enable_fp8_training":
         report.drop(entry, "Ratel computes in `dtype`, which is more exact", quietly=False)
     elif top in _DROPPED or name in _HARMLESS:
-        report.drop(entry, "it changes nothing in a run of Ratel")
+        report.drop(entry, "it is about files, speed or memory; Ratel has its own")
     elif name.endswith("._component_") and top == "mixed_precision":
         report.drop(entry, "`mixed_precision.enabled` decides")
     else:

@@ -85,6 +85,7 @@ _PRECISIONS: Mapping[str, str] = {
     "bfloat16": "bfloat16",
     "fp16": "float16",
     "float16": "float16",
+    "float32": "float32",
 }
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -103,6 +104,7 @@ _MEANINGS: Mapping[tuple[str, Plain], tuple[str, Scalar]] = {
     ("no_cuda", True): ("device", "cpu"),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),
     ("train_sampling_strategy", "random"): ("shuffle", True),
+    ("disable_shuffling", True): ("shuffle", False),
     ("loss_type", "dft"): ("use_dft_loss", True),
     ("liger_use_token_scaling", True): ("use_dft_loss", True),
     ("dataset_streaming", True): ("streaming", True),

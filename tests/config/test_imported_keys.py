@@ -244,9 +244,7 @@ def test_the_warm_up_of_axolotl(take: Take, line: str, ratio: float | None, step
         assert config.num_warmup_steps(total) == warmup_of_axolotl(ratio, steps, total), total
 
 
-@pytest.mark.parametrize(
-    "line", ["warmup_ratio: 0.1", "warmup_ratio: 0.03", "warmup_steps: 3", "warmup_steps: 0.1", ""]
-)
+@pytest.mark.parametrize("line", ["warmup_steps: 3", "warmup_steps: 0.1", "warmup_steps: 0.03", ""])
 @pytest.mark.parametrize("text", [FULL, TRL])
 def test_the_warm_up_of_trainer(take: Take, text: str, line: str) -> None:
     _, config = take(text + line + "\n")
@@ -259,3 +257,15 @@ def test_the_warm_up_of_trainer(take: Take, text: str, line: str) -> None:
 def test_a_rounding_of_nothing_is_said(load: Load) -> None:
     [found] = doubtful_keys(load(MINIMAL + "warmup_steps: 3\nwarmup_rounding: down\n").config)
     assert found.message == "`warmup_rounding` is ignored: `warmup_steps` is set"
+
+
+def test_half_precision_of_axolotl_may_be_empty(take: Take) -> None:
+    """There the default is `auto`, and an empty value is off."""
+    for line, dtype in (("bf16:\n", "float32"), ("bf16:\nfp16: true\n", "float16"), ("", "bfloat16")):
+        assert take(AXOLOTL + line)[1].dtype == dtype
+
+
+def test_a_length_of_generated_text_is_none_of_samples(take: Take) -> None:
+    found, config = take(FULL + "max_length: 7\ndisable_shuffling: true\n")
+    assert (config.sequence_len, config.shuffle) == (64, False)
+    assert fate(found, "max_length") == "noted"
