@@ -156,9 +156,14 @@ def _dotted(content: object, prefix: str = "") -> Iterator[str]:
             yield prefix
 
 
-def table_of(tool: str) -> list[Mapping[str, str]]:
+def table_path(tool: str) -> Path:
+    """The file with a tool's table."""
+    return TABLES / f"{tool.replace(' ', '-')}.tsv"
+
+
+def table_of(tool: str) -> list[dict[str, str]]:
     """The rows of a tool's table."""
-    with (TABLES / f"{tool.replace(' ', '-')}.tsv").open() as file:
+    with table_path(tool).open(encoding="utf-8") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
