@@ -232,11 +232,11 @@ def model_config(task: Task) -> PretrainedConfig:
     return config_of(task.shape, row_tokens=task.tokens // task.rows, layers=task.layers)
 
 
-def config_of(shape: str, *, row_tokens: int, layers: int | None = None) -> PretrainedConfig:
-    """The config of a shape, with positions for all tokens of a row. `layers`: None takes those of the shape."""
+def config_of(shape: str, *, row_tokens: int, layers: int | None = None, words: int | None = None) -> PretrainedConfig:
+    """A shape's config, with positions for all tokens of a row. `layers`, `words`: None takes those of the shape."""
     keys = {**SHAPES[shape], "max_position_embeddings": max(64, row_tokens)}
-    if layers is not None:
-        keys["num_hidden_layers"] = layers
+    keys["num_hidden_layers"] = layers or keys["num_hidden_layers"]
+    keys["vocab_size"] = words or keys["vocab_size"]
     config: PretrainedConfig = AutoConfig.for_model(_MODEL_TYPES.get(shape, "llama"), **keys)
     return config
 

@@ -419,11 +419,14 @@ def measure_adapters(report: Report, device: torch.device) -> None:
     """A step of a layer with LoRA, in fp32 and under autocast."""
     llama, tokens = shapes_of(report)[1], setting(report, 16384, 32)
     ranks = (4,) if report.is_tiny else _RANKS
-    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "": nullcontext,
+        " under autocast": lambda: torch.autocast(device.type, dtype=torch.bfloat16),
+    }
     spent = dict[str, float]()
     for rank in (0, *ranks):
         case = LayerCase(shape=llama, rows=4, row_tokens=tokens // 4, lora=rank)
-        for name, around in {"": nullcontext, " under autocast": autocast}.items():
+        for name, around in ways.items():
             if name and not rank:
                 continue
             if name and device.type != "cuda":

@@ -121,6 +121,7 @@ class OneLayer:
             self._template = template_of(recorder, tape)
             self._is_recorded_anew = self._template is None
             return tape
+        watcher: Recorder | Repeater
         watcher = Recorder(self._parameters) if self._template is None else Repeater(self._template)
         with watcher.recording():
             self._compute()
@@ -152,8 +153,7 @@ def one_layer(
     change: Callable[[DecoderModel], object] = lambda model: None,
 ) -> Iterator[OneLayer]:
     """A layer of random weights. `change`: is called with the model before anything is computed on the device."""
-    config = config_of(case.shape, row_tokens=case.row_tokens, layers=1)
-    config.vocab_size = _NUM_WORDS
+    config = config_of(case.shape, row_tokens=case.row_tokens, layers=1, words=_NUM_WORDS)
     skeleton = build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa")
     if case.lora:
         inject(skeleton, AdapterSettings(rank=case.lora, alpha=2 * case.lora))

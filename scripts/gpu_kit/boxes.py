@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 from scripts.bench.findings import Findings, Report, read_findings, reason_of
@@ -55,7 +55,7 @@ class PartRunner:
         self._folder, self._is_tiny = folder, is_tiny
         forked = multiprocessing.get_context("forkserver")
         forked.set_forkserver_preload(list(preloaded))
-        self._processes: BaseContext = forked
+        self._processes: ForkServerContext | SpawnContext = forked
 
     @property
     def log(self) -> Path:
@@ -73,9 +73,7 @@ class PartRunner:
     def _start(self, part: Part, *, seconds: float, most_seconds: float) -> Findings:
         path = self._folder / f"{part.name}.json"
         arguments = (part.function, path, self.log, seconds, self._is_tiny)
-        process = self._processes.Process(  # type: ignore[attr-defined]
-            target=_run, args=arguments, name=part.name
-        )
+        process = self._processes.Process(target=_run, args=arguments, name=part.name)
         log_start = self.log.stat().st_size if self.log.exists() else 0
         process.start()
         try:

@@ -9,10 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -46,6 +48,7 @@ _TESTS = (
 """What has never run on a GPU comes first."""
 _TINY_TESTS = ("tests/gpu/test_quantised.py", "-k", "int4")
 _COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|rerun)")
+_PROGRESS = re.compile(r"[.FEsxXR]+\s*(\[ *\d+%\])?\s*")
 _MOST_OUTPUT = 200_000
 
 
@@ -152,23 +155,24 @@ class Tested:
 
 
 def _tests(report: Report, command: Sequence[str]) -> Tested:
-    """Its output is kept, also if it is ended."""
+    """Its output is kept, also if it is ended. It goes to a file: workers that outlive it would hold a pipe open."""
     code: int | None = None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
-        reader = threading.Thread(target=lines.extend, args=(process.stdout,), name="output of the tests")
-        reader.start()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(report.seconds_left)
         if code is None:
-            process.kill()  # its workers end when it is gone
-        reader.join(timeout=10)
+            process.kill()  # its workers end with the part, at the latest
+            process.wait()
+        output.seek(0)
+        lines = output.readlines()
     report.table("output of the tests", "".join(lines)[-_MOST_OUTPUT:])
     last = lines[-1] if lines else ""
     counts = {what: int(number) for number, what in _COUNTED.findall(last)}
     if code is None:
-        counts = {"passed": sum(line.count(".") for line in lines if line.strip(".sFE \n%[]0123456789") == "")}
+        progress = [line for line in lines if _PROGRESS.fullmatch(line)]
+        counts = {"passed": sum(line.count(".") for line in progress)}
+        counts["failed"] = sum(line.count("F") for line in progress)
     failed = [line.strip() for line in lines if line.startswith(("FAILED", "ERROR"))]
     return Tested(code=code, counts=counts, failed=failed)
 
@@ -184,7 +188,7 @@ def measure_yardstick(report: Report) -> None:
     if product is not None:
         report.line(_words(f"{size}^3 product", product))
     for shape in shapes_of(report):
-        found = report.measure(f"layer of {shape}", lambda shape=shape: _sustained_layer(report, shape, device))
+        found = report.measure(f"layer of {shape}", partial(_sustained_layer, report, shape, device))
         if found is not None:
             report.line(_words(f"layer of {shape}", found))
 
@@ -200,9 +204,9 @@ class Yardstick:
 
 
 def _words(name: str, found: Yardstick) -> str:
-    rates = ", ".join(f"{each / 1e12:.3g} {name}" for name, each in found.flops_per_second.items())
-    clocks = "".join(f", {name} {value:.0f}" for name, value in found.clocks.items())
-    return f"{name}: TFLOP/s {rates}{clocks}"
+    rates = ", ".join(f"{rate / 1e12:.3g} {which}" for which, rate in found.flops_per_second.items())
+    read = "".join(f", {value:.0f} {unit}" for unit, value in found.clocks.items())
+    return f"{name}: TFLOP/s {rates}{read}"
 
 
 def _sustained_product(size: int, device: torch.device, seconds: float) -> Yardstick:
