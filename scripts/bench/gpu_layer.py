@@ -22,6 +22,7 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -303,12 +304,13 @@ class _Attention:
         """torch's attention for rows of any lengths, one behind the other."""
         attend = import_module("torch.nn.attention.varlen").varlen_attn
         query, key, value = self._flat
-        lengths, longest = self._lengths, self._longest
-        try:
-            found = attend(query, key, value, lengths, lengths, longest, longest, window_size=(-1, 0), enable_gqa=True)
-        except TypeError:  # of torch 2.10 and earlier
+        known = inspect.signature(attend).parameters  # versions of torch differ
+        options: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
             key, value = (each.repeat_interleave(self._groups, dim=1) for each in (key, value))
-            found = attend(query, key, value, lengths, lengths, longest, longest, is_causal=True)
+        found = attend(query, key, value, self._lengths, self._lengths, self._longest, self._longest, **options)
         assert isinstance(found, torch.Tensor)
         return found
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -41,9 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that no import touches the GPU before parts do
     options.folder.mkdir(parents=True, exist_ok=True)
+    end_on_sigterm()
     is_tiny = options.tiny or os.environ.get("RATEL_SIMULATED_GPU") == "1"
     parts = [part for part in PARTS if part.name in options.parts]
     Kit(options.folder, parts, seconds=options.seconds, is_tiny=is_tiny).run()
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end the part that runs before it ends this process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
 
 class Kit:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from scripts.bench.findings import Report
 
@@ -38,6 +39,9 @@ def hangs(report: Report) -> None:
     """With a process of its own, whose number it notes."""
     child = subprocess.Popen([sys.executable, "-c", SLEEP])
     report.measure("child", lambda: child.pid)
+    written = Path(os.environ["KIT_FOLDER"], "started.new")
+    written.write_text(str(child.pid))
+    written.replace(written.with_suffix(""))
     time.sleep(600)
 
 

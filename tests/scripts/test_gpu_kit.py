@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +24,9 @@ from tests.simulated_gpu import has_gpu
 
 ROOT = Path(__file__).parents[2]
 _RUN = """
-import sys
+import os, sys
 from pathlib import Path
-from scripts.gpu_kit.__main__ import Kit
+from scripts.gpu_kit.__main__ import Kit, end_on_sigterm
 from scripts.gpu_kit.boxes import Part
 if __name__ == "__main__":
     folder, *names = sys.argv[1:]
@@ -32,6 +34,8 @@ if __name__ == "__main__":
         Part(name=name, seconds=0.1 if name == "hangs" else 500.0, function=f"tests.scripts.gpu_kit_parts:{name}")
         for name in names
     ]
+    end_on_sigterm()
+    os.environ["KIT_FOLDER"] = folder
     Kit(Path(folder), parts, seconds=580.0, is_tiny=True, preloaded=()).run()
 """
 
@@ -62,8 +66,29 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     assert parts["works"]["results"]["a number"] == 7
     child = parts["hangs"]["results"].get("child")
     if child is not None:  # None: on a busy machine it was ended before
-        state = Path(f"/proc/{child}/stat")
-        assert not state.exists() or ") Z " in state.read_text()
+        wait_for(lambda: is_gone(int(str(child))))
+
+
+@pytest.mark.full
+def test_a_kit_that_is_ended_ends_the_part_that_runs(tmp_path: Path) -> None:
+    """Its processes leave no part behind that goes on computing."""
+    command = [sys.executable, "-c", _RUN.replace('"hangs"', '"never"'), str(tmp_path), "hangs"]
+    with subprocess.Popen(command, cwd=ROOT) as kit:
+        wait_for((tmp_path / "started").exists)
+        kit.terminate()
+        assert kit.wait() != 0
+    child = int((tmp_path / "started").read_text())
+    wait_for(lambda: is_gone(child))
+
+
+def is_gone(process: int) -> bool:
+    state = Path(f"/proc/{process}/stat")
+    return not state.exists() or ") Z " in state.read_text()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():  # the test's own time limit ends it
+        time.sleep(0.02)
 
 
 def test_at_most_forty_lines(tmp_path: Path) -> None:
@@ -208,6 +233,7 @@ def test_set_up_takes_the_kernels_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU: the kit itself runs on it")
 def test_parts_run_on_the_simulated_gpu(tmp_path: Path) -> None:
     lines, parts = run_kit(tmp_path, "machine", "yardstick", "quantised")
@@ -222,7 +248,7 @@ def test_parts_run_on_the_simulated_gpu(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU: the kit itself runs on it")
 def test_the_whole_kit_runs_on_the_simulated_gpu(tmp_path: Path) -> None:
-    lines, parts = run_kit(tmp_path, *(part.name for part in PARTS), seconds=3000)
+    lines, parts = run_kit(tmp_path, *(part.name for part in PARTS))
     assert len(lines) <= MOST_LINES
     assert set(parts) == {part.name for part in PARTS}
     assert not any(found["failures"] for found in parts.values())
@@ -232,7 +258,7 @@ def test_the_whole_kit_runs_on_the_simulated_gpu(tmp_path: Path) -> None:
 
 
 def run_kit(
-    folder: Path, *names: str, seconds: float = 900.0
+    folder: Path, *names: str, seconds: float = 20_000.0
 ) -> tuple[list[str], dict[str, dict[str, dict[str, object]]]]:
     command = [sys.executable, "-m", "scripts.gpu_kit", str(folder), "--seconds", str(seconds), "--parts", *names]
     environment = {**os.environ, "RATEL_SIMULATED_GPU": "1"}
