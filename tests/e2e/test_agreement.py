@@ -324,6 +324,7 @@ CASES = (
     Case(message="the package mistral-common is not installed here", code=2, prepare=no_mistral_common),
     Case(message="special_tokens: the tokenizer has no token", code=2,
          prepare=with_keys(special_tokens={"eos_token": "<none>"})),
+    Case(message="eot_tokens: the tokenizer has no token", code=2, prepare=with_keys(eot_tokens=["<none>"])),
     Case(message="and the tokenizer has none of its own", code=2, prepare=no_template),
     Case(message="chat_template_jinja: {written}: cannot be read", code=2,
          prepare=with_keys(chat_template_jinja="/no/such.jinja")),

@@ -53,6 +53,7 @@ def test_another_name_means_the_tokenizers_own_template(make_config: MakeConfig)
     ("changes", "parts"),
     [
         ({"special_tokens": {"eos_token": "<|new|>"}}, ["the tokenizer has no token '<|new|>', for eos_token"]),
+        ({"eot_tokens": ["<|new|>"]}, ["eot_tokens: the tokenizer has no token '<|new|>'"]),
         ({"chat_template": "jinja"}, ["`chat_template: jinja` needs `chat_template_jinja`"]),
         ({"chat_template_jinja": "none.jinja"}, ["none.jinja: cannot be read"]),
         ({"chat_template": "chatml", "chat_template_jinja": "{{ 1 }}"}, ["name two templates"]),
