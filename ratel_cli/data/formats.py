@@ -298,9 +298,9 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
             of_all_types = (
                 _named_pair(source, record),
                 _TOKENS if "input_ids" in names else None,
+                _pair(source, record),
                 _conversation(source, names),
                 alpaca if {source.field_instruction, source.field_output} <= names else None,
-                _chat_completion(record) if source.field not in names else None,
                 _plain_text(source, names),
                 (_QUESTIONS if has_chat_template else questions) if _asks(names) else None,
             )
@@ -340,6 +340,14 @@ def _named_pair(source: DatasetSource, record: dict[str, object]) -> RowFormat |
 def _chat_completion(record: dict[str, object]) -> RowFormat | None:
     is_chat = isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list)
     return RowFormat(kind="chat_completion", columns=("prompt", "completion")) if is_chat else None
+
+
+def _pair(source: DatasetSource, record: dict[str, object]) -> RowFormat | None:
+    """Prompt and completion, which TRL reads whatever else a row has, unless the user names other columns."""
+    named = ("field", "field_messages", "field_instruction", "field_output")
+    if any(getattr(source, key) != DEFAULTS[key] for key in named) or not {*_PAIR_COLUMNS} <= record.keys():
+        return None
+    return _chat_completion(record) or RowFormat(kind="prompt_completion", columns=_PAIR_COLUMNS)
 
 
 def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | None:

@@ -27,7 +27,9 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         ("input_ids", "tokens", ("input_ids", "labels")),
         ("input_ids labels text", "tokens", ("input_ids", "labels")),
         ("text", "completion", ("text",)),
-        ("text prompt completion", "completion", ("text",)),
+        ("text prompt completion", "prompt_completion", ("prompt", "completion")),
+        ("messages prompt completion", "prompt_completion", ("prompt", "completion")),
+        ("messages prompt", "messages", ("messages",)),
         ("prompt completion", "prompt_completion", ("prompt", "completion")),
         ("question answer", "question_answer", ("question", "answer")),
     ],
@@ -63,6 +65,26 @@ def test_settings_come_before_columns(source: DatasetSource, kind: str, used: tu
     record: dict[str, object] = {"turns": TURNS} if source.field_messages == "turns" else {"body": "x"}
     found = decide_format(source, record, has_chat_template=True)
     assert (found.kind, found.columns) == (kind, used)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        ({}, "prompt_completion"),
+        ({"type": "completion"}, "completion"),
+        ({"field": "body"}, "completion"),
+        ({"field_messages": "turns"}, "messages"),
+        ({"field_instruction": "text", "field_output": "body"}, "alpaca"),
+        ({"type": "chat_template"}, "messages"),
+    ],
+)
+def test_prompt_and_completion_come_before_what_else_a_row_has(keys: dict[str, str], kind: str) -> None:
+    """As in TRL, unless the type or other columns are the user's choice."""
+    record: dict[str, object] = {**dict.fromkeys(("prompt", "completion", "text", "body"), "x"), "turns": TURNS}
+    if keys.keys().isdisjoint({"field", "field_output"}):  # which messages come before
+        record["messages"] = TURNS
+    found = decide_format(DatasetSource(path="p", **keys), record, has_chat_template=True)  # type: ignore[arg-type]
+    assert found.kind == kind
 
 
 def test_unknown_columns_are_named() -> None:
