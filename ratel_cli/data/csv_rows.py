@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,17 +31,6 @@ _FEW_LINES = 8
 """Of one row, all of which may look like rows of their own by chance: a table in a text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """The lines of one row: a quoted value may contain line ends."""
-
-    line: int
-    """The first one."""
-    raw_lines: list[bytes]
-    values: list[str] | BadLine
-    """What the row has, or why it cannot be used."""
-
-
 def read_csv(
     path: Path, label: str, *, delimiter: str, max_row_bytes: int = MAX_ROW_BYTES, progress: Progress = no_progress
 ) -> Iterator[Row | Reject]:
@@ -54,33 +42,35 @@ def read_csv(
     csv.field_size_limit(max(csv.field_size_limit(), max_row_bytes))
     columns: list[str] = []
     is_noted = False
-    for record in _records(path, label, delimiter, max_row_bytes, progress):
-        line, values = record.line, record.values
+    for line, raw_lines, values in _records(path, label, delimiter, max_row_bytes, progress):
         if not columns:
             if isinstance(values, BadLine):
                 raise BadInput(f"{label}:{line}: the names of the columns: {values}") from values
             columns = _checked_columns(values, label, line)
             continue
-        inside = enumerate(record.raw_lines[1:-1], start=line + 1)
+        inside = enumerate(raw_lines[1:-1], start=line + 1)
         like_rows = [each for each, raw in inside if raw.count(delimiter.encode()) == len(columns) - 1]
-        if not isinstance(values, BadLine) and len(values) != len(columns):
-            values = BadLine(f"{counted(len(values), 'value')} for {counted(len(columns), 'column')}")
-        if isinstance(values, BadLine):
-            yield Reject(file=label, line=line, reason=str(values))
+        if isinstance(values, BadLine) or len(values) != len(columns):
+            needed = counted(len(columns), "column")
+            reason = str(values) if isinstance(values, BadLine) else f"{counted(len(values), 'value')} for {needed}"
+            yield Reject(file=label, line=line, reason=reason)
             for each in like_rows:
                 yield Reject(file=label, line=each, reason=f"part of a value whose quote begins in line {line}")
             continue
         note = None
-        if not is_noted and len(columns) > 1 and _FEW_LINES < len(like_rows) == len(record.raw_lines) - 2:
+        if not is_noted and len(columns) > 1 and _FEW_LINES < len(like_rows) == len(raw_lines) - 2:
             is_noted = True
             note = (
-                f"{label}:{line}: this row ends in line {line + len(record.raw_lines) - 1}, and all lines inside look "
+                f"{label}:{line}: this row ends in line {line + len(raw_lines) - 1}, and all lines inside look "
                 "like rows; if they are, the first line has a quote too many"
             )
         yield Row(file=label, line=line, record=dict(zip(columns, values, strict=True)), note=note)
 
 
-def _records(path: Path, label: str, delimiter: str, max_row_bytes: int, progress: Progress) -> Iterator[_Record]:
+def _records(
+    path: Path, label: str, delimiter: str, max_row_bytes: int, progress: Progress
+) -> Iterator[tuple[int, list[bytes], list[str] | BadLine]]:
+    """The first line of each row, all its lines, and its values or why it cannot be used."""
     line, num_bytes, is_at_end = 0, 0, False
     of_row: list[bytes] = []
 
@@ -116,7 +106,7 @@ def _records(path: Path, label: str, delimiter: str, max_row_bytes: int, progres
                     hint='close the quote; a quote inside a quoted value is written twice: ""',
                 )
             if values:
-                yield _Record(line=line - len(of_row) + 1, raw_lines=of_row, values=values)
+                yield line - len(of_row) + 1, of_row, values
 
 
 def _checked_columns(names: list[str], label: str, line: int) -> list[str]:

@@ -191,12 +191,14 @@ def is_hub_id(path: str) -> bool:
 
 def _local_files(path_text: str) -> list[Path] | None:
     """The data files that a path stands for, sorted; None if the path can only be a dataset on the hub."""
-    if "\0" in path_text:
-        raise BadInput(f"{printable(path_text)}: a path cannot contain a NUL byte")
+    if (found := re.search("|".join(_NO_PATHS), path_text)) is not None:
+        raise BadInput(f"{printable(path_text)}: {_NO_PATHS[found[0]]}")
     path = Path(path_text).expanduser()
     label = printable(path_text)
     # Methods of Path would raise for names that are too long.
     if os.path.isdir(path):
+        if (path / "dataset_dict.json").is_file() or {"state.json", "dataset_info.json"} <= {*os.listdir(path)}:
+            raise BadInput(f"{label}: this is a dataset that `save_to_disk` of `datasets` wrote", hint=_SAVED_HINT)
         found = sorted(item for item in path.rglob("*") if _suffix(item) in _READERS and _is_visible_data(item, path))
         if not found:
             raise BadInput(f"{label}: there are no data files in this directory", hint=_KNOWN_FILES)
@@ -362,3 +364,11 @@ _READERS: dict[str, Reader] = {
     ".tsv": partial(read_csv, delimiter="\t"),
 }
 _KNOWN_FILES = f"data files end in {', '.join(_READERS)}, all but parquet also with {' or '.join(SUFFIXES)} behind it"
+_SAVED_HINT = (
+    "write its rows as parquet: load_from_disk(DIRECTORY).to_parquet(FILE), of a DatasetDict load_from_disk(DIRECTORY)"
+    "[SPLIT].to_parquet(FILE)"
+)
+_NO_PATHS = {
+    "\0": "a path cannot contain a NUL byte",
+    "://": "an address is no path; download the file, or write the id of a dataset on the hub, as in owner/name",
+}

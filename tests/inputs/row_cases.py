@@ -211,5 +211,5 @@ def _places() -> Iterator[MalformedInput]:
     yield place("a file inside a file", "HERE/run.yaml/rows.jsonl", "rows.jsonl: no such file")
     yield place("a name too long", "HERE/" + "a" * 300 + ".jsonl", r"a\.jsonl: ")
     yield place("a path too long", "HERE/" + "a/" * 3_000 + "rows.jsonl", "rows.jsonl: ")
-    yield place("a URL", "https://example.org/rows.jsonl", "rows.jsonl: no such file")
+    yield place("a URL", "https://example.org/rows.jsonl", "rows.jsonl: an address is no path")
     yield place("a name with escapes", "HERE/\u202e.jsonl", r"\\u202e.jsonl: no such file")
