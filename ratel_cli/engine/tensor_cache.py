@@ -141,7 +141,7 @@ class TensorCache(Closing):
     # What autograd calls.
 
     def _save(self, tensor: torch.Tensor) -> SavedView | StayingTensor:
-        if self._is_closed or self._pass is None or self._is_left_out(tensor):
+        if self._is_closed or self.is_of_parent or self._pass is None or self._is_left_out(tensor):
             return StayingTensor(tensor)
         self._advance()
         storage = tensor.untyped_storage()

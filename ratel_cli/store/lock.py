@@ -81,6 +81,8 @@ class StoreLock(Closing):
             if path in self._made and os.fstat(fd).st_size == 0:
                 with suppress(OSError):
                     path.unlink()
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the descriptor for longer
             os.close(fd)
 
     def _open_locked(self, path: Path, *, create: bool, deadline: float, read_only: bool) -> int:
