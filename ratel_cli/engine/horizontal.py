@@ -42,7 +42,7 @@ from ratel_cli.engine.read_ahead import ReadAhead
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.weights import SegmentWeights
 from ratel_cli.errors import BadInput
-from ratel_cli.model.away import AwayGradient
+from ratel_cli.model.away import AwayGradient, hooks_of
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage, Use
 
@@ -56,6 +56,10 @@ class StepRule(Protocol):
     @property
     def num_rounds(self) -> int:
         """Rounds of forward and backward in a step."""
+
+
+_Look = tuple[tuple[int, int], tuple[torch.Tensor, ...]]
+"""Of a parameter: where it is and how often it was written to, as torch counts that, and a digest of its values."""
 
 
 class Computed(NamedTuple):
@@ -104,10 +108,13 @@ class HorizontalEngine(Closing):
         timeline: Timeline,
         num_updates: Callable[[], int],
         commit: Callable[[], None],
+        begins: Callable[[bool], None],
+        waits: Callable[[], None],
         ended: Callable[[EndedStep], None],
     ) -> None:
-        """`num_updates`: those that were applied. `commit`: commit the last step, which is settled. `ended`: called
-        when a step has been decided."""
+        """`num_updates`: those that were applied. `commit`: commit the last step, which is settled. `begins`: called
+        when a backward begins, with whether it is the first one of its step. `waits`: called when it is over, and its
+        step is not. Both may raise. `ended`: called when a step has been decided."""
         self._segments = model.spec.segments
         self._parameter_names = model.parameter_names
         self._updates = following.updates
@@ -119,12 +126,18 @@ class HorizontalEngine(Closing):
         self._timeline = timeline
         self._num_updates = num_updates
         self._commit = commit
+        self._begins = begins
+        self._waits = waits
         self._ended = ended
         self._outside: tuple[nn.Parameter, ...] = ()
         """The trained parameters outside of the blocks."""
+        self._bound_outside: tuple[nn.Parameter, ...] = ()
+        """All of them."""
         self._is_open = self._is_closed = self._has_warned = self._is_behind_backward = False
-        self._versions: tuple[int, ...] = ()
-        """Of these parameters: how often they had been written to when their weights were bound."""
+        self._looks: list[_Look] = []
+        """Of these: after the last update."""
+        self._looked_at: set[int] = set()
+        """Segments that have computed without changing a value of their weights."""
         self._ahead = ReadAhead(following.reader, self._layers)
         self._epoch = 0
         self._num_waiting: dict[int, int] = {}
@@ -159,7 +172,7 @@ class HorizontalEngine(Closing):
         """A call of a block, counted from 0, whose backward may come. Raises BadInput if it would come too late."""
         segment = self._layers[index]
         self._check_open()
-        self._check_outside()
+        self.check_outside(at_values=False)
         self.drop_failed()
         if segment.index in self._handed_over:
             raise BadInput(
@@ -194,7 +207,16 @@ class HorizontalEngine(Closing):
                 self._reader.open(segment) as weights,
                 self._device.computing(SpanLabel.of(stage, segment, stage)),
             ):
+                at_values = segment.index not in self._looked_at
+                before = _look(weights.parameters, at_values=at_values)
                 yield weights
+                changed = _first_changed(before, _look(weights.parameters, at_values=at_values))
+                if changed is not None:
+                    raise BadInput(
+                        f"{segment.name} has changed its own weights, and its training state is elsewhere",
+                        "let it compute with a changed copy of them",
+                    )
+                self._looked_at.add(segment.index)
         except BaseException:
             self._ahead.forget()
             raise
@@ -236,6 +258,12 @@ class HorizontalEngine(Closing):
                     if self._num_waiting[segment.index] == 1 and segment.index not in self._of_pass:
                         with adding_to(weights.trained, total, is_last=is_last):
                             torch.autograd.backward(computed.outputs, computed.gradients, inputs=inputs)
+                    elif any(map(hooks_of, weights.trained)):
+                        raise BadInput(
+                            f"{segment.name} is called several times in one backward, and a parameter of it has a "
+                            "hook, which would get a part of its gradient",
+                            "change the gradient of what the block returns, or its weights in forward",
+                        )
                     else:
                         torch.autograd.backward(computed.outputs, computed.gradients, inputs=inputs)
                         self._add_to_pass(segment, weights.trained)
@@ -252,8 +280,8 @@ class HorizontalEngine(Closing):
 
     def end_step(self) -> None:
         """End the step: update all parameters with the gradients that have come. Raises RatelError."""
-        self._check_outside()
         with self._dropping_on_error():
+            self.check_outside()
             for segment in reversed(self._layers):
                 if segment.index not in self._handed_over:
                     self._hand_over(segment, [None] * len(segment.trained))
@@ -304,11 +332,13 @@ class HorizontalEngine(Closing):
 
     def begin_pass(self) -> None:
         """Note the backward that runs, once; with the first one of a step begin the update."""
+        self._check_open()
         number = running_backward()
         if number == self._pass:
             return
         if self._pass is not None:
             raise BadInput("a backward failed before this one, so its step was dropped", "run the forward again")
+        self._begins(not self._is_arriving)
         if not self._is_arriving:
             self._finish_previous()
             self._updates.begin(
@@ -332,6 +362,7 @@ class HorizontalEngine(Closing):
             self.end_step()
         else:
             self._collect_outside(is_last=False)
+            self._waits()
 
     def _add_to_pass(self, segment: Segment, parameters: Sequence[nn.Parameter]) -> None:
         """Add gradients to those of the same backward, in the parameters' dtype."""
@@ -373,22 +404,28 @@ class HorizontalEngine(Closing):
         self._ahead.forget()
         self._reader.expect([Use(outside, "forward")])
         with self._reader.open(outside) as weights:
-            self._outside = weights.trained
-        self._versions = tuple(each._version for each in self._outside)
+            self._outside, self._bound_outside = weights.trained, weights.parameters
+        if self._device.is_host:  # the caller may write to this memory, and must not write to the drives
+            for block in outside.trained:
+                self._updates.wait_written(block)
+        self._looks = _look(self._bound_outside, at_values=True)
 
-    def _check_outside(self) -> None:
-        """Raise BadInput if somebody has written to what is outside of the blocks: the update would undo it."""
-        for parameter, version in zip(self._outside, self._versions, strict=True):
-            if parameter._version != version:
-                raise BadInput(
-                    "a parameter of a hooked module was changed in place, by other code than its update",
-                    "compute with a changed copy in forward, or leave it out: requires_grad_(False) before ratel.hook",
-                )
+    def check_outside(self, *, at_values: bool = True) -> None:
+        """Raise BadInput if somebody has written to what is outside of the blocks: the update would undo it.
+        `at_values`: also by `data`, NumPy or a storage, where torch counts no writes."""
+        changed = _first_changed(self._looks, _look(self._bound_outside, at_values=at_values))
+        if changed is not None:
+            names = [each.name for block in self._segments[0].bound for each in block.parameters]
+            raise BadInput(
+                f"{names[changed]} was changed by other code than its update, which would undo it",
+                "change it before ratel.hook, or compute with a changed copy in forward",
+            )
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._is_closed or self.is_of_parent:
             raise BadInput(
-                "a forward is from before the optimizer was made, or before the hooked module was closed",
+                "a forward is from before the optimizer was made, or before the hooked module was closed, or this is a "
+                "forked child of the process that made it",
                 "run the forward again",
             )
 
@@ -432,10 +469,33 @@ class HorizontalEngine(Closing):
             raise
 
 
+def _look(parameters: Sequence[nn.Parameter], *, at_values: bool) -> list[_Look]:
+    """What changes when parameters do. Without `at_values`: when torch knows that they do."""
+    return [((each.data_ptr(), each._version), _digest(each.detach()) if at_values else ()) for each in parameters]
+
+
+def _first_changed(before: Sequence[_Look], after: Sequence[_Look]) -> int | None:
+    """The number of the first parameter that has changed between two looks, as far as both have looked."""
+    pairs = zip(before, after, strict=False)  # none are left of a block whose weights are gone
+    changed = (
+        number
+        for number, ((known, values), (known_then, values_then)) in enumerate(pairs)
+        if known != known_then or not all(map(torch.equal, values, values_then))
+    )
+    return next(changed, None)
+
+
+def _digest(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Numbers that change with any value, and where values change places: the sums of rows, and those of columns."""
+    numbers = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+    rows = numbers.reshape(values.shape[:1].numel(), -1)
+    return rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+
+
 def _found_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """What autograd has made for a parameter, which has none afterwards."""
     is_made = parameter.grad is not None and not isinstance(parameter.grad, AwayGradient)
-    return taken_gradient(parameter) if is_made else None
+    return taken_gradient(parameter).detach() if is_made else None  # it has a graph with create_graph=True
 
 
 def _forget(num_waiting: dict[int, int], segment: int, call: Mapping[str, object]) -> None:

@@ -26,6 +26,9 @@ from ratel_cli.store.store import Store
 class HasState(Closing):
     """Has its training state in a store. For one thread."""
 
+    _closed: tuple[str, str]
+    """The error for whoever uses it when it is closed, and its hint."""
+
     def __init__(
         self,
         context: RunContext,
@@ -41,6 +44,7 @@ class HasState(Closing):
         self._pending = store.progress
         """After the last step that was computed."""
         self._stored_spec = spec
+        self._is_closed = False
 
     @property
     def num_steps(self) -> int:
@@ -80,9 +84,14 @@ class HasState(Closing):
         self._store.current().check_all(self._context.pool, progress=lambda num_bytes: None)
         self._context.pool.trim()
 
-    @abstractmethod
     def _check_open(self) -> None:
-        """Raise BadInput if it is closed."""
+        """Raise BadInput if it is closed, or another process has it."""
+        if self.is_of_parent:
+            raise BadInput(
+                "a forked process uses the training state of its parent", "use it in the process that opened it"
+            )
+        if self._is_closed:
+            raise BadInput(*self._closed)
 
     @abstractmethod
     def _settle(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ratel_cli.engine.build import EngineSettings, UpdatingParts, open_device
 from ratel_cli.engine.horizontal import EndedStep, HorizontalEngine
@@ -37,6 +38,7 @@ from ratel_cli.library.block_call import Forward, HookedBlock, PassedOn
 from ratel_cli.library.has_state import HasState
 from ratel_cli.library.initialising import INIT, storage_of
 from ratel_cli.library.limits import Limits
+from ratel_cli.library.loop_rules import LoopRules
 from ratel_cli.library.optimizer import HOOKED, AdamW
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
 from ratel_cli.library.states import new_state, opened_state
@@ -115,6 +117,8 @@ def hook(
 class Hooked(HasState):
     """The training state of a hooked module, made by `hook`. Use it as a context manager, or close it."""
 
+    _closed = ("the hooked module is closed", "hook it again: its state is in its storage")
+
     def __init__(
         self,
         context: RunContext,
@@ -131,8 +135,7 @@ class Hooked(HasState):
         """Closed first: the engine."""
         self._engine: HorizontalEngine | None = None
         self._optimizer: AdamW | None = None
-        self._num_uncalled = 0
-        """Steps that have ended since the optimizer's `step` was last called."""
+        self._rules = LoopRules(hooked)
         self.plan = planned(hooked.spec, None)
         """What steps follow."""
         self._grad_norm = math.nan
@@ -143,9 +146,8 @@ class Hooked(HasState):
         """Of the block that was called last."""
         self._unhooking = ExitStack()
         """Gives the module its own code back."""
-        self._gradients: dict[str, AwayGradient] = {}
-        """By parameter: what stands for them."""
-        self._is_closed = False
+        self._accumulators: list[Node] = []
+        """Where autograd accumulates the gradients of what is outside of the blocks."""
         try:
             self._hook()
         except BaseException:
@@ -170,8 +172,7 @@ class Hooked(HasState):
 
         A file that Ratel did not write is replaced only with `overwrite`. Raises BadInput, EnvironmentFailure.
         """
-        self._check_open()
-        self._settle()
+        self._settle_for("save")
         hooked = self._hooked
         output, context = Path(directory), self._context
         for text in save_module(hooked.module, hooked.spec, context, self._store, output, overwrite=overwrite):
@@ -184,11 +185,7 @@ class Hooked(HasState):
             raise BadInput(
                 "an optimizer is made while gradients wait for the end of a step", "make it before the first backward"
             )
-        self._hooked.check_flags()
-        for name, parameter in self._hooked.module.named_parameters():
-            if parameter.requires_grad and name not in self._hooked.parameter_names:
-                raise BadInput(f"{name!r} was made after ratel.hook", "hook the module in its last form")
-        self._settle()
+        self._settle_for("ratel.AdamW")
         self._close_engine()
         self._optimizer = optimizer
         decays = optimizer.decays
@@ -206,30 +203,28 @@ class Hooked(HasState):
         engine.drop_failed()
         if engine.has_gradients:
             engine.end_step()
-        num_steps, self._num_uncalled = self._num_uncalled, 0
-        if not num_steps:
-            raise BadInput("step() was called, and no backward came since the step before")
-        if num_steps > 1:
-            raise BadInput(
-                f"step() was called after {num_steps} backwards, and each of them was a step of its own",
-                f"set accumulation_steps={num_steps} of ratel.AdamW, so that their gradients are added up",
-            )
+        self._rules.end()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of a step that has not ended."""
+        """Drop the gradients of a step that has not ended. Raises BadInput if the update of one that has was theirs."""
+        self._rules.see("zero_grad()")
         if self._engine is not None:
             self._engine.drop()
+        self._rules.clear()
 
     def close(self) -> None:
         """Commit the last step and give everything back; the module can be hooked again, and not be used before.
-        Gradients of a step that has not ended are dropped. Idempotent."""
+        Gradients of a step that has not ended are dropped, and so is a step that has, in a loop that calls `step()` and
+        has not called it. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         HOOKED.pop(self._hooked.module, None)
         self._unhooking.close()
         with self._resources:
-            self._settle()
+            if not self._rules.leaves_step_out:
+                self._settle()
+            self._rules.clear()
             self._hooked.leave()
 
     def _hook(self) -> None:
@@ -238,14 +233,15 @@ class Hooked(HasState):
             self._replace(block, "forward", self._forward(index, block))
         module, undo = self._hooked.module, self._unhooking.callback
         self._replace(module, "zero_grad", self._zero_grad)
-        self._replace(module, "state_dict", _no_state_dict)
+        for name in ("state_dict", "load_state_dict", "__reduce_ex__"):  # the last one: pickle asks the instance
+            self._replace(module, name, _no_state_dict)
         undo(module.register_forward_pre_hook(lambda *_: self._passed_on.clear()).remove)
         undo(module.register_forward_hook(lambda *_: self._passed_on.clear(), always_call=True).remove)
         self._opened_engine()
-        self._mark_gradients({})
-        for parameter in module.parameters():
-            if parameter.requires_grad and not isinstance(parameter, AwayParameter):
-                undo(parameter.register_hook(partial(self._take_outside, parameter)).remove)
+        for _, parameter in self._hooked.trained:
+            if not isinstance(parameter, AwayParameter):
+                self._accumulators.append(get_gradient_edge(parameter).node)
+                undo(self._accumulators[-1].register_prehook(partial(self._take_outside, parameter)).remove)
 
     def _replace(self, module: nn.Module, name: str, value: object) -> None:
         """Give a module another attribute until it is unhooked."""
@@ -268,6 +264,7 @@ class Hooked(HasState):
         def hooked_forward(*arguments: object, **keywords: object) -> object:
             self._check_open()
             self._hooked.check_flags(index)
+            self._rules.see("a forward")
             if index < self._last_index:
                 self._passed_on.clear()  # another forward begins
             self._last_index = index
@@ -278,24 +275,18 @@ class Hooked(HasState):
     def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (as torch has it)
         self.drop_gradients()
 
-    def _mark_gradients(self, norms: Mapping[str, float | torch.Tensor]) -> None:
-        """Whoever looks for gradients finds that they are elsewhere, and their norms."""
-        for name, parameter in self._hooked.module.named_parameters():
-            if parameter.requires_grad:
-                if name not in self._gradients:
-                    self._gradients[name] = AwayGradient.made(parameter)
-                self._gradients[name].norm_of_step = norms.get(name)
-                parameter.grad = self._gradients[name]
-
-    def _take_outside(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
-        """Autograd has a gradient for a parameter outside of the blocks."""
+    def _take_outside(self, parameter: nn.Parameter, _: tuple[torch.Tensor, ...]) -> None:
+        """Autograd accumulates a gradient for a parameter outside of the blocks."""
+        self._opened_engine().begin_pass()
         if isinstance(parameter.grad, AwayGradient):
             parameter.grad = None
-        self._opened_engine().begin_pass()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise BadInput("the hooked module is closed", "hook it again: its state is in its storage")
+    def _check_ready(self, asked: str) -> None:
+        self._check_open()
+        self._rules.see(f"{asked}()")
+        self._hooked.check()
+        if self._engine is not None:
+            self._engine.check_outside()
 
     def _settle(self) -> None:
         if self._engine is not None:
@@ -307,7 +298,7 @@ class Hooked(HasState):
     def _ended(self, step: EndedStep) -> None:
         self._grad_norm = step.grad_norm
         self._passed_on.clear()
-        self._mark_gradients(step.norms)
+        self._rules.clear()
         if step.first_not_finite is not None or not math.isfinite(step.grad_norm):
             what = step.first_not_finite or "all parameters together"
             raise Diverged(
@@ -316,7 +307,7 @@ class Hooked(HasState):
                 "lower the learning rate",
             )
         self._pending = progress_after(self._pending, applied=True, num_tokens=0, scale_loss=False)
-        self._num_uncalled += 1
+        self._rules.step_has_ended(step.norms)
 
     def _close_engine(self) -> None:
         self._engine = None
@@ -359,6 +350,8 @@ class Hooked(HasState):
                 timeline=self._timeline,
                 num_updates=lambda: self._pending.updates,
                 commit=self._commit,
+                begins=self._rules.begin,
+                waits=self._rules.wait,
                 ended=self._ended,
             )
         )
@@ -398,4 +391,7 @@ def _planned(context: RunContext, spec: ModelSpec, optimizer: AdamW | None, *, p
 
 
 def _no_state_dict(*_: object, **__: object) -> None:
-    raise BadInput("the weights of a hooked module are on its drives", "write them with save() of what ratel.hook gave")
+    raise BadInput(
+        "the weights of a hooked module are on its drives, and cannot be taken, copied or loaded here",
+        "write them with save() of what ratel.hook gave; load others before ratel.hook",
+    )

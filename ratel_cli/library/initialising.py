@@ -35,7 +35,7 @@ from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 from ratel_cli.io.views import view
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.settings import WarningLog, caller_config
-from ratel_cli.model.away import AwayParameter
+from ratel_cli.model.away import AwayParameter, share_hooks
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import MIB, align_up
 
@@ -199,6 +199,7 @@ class _Evicted(Closing):
                     if parameter not in restored:
                         values = self.load(parameter).clone()
                         restored[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                        share_hooks(parameter, restored[parameter])
                     module._parameters[name] = restored[parameter]
 
     def unload(self) -> None:
@@ -215,6 +216,7 @@ class _Evicted(Closing):
         made = EvictedParameter.made(parameter, requires_grad=parameter.requires_grad)
         made.__dict__.update(parameter.__dict__)  # such as transformers' mark that it is initialised
         made.parameter_name, made.home = name, self
+        share_hooks(parameter, made)
         self._write(made, parameter.detach())
         self._made[id(parameter)] = weakref.ref(parameter), made
         return made

@@ -45,6 +45,8 @@ ones. Of a module: from its output, and the batch. To the sum of the losses, a s
 class Model(HasState):
     """An open model, made by `open_model`. Use it as a context manager, on one thread."""
 
+    _closed = ("the model is closed", "open it again: its state is in its storage")
+
     def __init__(
         self,
         context: RunContext,
@@ -67,7 +69,6 @@ class Model(HasState):
         self._grad_norm = math.nan
         self._timeline = Timeline()
         self._num_tokens = 0
-        self._is_closed = False
 
     @property
     def grad_norm(self) -> float:
@@ -203,10 +204,6 @@ class Model(HasState):
         self._check_open()
         if self._computed is not None:
             raise BadInput(f"{asked} was called between forward_backward and step()", "call step() first")
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise BadInput("the model is closed", "open it again: its state is in its storage")
 
     def _settle(self) -> None:
         """Commit the last step, if it is not yet."""

@@ -142,9 +142,10 @@ class _Weights:
 
     def update(self) -> None:
         """Look at what they are now."""
-        self._storages = {
-            each.untyped_storage()._cdata for each in (*self._module.parameters(), *self._module.buffers())
-        }
+        with torch._C.DisableTorchFunctionSubclass():  # a hooked module does not give the storages of its parameters
+            self._storages = {
+                each.untyped_storage()._cdata for each in (*self._module.parameters(), *self._module.buffers())
+            }
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a weight, or a view of one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,6 +71,8 @@ class AdamW(torch.optim.Optimizer):
         self._hooked = _state_of(each for group in self.param_groups for each in group["params"])
         self._used_rate: float | None = None
         """That of the step whose backward began last, until `step`."""
+        self._has_begun = False
+        """Whether a step has."""
         self._check_groups()
         self._first_settings, self._first_decays = self.settings, self.decays
         self._hooked.follow(self)
@@ -91,6 +93,7 @@ class AdamW(torch.optim.Optimizer):
 
     def begin_step(self) -> float:
         """The learning rate of a step whose backward begins. Raises BadInput as `learning_rate`."""
+        self._has_begun = True
         self._used_rate = self.learning_rate
         return self._used_rate
 
@@ -134,9 +137,35 @@ class AdamW(torch.optim.Optimizer):
         """Drop the gradients of a step that has not ended."""
         self._hooked.drop_gradients()
 
+    @property
+    def state(self) -> dict[nn.Parameter, Any]:  # type: ignore[override]
+        """Empty before the first step, and not there after it: it is on the drives."""
+        if self._has_begun:
+            raise _moments()
+        return _NoMoments()
+
+    @state.setter
+    def state(self, _: object) -> None:
+        if "_hooked" in vars(self):  # else torch begins with it
+            raise _moments()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take the settings of groups. Raises BadInput if there are moments, here or there."""
+        if self._has_begun or state_dict["state"]:
+            raise _moments()
+        super().load_state_dict(dict(state_dict))
+
     def _check_groups(self) -> None:
         first = self.param_groups[0]
         for group in self.param_groups:
+            numbers = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
+            if not all(isinstance(each, int | float) for each in numbers):  # torch rounds elsewhere with a Tensor
+                raise BadInput(
+                    f"lr, betas, eps and weight_decay must be Python's numbers, not {numbers}",
+                    "take item() of a Tensor",
+                )
+            if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+                raise BadInput("Adam with weight_decay is not AdamW: it adds the decay to the gradient", "use AdamW")
             for name in _SHARED:
                 if group[name] != first[name]:
                     raise BadInput(
@@ -155,6 +184,22 @@ class AdamW(torch.optim.Optimizer):
         return found
 
 
+class _NoMoments(dict[nn.Parameter, Any]):
+    """Has none, and takes none."""
+
+    def __getitem__(self, *_: object) -> NoReturn:
+        raise _moments()
+
+    __setitem__ = __getitem__
+
+
+def _moments() -> BadInput:
+    return BadInput(
+        "the moments of a hooked module are on its drives, and neither read nor written in its optimizer",
+        "read them with state() of what ratel.hook gave; for new ones, hook with other storage",
+    )
+
+
 class Optimizer(AdamW):
     """Ratel's AdamW with the settings of an optimizer of torch: `Optimizer(torch.optim.AdamW(net.parameters()))`."""
 
@@ -163,13 +208,10 @@ class Optimizer(AdamW):
     ) -> None:
         """`settings`: torch's AdamW, or Adam without weight decay. Its groups are used from now on, so that
         a scheduler of it works. It must not step itself. Raises BadInput."""
-        is_adam = type(settings) is torch.optim.Adam
-        if type(settings) is not torch.optim.AdamW and not is_adam:
+        if type(settings) not in (torch.optim.AdamW, torch.optim.Adam):
             raise BadInput(
                 f"the optimizer is {type(settings).__name__}; Ratel has AdamW, and Adam without weight decay"
             )
-        if is_adam and any(group["weight_decay"] for group in settings.param_groups):
-            raise BadInput("Adam with weight_decay is not AdamW: it adds the decay to the gradient", "use AdamW")
         groups = [dict(group) for group in settings.param_groups]
         super().__init__(groups, max_grad_norm=max_grad_norm, accumulation_steps=accumulation_steps)
         self.param_groups = settings.param_groups

@@ -16,13 +16,15 @@ from torch.utils._pytree import tree_leaves
 from ratel_cli.errors import BadInput
 
 ASKED = frozenset(
-    {"__get__", "__set__", "__delete__", "__len__", "__repr__", "dim", "size", "stride", "numel", "nelement", "type"}
+    {"__get__", "__set__", "__delete__", "__len__", "dim", "size", "stride", "numel", "nelement", "type"}
     | {"element_size", "is_floating_point", "is_complex", "requires_grad_", "has_names", "is_contiguous"}
-    | {"_has_compatible_shallow_copy_type", "untyped_storage"}
+    | {"_has_compatible_shallow_copy_type", "register_hook", "register_post_accumulate_grad_hook"}
 )
 """Functions that ask about a tensor, or set what is not its values."""
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that have its values."""
+_MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
+"""Functions that change nothing where a tensor is on the device, and has the dtype, that they are for."""
 
 
 def asks(func: Callable[..., Any]) -> bool:
@@ -64,12 +66,15 @@ class AwayTensor(torch.Tensor):
         first = args[0] if args else None
         if func == torch.Tensor.data.__set__ and args[1] is first:  # type: ignore[attr-defined]
             return None
-        if func is torch.Tensor.to and isinstance(first, AwayTensor):
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
-            if device in (None, first.device) and dtype in (None, first.dtype):
+        if getattr(func, "__name__", "") in _MOVES and isinstance(first, AwayTensor):
+            there = torch.empty((0,) * first.dim(), dtype=first.dtype, device=first.device)
+            if func(there, *args[1:], **kwargs) is there:
                 return first
             raise BadInput("a hooked module stays where it is, and in its dtype", "move it before ratel.hook")
         raise self.used()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.used().message})"
 
     def used(self) -> BadInput:
         """The error for whoever computes with it."""
@@ -98,6 +103,20 @@ class AwayParameter(AwayTensor, nn.Parameter):
             "if code outside of the block uses it, name its module in outside=[...] of ratel.hook; to read it, save "
             "the model",
         )
+
+
+def hooks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The hooks that a parameter has, by the attribute of torch that holds them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = {name: getattr(parameter, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def share_hooks(before: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Let a parameter that takes another one's place have its hooks, now and after a handle has removed some."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, hooks in hooks_of(before).items():
+            setattr(parameter, name, hooks)
 
 
 class AwayGradient(AwayTensor):

@@ -18,6 +18,7 @@ from torch import nn
 
 from ratel_cli.data.sample_batch import SampleBatch
 from ratel_cli.errors import BadInput
+from ratel_cli.model.away import hooks_of
 from ratel_cli.model.binding import PlacedParameter, cut_into_blocks, laid_out, placed_parameters
 from ratel_cli.model.carried import tensors_of
 from ratel_cli.model.cut_model import placeholder
@@ -61,6 +62,11 @@ def find_layers(
     check_depth(len(layers))
     placed, layers_of = list[PlacedParameter](), dict[str, list[int]]()
     for found, homes in placed_parameters(module, list(layers.values())):
+        if hooks_of(found.unbound):
+            raise BadInput(
+                f"{found.name} has a hook, which would see the gradients of some samples of a step alone",
+                "remove it, or train the module with ratel.hook",
+            )
         placed.append(replace(found, unbound=placeholder(found.unbound)))
         layers_of[found.name] = sorted(set[int]().union(*homes.values()))
     check_parameters(placed)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.away import AwayParameter
+from ratel_cli.model.away import AwayParameter, share_hooks
 from ratel_cli.model.binding import (
     ModuleAttribute,
     PlacedParameter,
@@ -75,6 +75,12 @@ class HookedModule:
         for placed in self._parameters:
             for each in placed:
                 each.unbind()
+        self._hooked = self._names_and_ids()
+
+    @property
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What is trained, by name: the parameters that optimizers and callers see."""
+        return ((each.name, each.unbound) for placed in self._parameters for each in placed if each.is_trained)
 
     def shared_by(self, block: nn.Module) -> tuple[ModuleAttribute, ...]:
         """Where a block has trained parameters that are outside of the blocks: each at its first place."""
@@ -95,6 +101,23 @@ class HookedModule:
                     each.unbound.is_closed = True
                 else:
                     each.unbound.data = each.unbound.data.clone()
+
+    def check(self) -> None:
+        """Raise BadInput if the module has other parameters than when it was hooked, or trains others."""
+        changed = dict(self._names_and_ids() ^ self._hooked)
+        if changed:
+            name, known = min(changed), dict(self._hooked)
+            how = "replaced or removed" if name in known else "made"
+            raise BadInput(f"{name!r} was {how} after ratel.hook", "hook the module in its last form")
+        for _, parameter in self.trained:
+            if (
+                isinstance(parameter, AwayParameter) and parameter._version
+            ):  # by what torch tells no subclass of: `set_`
+                raise parameter.used()
+        self.check_flags()
+
+    def _names_and_ids(self) -> set[tuple[str, int]]:
+        return {(name, id(each)) for name, each in self.module.named_parameters(remove_duplicate=False)}
 
     def check_flags(self, index: int | None = None) -> None:
         """Raise BadInput if a parameter is trained, or is not, other than when the module was hooked. `index`: of the
@@ -141,6 +164,7 @@ class HookedModule:
                 )
             else:
                 parameters.append(nn.Parameter(values, requires_grad=block.is_trained))
+                share_hooks(placed.unbound, parameters[-1])
                 placed.put(parameters[-1])
         return tuple(parameters)
 
@@ -244,12 +268,15 @@ def _in_memory(placed: PlacedParameter, device: torch.device) -> PlacedParameter
     if before.device == device and not isinstance(before, AwayParameter):
         return placed
     values = torch.empty(0, dtype=before.dtype, device=device)
-    return replace(placed, unbound=nn.Parameter(values, requires_grad=placed.is_trained))
+    made = nn.Parameter(values, requires_grad=placed.is_trained)
+    share_hooks(before, made)
+    return replace(placed, unbound=made)
 
 
 def _away(placed: PlacedParameter, device: torch.device) -> PlacedParameter:
     away = AwayParameter.made(placed.unbound, device, requires_grad=placed.is_trained)
     away.parameter_name = placed.name
+    share_hooks(placed.unbound, away)
     return replace(placed, unbound=away)
 
 
@@ -273,6 +300,8 @@ def main_dtype(parameters: Sequence[PlacedParameter]) -> DtypeName:
 def check_parameters(parameters: Sequence[PlacedParameter]) -> None:
     """Raise BadInput if a module's parameters cannot be trained."""
     for each in parameters:
+        if each.unbound.grad is not None:
+            raise BadInput(f"{each.name} has a gradient already", "call zero_grad() before")
         if each.unbound.dtype not in (torch.float32, torch.bfloat16):
             raise BadInput(f"{each.name} is {each.unbound.dtype}; only float32 and bfloat16 can be trained")
         if not each.unbound.numel():
