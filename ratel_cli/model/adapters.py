@@ -49,7 +49,8 @@ from ratel_cli.sizes import DtypeName, Task
 with no_fetched_code():
     from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
-    from peft.tuners.tuners_utils import cast_adapter_dtype
+    from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
 _NAME = "default"
 """PEFT's name of the one adapter."""
@@ -60,11 +61,7 @@ _TASK_TYPES: dict[Task, str | None] = {"causal_lm": "CAUSAL_LM", "masked_lm": No
 def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     """Put the adapter's modules into the model, which is then frozen but for them. Returns the configuration as PEFT
     has completed it. Raises BadInput with PEFT's reason if the model cannot have them."""
-    _check_names(model, settings)
-    targets = settings.target_modules
-    if settings.layers and targets == ALL_LINEAR:
-        targets = _linear_names(model)  # PEFT chooses layers only among names
-    saved = _saved_modules(model, settings)
+    targets, saved = settings.target_modules, _saved_modules(model, settings)
     excluded = _other_parts(model, settings.task)
     excluded += [rf"(.*\.)?{re.escape(name)}(\..*)?" for name in settings.saved_modules]
     config = LoraConfig(
@@ -75,12 +72,14 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         target_modules=targets if isinstance(targets, str) else list(targets) or None,
         target_parameters=list(settings.target_parameters) or None,
         exclude_modules="|".join(excluded) or None,
-        layers_to_transform=list(settings.layers) or None,
         use_rslora=settings.scales_by_root,
         use_dora=settings.has_magnitudes,
         init_lora_weights=settings.initialisation,
     )
     try:
+        convert_peft_config_for_transformers(config, model, None)  # names of experts that were modules once
+        _check_names(model, settings, config)
+        _choose_layers(model, settings, config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it corrects what concerns Conv1D
             inject_adapter_in_model(config, model, adapter_name=_NAME)
@@ -97,21 +96,34 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     return config
 
 
-def _check_names(model: PreTrainedModel, settings: AdapterSettings) -> None:
+def _choose_layers(model: PreTrainedModel, settings: AdapterSettings, config: LoraConfig) -> None:
+    """Let the configuration have the chosen layers alone, and no stack of a module that must have no adapter. PEFT
+    chooses modules so; of parameters it takes all whose names end so, and those that are chosen get whole names."""
+    if settings.layers:
+        if config.target_modules == ALL_LINEAR:
+            config.target_modules = set(_linear_names(model))
+        config.layers_to_transform = list(settings.layers)
+    if config.target_parameters and (settings.layers or config.exclude_modules):
+        named = replace(config, target_modules=set(config.target_parameters), target_parameters=None)
+        ends = tuple(f".{end}" for end in config.target_parameters)
+        everywhere = {name for name, _ in model.named_parameters() if f".{name}".endswith(ends)}
+        chosen = {name for name in everywhere if check_target_module_exists(named, name)}
+        config.target_parameters = config.target_parameters if chosen == everywhere else chosen
+
+
+def _check_names(model: PreTrainedModel, settings: AdapterSettings, config: LoraConfig) -> None:
     """Raise BadInput if the model has no such layer, or no module of any of these names: PEFT's own words name neither
-    what there is, nor which of the two is wrong."""
+    what there is, nor which of the two is wrong. `config`: with names that PEFT has converted to those of stacks."""
     number: object = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if isinstance(number, int) and not model.config.is_encoder_decoder:
         for layer in (each for each in settings.layers if each >= number):
             message = f"lora_layers_to_transform: there is no layer {layer}: {type(model).__name__} has {number}"
             raise _about("lora_layers_to_transform", message, f"layers are numbered from 0 to {number - 1}")
     wanted = settings.target_modules
-    if wanted == ALL_LINEAR or not wanted:
+    if wanted == ALL_LINEAR or not wanted or config.target_parameters:
         return
     if isinstance(wanted, str):
         _check_expression(model, wanted)
-        return
-    if settings.target_parameters:
         return
     names = [f".{name}" for name, _ in model.named_modules()]
     if any(name.endswith(f".{end}") for end in wanted for name in names):
@@ -155,13 +167,24 @@ def _check_adapted(model: PreTrainedModel, settings: AdapterSettings) -> None:
     _reject_other_functions(layers)
     for name in (name for name, each in layers.items() if settings.has_magnitudes and not isinstance(each, Linear)):
         raise BadInput(f"peft_use_dora: {name} is no linear layer", "set peft_use_dora: false, or name other modules")
-    for missing in (each for each in settings.also_named if not any(name.endswith(each) for name in layers)):
+    unknown = (each for each in settings.also_named if not any(name.endswith(each) for name in layers))
+    for missing in (each for each in unknown if not _was_module(model, each)):
         raise BadInput(f"lora_target_modules: {missing}: no linear layer of the model's layers", "remove it")
     for name, module in model.named_modules():
         if module in (model.get_input_embeddings(), model.get_output_embeddings()) and "lora_" in str(module):
             raise BadInput(
                 f"lora_target_modules: {name}: embedding and head can have no adapter", "name modules of layers"
             )
+
+
+def _was_module(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT takes it for the name of modules of experts, which are stacks now."""
+    probe = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(probe, model, None)
+    except ValueError:  # a stack has what several of them had
+        return True
+    return name not in (probe.target_modules or ())
 
 
 def _reject_other_functions(layers: Mapping[str, LoraLayer]) -> None:
@@ -238,8 +261,9 @@ def _unused_children(model: PreTrainedModel, inside: str, task: Task) -> list[st
 def _of_experts(model: PreTrainedModel) -> BadInput:
     """The error for stacks of experts, which are no modules: PEFT adds their adapters to their matrices in forward."""
     return BadInput(
-        f"adapter: the experts of {type(model).__name__} would get one, which can have no dropout and no DoRA",
-        "set lora_dropout: 0 and peft_use_dora: false, or name the other modules, such as "
+        f"adapter: the experts of {type(model).__name__} would get one, which can have no dropout and no DoRA, and"
+        " their matrices must not be quantised",
+        "set lora_dropout: 0, peft_use_dora: false and quantize_moe_experts: false, or name the other modules, such as "
         "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]",
     )
 

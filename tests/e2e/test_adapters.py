@@ -322,8 +322,9 @@ def test_merging_has_the_bits_of_peft(
     [
         ("mixtral", {}),
         ("gpt_oss", {"lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+        ("mixtral", {"lora_layers_to_transform": [1]}),
     ],
-    ids=["mixtral", "gpt_oss"],
+    ids=["mixtral", "gpt_oss", "mixtral, one layer"],
 )
 def test_adapters_of_experts_are_loaded_and_merged_as_by_peft(
     base: Path, rows: Path, tmp_path: Path, family: str, keys: dict[str, object], dtype: str
@@ -341,7 +342,10 @@ def test_adapters_of_experts_are_loaded_and_merged_as_by_peft(
     theirs = {saved_name(name): each for name, each in loaded.base_model.model.named_parameters()}
     adapter = adapter_of(config)
     assert any("experts" in name for name in adapter)
-    assert any("q_proj" in name for name in adapter) is (not keys), "named stacks alone, or all"
+    assert any("q_proj" in name for name in adapter) is ("lora_target_parameters" not in keys), "named stacks, or all"
+    assert {name.split(".")[4] for name in adapter} == (
+        {"1"} if "lora_layers_to_transform" in keys else {"0", "1", "2"}
+    )
     for name, values in adapter.items():
         assert torch.equal(theirs[name], values), name
     ended = ratel("merge", config, "-o", tmp_path / "merged")
