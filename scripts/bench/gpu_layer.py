@@ -499,15 +499,17 @@ def measure_long_rows(report: Report, device: torch.device) -> None:
     """Peak memory of a replayed layer and its backward on one long row, next to what a plan counts for it."""
     shape = shapes_of(report)[1]
     for row_tokens in (64, 128) if report.is_tiny else (65536, 131072):
-        for samples in (1, 2):
+        words = []
+        for samples, mask in ((1, "no mask"), (2, "a mask")):
             case = LayerCase(shape=shape, rows=1, row_tokens=row_tokens, samples=samples)
-            name = f"{row_tokens} tokens, {'a mask' if samples > 1 else 'no mask'}"
-            found = report.measure(name, partial(_peak, case, device), needs_seconds=8 if samples > 1 else 4)
+            work = partial(_peak, case, device)
+            found = report.measure(f"{row_tokens} tokens, {mask}", work, needs_seconds=4 * samples)
             if found is not None:
-                report.line(
-                    f"{name}: step {found['seconds']:.2f} s, peak {found['peak_bytes'] / GIB:.1f} GiB; counted "
-                    f"{found['counted_bytes'] / GIB:.1f} GiB, and {found['counted_pairs_bytes'] / GIB:.1f} for pairs"
-                )
+                counted = found["counted_bytes"] + (found["counted_pairs_bytes"] if samples > 1 else 0)
+                peak = f"{found['peak_bytes'] / GIB:.1f} of {counted / GIB:.1f} GiB counted"
+                words.append(f"{mask} {found['seconds']:.2f} s, {peak}")
+        if words:
+            report.line(f"layer, {row_tokens} tokens: " + "; ".join(words))
 
 
 def _peak(case: LayerCase, device: torch.device) -> dict[str, float]:
