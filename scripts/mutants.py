@@ -551,6 +551,8 @@ MUTANTS = (
     Mutant("what trains an adapter is ignored", "config/foreign.py", "        return self.fate\n", "        return \"ignored\"\n", "a key that changes what is trained is never ignored", "config/test_rejections.py"),
     Mutant("no bf16 is bf16", "config/translations.py", 'return "float32", off', "return None", "bf16: false is fp32, as in transformers", "config/test_other_trainers.py"),
     Mutant("another kind of value", "config/aliases.py", "if value is None or _takes(", "if True or _takes(", "a name is suggested for a value of its kind", "config/test_rejections.py"),
+    Mutant("LLaMA-Factory trains every weight", "config/importing.py", "    write_switch(tool, root)\n", "", "an imported config trains what the other tool does by default", "config/test_imported_keys.py"),
+    Mutant("axolotl's warm-up is rounded up", "config/schema.py", 'if self.warmup_rounding == "down" and', 'if self.warmup_rounding == "" and', "an imported config has the other tool's warm-up", "config/test_imported_keys.py"),
     Mutant("defaults of the other tool are left out", "config/importing.py", "if key not in content and not (", "if False and not (", "an imported config has the other tool's defaults", "cli/test_import.py"),
     Mutant("a pipe without a reader is a bug", "cli/app.py", "events & select.POLLERR", "events & select.POLLPRI", "a command whose output nobody reads ends quietly", "e2e/test_closed_pipe.py"),
     Mutant("what is left in the buffer is not written", "cli/app.py", "        sys.stdout.flush()", "        pass", "a command whose output nobody reads ends quietly", "e2e/test_closed_pipe.py"),
