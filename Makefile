@@ -15,12 +15,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(OPTIONS)
 GPU := tests/gpu tests/simulated_gpu
 FULL := -m "full and not nightly"
+NIGHT ?= $(shell git rev-list --count HEAD)
 NIGHTLY := -m "nightly or hypothesis" --hypothesis-profile nightly
 
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test hostile check full nightly lint types stress bench clean
+.PHONY: help demo test hostile check full nightly night lint types stress bench clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -47,6 +48,10 @@ full: $(READY)  ## Run what the full tier of the tests has beyond the short one
 nightly: $(READY)  ## Run what only the nightly tier has: whole products of settings, all bit patterns, thousands of power cuts
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(NIGHTLY) --slowest=build/slowest/$@-gpu.txt $(GPU)
 	$(PYTEST) $(NIGHTLY) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
+
+night: $(READY)  ## Run a thirtieth of the nightly tier for four minutes; NIGHT=N chooses which, and its order
+	RATEL_SIMULATED_GPU=1 $(PYTEST) -m nightly --night=$(NIGHT) --night-seconds=40 $(GPU)
+	$(PYTEST) -m nightly --night=$(NIGHT) --night-seconds=200 $(GPU:%=--ignore=%)
 
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
 	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest -m stress -s tests/stress

@@ -1,4 +1,4 @@
-"""For all tests: one environment, signals that reach whoever is started, Hypothesis's profiles, the slowest tests."""
+"""For all tests: one environment, signals that reach whoever is started, Hypothesis's profiles, slow tests, nights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ratel_cli.hardware import load
 from ratel_cli.hardware.system_files import SystemFiles
 from tests.environment import fix, restored
 from tests.forked_chat import forked_chat_children
+from tests.night import Night, add_night_options, pin, pinned
 from tests.slowest import SlowestTests, add_slowest_option
 from tests.tiers import register_profiles
 
@@ -40,10 +41,17 @@ typer.main.get_command = _commands
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_slowest_option(parser)
+    add_night_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     SlowestTests.register(config)
+    Night.register(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    pin(items, pinned())
 
 
 @pytest.fixture(autouse=True)
