@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.neftune import activate_neftune
 
 from tests.kernels.rules import random_halves, rounded_stochastically
-from tests.reference_optimizers import optimizers_of
+from tests.reference_optimizers import begin_with, optimizers_of
 
 
 class Batch(Protocol):
@@ -43,6 +43,17 @@ class Batch(Protocol):
     def position_ids(self) -> torch.Tensor: ...
     @property
     def num_targets(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A training after some steps. Its weights are given as those of any other."""
+
+    step: int
+    num_updates: int
+    """Steps that were applied: all but those that overflowed."""
+    moments: Mapping[str, Mapping[str, torch.Tensor]]
+    """By parameter and the name of the moment: see `begin_with` of `tests/reference_optimizers.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +101,8 @@ class Recipe:
     of_rank: int | None = None
     """So many micro-batches of a step, one after another, have a sum of their own; these are then added. The last of
     them may have fewer. None: all are one sum."""
+    begun: Begun | None = field(default=None, hash=False)
+    """What training goes on from; None: it begins."""
     cuts: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     """By parameter: where ranks' slices cut it. Each part of a gradient has a norm of its own."""
 
@@ -157,7 +170,9 @@ def _with_adapter(
     adapters = {name: each for name, each in inner.named_parameters() if "lora_" in name}
     assert all(each.dtype == torch.float32 and each.requires_grad for each in adapters.values())
     found = {
-        name: each.detach().cpu().clone() if name in adapters else weights[_PEFTS_WORDS.sub("", name)]
+        name: each.detach().cpu().clone()
+        if name in adapters and recipe.begun is None
+        else weights[name if name in adapters else _PEFTS_WORDS.sub("", name)]
         for name, each in inner.named_parameters()
     }
     return inner.train(), found, replace(recipe, kept=recipe.kept | adapters.keys())
@@ -249,7 +264,10 @@ def _trained(
         device=recipe.device,
     )
     losses, norms, parameter_norms = [], [], []
-    for step in range(num_steps):
+    begun = recipe.begun or Begun(step=0, num_updates=0, moments={})
+    for name, moments in begun.moments.items():
+        begin_with(optimizers, trained[name], moments, num_updates=begun.num_updates)
+    for step in range(begun.step, num_steps):
         loss, sums = gradients_of(step)
         dtypes = dict.fromkeys(masters, recipe.gradient_dtype or recipe.dtype) | dict.fromkeys(
             recipe.kept, torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -158,3 +158,29 @@ def optimizers_of(
         ]
     assert name == "adamw", name
     return [torch.optim.AdamW(groups, lr=learning_rate, foreach=False)]
+
+
+def begin_with(
+    optimizers: Collection[torch.optim.Optimizer],
+    parameter: torch.nn.Parameter,
+    moments: Mapping[str, torch.Tensor],
+    *,
+    num_updates: int,
+) -> None:
+    """Give the optimizer of the parameter its moments after some updates: `m32` and `v32`, or `m8` and `v8` with the
+    scales of their blocks."""
+    (optimizer,) = [each for each in optimizers if any(parameter is one for one in _parameters_of(each))]
+    state: dict[str, Any] = {"step": num_updates}
+    if "m8" in moments:
+        state |= {key: (moments[f"{key}8"], moments[f"{key}_scale"]) for key in ("m", "v")}
+    elif isinstance(optimizer, torch.optim.Muon):
+        state = {"momentum_buffer": moments["m32"].view_as(parameter)}
+    else:
+        state = {"step": torch.tensor(float(num_updates))}
+        names = {"exp_avg": "m32", "exp_avg_sq": "v32"}
+        state |= {key: moments[name].view_as(parameter).clone() for key, name in names.items()}
+    optimizer.state[parameter] = state
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]

@@ -7,7 +7,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,16 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
+
+from tests.reference import Begun
+from tests.reference_optimizers import begin_with
 
 NAMES = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
@@ -36,6 +45,9 @@ class Recipe:
     lora: tuple[tuple[str, object], ...] | None = None
     """Of `peft.LoraConfig`; None: the whole model is trained."""
     seed: int = 42
+    begun: Begun | None = field(default=None, hash=False)
+    """What training goes on from, with the weights of `begun_weights`; rows of the steps before are still needed."""
+    begun_weights: Mapping[str, torch.Tensor] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +96,8 @@ def _tune(
 ) -> Tuned:
     trainer_class, config_class, options = _trainer_of(recipe.method)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    num_done = 0 if recipe.begun is None else recipe.begun.step
+    model.load_state_dict(dict(recipe.begun_weights), strict=False)
     if recipe.lora is not None:
         torch.manual_seed(recipe.seed)
         model = get_peft_model(model, LoraConfig(**dict(recipe.lora)))  # type: ignore[arg-type]
@@ -92,7 +106,7 @@ def _tune(
         per_device_train_batch_size=recipe.micro_batch_size,
         per_device_eval_batch_size=recipe.micro_batch_size,
         gradient_accumulation_steps=recipe.accumulation,
-        max_steps=recipe.num_steps,
+        max_steps=recipe.num_steps - num_done,
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="constant",
         weight_decay=0.1,
@@ -113,9 +127,12 @@ def _tune(
     trainer = trainer_class(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        train_dataset=Dataset.from_list(
+            [dict(row) for row in rows[num_done * recipe.micro_batch_size * recipe.accumulation :]]
+        ),
         eval_dataset=Dataset.from_list([dict(row) for row in held_out]) if held_out else None,
         processing_class=AutoTokenizer.from_pretrained(base),
+        callbacks=[_Begins(recipe)],
     )
     trainer.train()
     evaluated = trainer.evaluate() if held_out else {}
@@ -129,6 +146,21 @@ def _tune(
         weights=trained,
         evaluated={key.removeprefix("eval_"): value for key, value in evaluated.items()},
     )
+
+
+class _Begins(TrainerCallback):
+    """Gives the optimizer the moments that training goes on from."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._begun = recipe.begun
+
+    def on_train_begin(
+        self, *_: object, model: PreTrainedModel, optimizer: torch.optim.Optimizer, **__: object
+    ) -> None:
+        if self._begun is not None:
+            parameters = dict(model.named_parameters())
+            for name, moments in self._begun.moments.items():
+                begin_with([optimizer], parameters[name], moments, num_updates=self._begun.num_updates)
 
 
 def _trainer_of(method: str):  # type: ignore[no-untyped-def]  # noqa: ANN202

@@ -272,7 +272,7 @@ def start(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ratel_cli.run.train.finetune", "tests.e2e.runs"])
     process = context.Process(
-        target=_run_child, args=(str(config), arguments, kill_at, {**os.environ, **(environment or {})})
+        target=_run_child, args=(str(config), arguments, kill_at, {**os.environ, **(environment or {})}, os.getcwd())
     )
     process.start()
     return process
@@ -343,9 +343,12 @@ def _stderr_path(config: Path, rank: int) -> Path:
     return config.with_name(f"stderr-{rank}.txt" if rank else "stderr.txt")
 
 
-def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, environment: Mapping[str, str]) -> None:
+def _run_child(
+    config: str, arguments: Sequence[str], kill_at: str | None, environment: Mapping[str, str], directory: str
+) -> None:
     torch.set_num_threads(1)
-    os.environ.clear()  # a fork server has the environment of the test that started it
+    os.chdir(directory)  # a fork server has that of the test that started it
+    os.environ.clear()  # and its environment
     os.environ.update(environment)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at
