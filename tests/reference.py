@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -127,8 +128,7 @@ def train_in_memory(
     buffers: dict[str, torch.Tensor] | None = None,
 ) -> Trained:
     """`buffers`: those of a checkpoint, where they are not what the configuration gives."""
-    build = AutoModelForCausalLM.from_config if recipe.model_class is None else recipe.model_class._from_config
-    model = build(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+    model = loaded_model(config, recipe.dtype, recipe.attn_implementation, recipe.model_class or AutoModelForCausalLM)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in recipe.kept:
             tensor.data = tensor.data.float()
@@ -152,6 +152,23 @@ def train_in_memory(
     # Of what PEFT copies and trains, the copies are the model's.
     kept = {name: each for name, each in trained.weights.items() if ".original_module." not in name}
     return replace(trained, weights={name.replace(".modules_to_save.default", ""): each for name, each in kept.items()})
+
+
+def loaded_model(
+    config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str | None, model_class: type[Any]
+) -> PreTrainedModel:
+    """A model with random weights as users have it: loaded from files. `from_config` computes buffers otherwise.
+
+    Its weights are copies: a mapped file gives tensors at addresses at which some kernels round otherwise.
+    """
+    build = model_class._from_config if issubclass(model_class, PreTrainedModel) else model_class.from_config
+    with TemporaryDirectory() as directory:
+        build(copy.deepcopy(config), dtype=torch.float32).save_pretrained(directory)
+        model = model_class.from_pretrained(directory, dtype=dtype, attn_implementation=attn_implementation)
+        for tensor in model.state_dict(keep_vars=True).values():
+            tensor.data = tensor.data.clone()
+    assert isinstance(model, PreTrainedModel)
+    return model.train()
 
 
 def _with_adapter(

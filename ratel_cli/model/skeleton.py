@@ -97,6 +97,7 @@ def build_skeleton(
             # Said below by name, with what to change.
             warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
             model = _construct(config, attn_implementation, task, dtype=DTYPES[dtype])
+            _compute_buffers(model)
     except Exception as error:
         raise _not_built(config, error) from error
     _reject_empty_parameters(model)
@@ -133,6 +134,17 @@ def _construct(config: PretrainedConfig, attention: str, task: Task, **options: 
         return cast(PreTrainedModel, model_class._from_config(config, attn_implementation=attention, **options))
     model = model_class.from_config(config, attn_implementation=attention, trust_remote_code=False, **options)
     return cast(PreTrainedModel, model)
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the model's buffers as `from_pretrained` does: outside of constructors, in fp32.
+
+    A constructor, which runs under the model's dtype, decides the dtype of a buffer. Had it decided the values as well,
+    a table of positions would be that of rounded frequencies.
+    """
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]  # transformers' mark of what is done
+    model.initialize_weights()
 
 
 def _not_built(config: PretrainedConfig, error: Exception) -> BadInput:
@@ -215,12 +227,17 @@ def _reject_empty_parameters(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """A context in which every newly registered parameter becomes a meta parameter. Shared parameters stay shared."""
+    """A context in which every newly registered parameter becomes a meta parameter. Shared parameters stay shared.
+
+    Initialisers of transformers leave them alone, like parameters that are read from a file.
+    """
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
             parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        if parameter is not None:
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         original(module, name, parameter)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]

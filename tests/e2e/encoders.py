@@ -13,7 +13,6 @@ from transformers import (
     AutoConfig,
     BertConfig,
     BertForMaskedLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -22,7 +21,7 @@ from transformers import (
 
 from ratel_cli.data.packing import MicroBatch
 from tests.library.encoders import AUTO_CLASSES
-from tests.reference import Recipe, Trained, train_module
+from tests.reference import Recipe, Trained, loaded_model, train_module
 
 CLASSES = ("dull", "warm", "loud")
 _WORDS = (("grey", "flat", "slow"), ("soft", "kind", "sunny"), ("shrill", "brass", "thunder"))
@@ -120,8 +119,7 @@ def trained_by_pytorch(
 ) -> Trained:
     """What plain PyTorch makes of these weights on the batches of a run."""
     config = AutoConfig.from_pretrained(base)
-    model = AUTO_CLASSES[task].from_config(config, dtype=recipe.dtype, attn_implementation="sdpa")
-    assert isinstance(model, PreTrainedModel)
+    model = loaded_model(config, recipe.dtype, "sdpa", AUTO_CLASSES[task])
     for name, parameter in model.named_parameters():
         if recipe.unfrozen is not None and not name.startswith(recipe.unfrozen):
             parameter.requires_grad_(False)
