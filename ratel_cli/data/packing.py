@@ -44,6 +44,9 @@ class MicroBatch:
     They also start at 0 in the padding after the last sample, so that a model that separates samples by their positions
     separates the padding too.
     """
+    gives_positions: bool = True
+    """Whether a model gets the positions. If not, its own code counts them, once for all lines: the gradient of a table
+    of positions is then summed over the lines before it is rounded. Transformers' collators that pad rows give none."""
     mask: torch.Tensor | None = None
     """int64 `[batch, tokens]`, 0 for padding; None where no token sees padding."""
     is_pair: bool = False
@@ -76,7 +79,7 @@ class MicroBatch:
         """What a model gets, by the names that transformers has for it."""
         named = {
             "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
+            "position_ids": self.position_ids if self.gives_positions else None,
             "attention_mask": self.mask,
             "decoder_input_ids": self.decoder_ids,
         }
@@ -239,6 +242,7 @@ def assemble(
         input_ids=torch.from_numpy(input_ids),
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(position_ids),
+        gives_positions=packed_tokens is not None,
         mask=None if task == "causal_lm" else torch.from_numpy(mask),
         sample_ids=tuple(int(sample_id) for sequence in sequences for sample_id in sequence),
         num_targets=int((targets != IGNORED_TARGET).sum()),

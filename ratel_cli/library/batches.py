@@ -67,6 +67,7 @@ def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
         input_ids=tokens,
         targets=targets,
         position_ids=positions,
+        gives_positions="position_ids" in batch,
         mask=None if is_causal else mask,
         is_pair=model.task == "seq2seq",
         decoder_ids=_decoder_ids(batch, targets, model),

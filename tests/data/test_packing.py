@@ -7,6 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, PreTrainedTokenizerFast
 
 from ratel_cli.data.packing import Sequences, assemble, one_per_sequence, pack, random_order
 from ratel_cli.data.samples import Sample
@@ -152,3 +155,23 @@ def test_transformers_separates_samples_and_padding_by_our_positions() -> None:
 
 def test_the_number_of_sequences() -> None:
     assert len(Sequences(samples=np.arange(3), starts=np.array([0, 1, 3]))) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_gets_positions_where_transformers_collators_give_them(packed: bool) -> None:
+    """Rows of one sample have none, which the model's code counts by itself; samples that share a row do."""
+    samples = [_sample(1, 2, 3), _sample(1, 2)]
+    rows = [{"input_ids": each.input_ids.tolist(), "labels": each.labels.tolist()} for each in samples]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"p": 0}, unk_token="p")), pad_token="p")
+    collate = DataCollatorWithFlattening() if packed else DataCollatorForSeq2Seq(tokenizer)
+    wanted = collate(rows)
+    batch = assemble(
+        [np.array([0, 1])] if packed else [np.array([0]), np.array([1])],
+        samples,
+        packed_tokens=5 if packed else None,
+        padding_id=0,
+    )
+    assert ("position_ids" in batch.inputs) == ("position_ids" in wanted) == packed
+    assert torch.equal(batch.inputs["input_ids"], wanted["input_ids"])
+    assert not packed or torch.equal(batch.inputs["position_ids"], wanted["position_ids"])
+    assert batch.to(torch.device("cpu")).inputs.keys() == batch.inputs.keys()

@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from ratel_cli.data.packing import assemble
+from ratel_cli.data.samples import Sample
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.planning.placement import Placement
@@ -96,6 +99,20 @@ def test_several_threads_of_torch_change_no_bit(
 def test_gradient_dtype_is_what_sums_are_rounded_to(tmp_path: Path, gradient_dtype: torch.dtype) -> None:
     recipe = Recipe(dtype=torch.bfloat16, gradient_dtype=gradient_dtype)
     check_training(machine, tmp_path, tiny_config("llama"), recipe, num_micro_batches=3)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", pytest.param("opt", marks=pytest.mark.full)])
+def test_positions_of_padded_rows_are_looked_up_once(tmp_path: Path, architecture: str) -> None:
+    """In bf16 the gradient of GPT-2's table is the sum over five rows, rounded once; row by row it would be another.
+    OPT's own code looks each row up."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, VOCAB_SIZE, (length,), generator=draw).int().numpy() for length in (4, 9, 12, 12, 7) * 2]
+    samples = [Sample(input_ids=row, labels=row) for row in rows]
+    steps = [
+        [assemble([np.array([at]) for at in range(5)], samples[first : first + 5], packed_tokens=None, padding_id=0)]
+        for first in (0, 5)
+    ]
+    check_training(machine, tmp_path, tiny_config(architecture), Recipe(dtype=torch.bfloat16), steps=steps)
 
 
 def test_fp16_with_a_scaled_loss(tmp_path: Path) -> None:
