@@ -194,8 +194,8 @@ class RunConfig(Section):
     """Tokens in one step, of all ranks, padding included: a multiple of `sequence_len`. If you set it,
     `micro_batch_size` and `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
     num_epochs: float = Field(default=1.0, gt=0)
-    """Passes over the training data; a fraction is allowed. Ignored if `max_steps` is set. A run that has ended goes on
-    if you raise it and run again."""
+    """Passes over the training data; a fraction is allowed, and what is left of a step counts as one. Ignored if
+    `max_steps` is set. A run that has ended goes on if you raise it and run again."""
     max_steps: int | None = Field(default=None, ge=1)
     """End the run after this many steps. Default: `num_epochs` decides. A run that has ended goes on if you raise it
     and run again."""
@@ -526,7 +526,7 @@ class RunConfig(Section):
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         share = num_steps * (self.warmup_steps or self.warmup_ratio)
-        steps = math.ceil(share) if self.warmup_steps else int(share)
+        steps = math.ceil(share)
         if self.warmup_rounding == "down" and not self.warmup_steps:
             steps = 2 if int(share) == 1 else int(share)
         return min(steps, self.max_warmup_steps or num_steps)

@@ -36,6 +36,9 @@ class RunFacts:
     """When training began: local time to the second."""
     pid: int
     """The process that trained, as the lock of its store names it."""
+    rounds_up: bool = False
+    """Whether a part of a step in the length of run or warm-up counts as a step. False: the run began with a version
+    that rounded the run to the nearest step, and the warm-up by `warmup_ratio` down."""
     ended_early_at: int | None = None
     """The step after which evaluations ended the run; None if it has not ended, or at its last step."""
     exported_step: int | None = None
@@ -51,6 +54,6 @@ def read_facts(run_dir: Path) -> RunFacts | None:
     """The facts in the directory of a run's own files; None if there are none."""
     try:
         content = json.loads((run_dir / FACTS_NAME).read_bytes())
-        return read_as(RunFacts, {"ended_early_at": None, "exported_step": None, **content})
+        return read_as(RunFacts, {"rounds_up": False, "ended_early_at": None, "exported_step": None, **content})
     except (OSError, ValueError, TypeError, RecursionError):
         return None

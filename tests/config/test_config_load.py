@@ -346,20 +346,20 @@ def test_texts_that_look_like_other_values_stay_texts(load: Load, text: str) -> 
         ("warmup_steps: 7.0", 100, (7, None, None)),
         ("warmup_steps: 0.05", 101, (6, None, None)),
         ("warmup_steps: 0", 100, (0, None, None)),
-        ("warmup_ratio: 0.1", 39, (3, None, None)),
-        ("save_steps: 10\neval_steps: 0.25", 101, (3, 10, 26)),
-        ("save_steps: 0.001", 10, (0, 1, None)),
+        ("warmup_ratio: 0.1", 39, (4, None, None)),
+        ("save_steps: 10\neval_steps: 0.25", 101, (4, 10, 26)),
+        ("save_steps: 0.001", 10, (1, 1, None)),
         ("saves_per_epoch: 2\nevals_per_epoch: 4\nnum_epochs: 3", 300, (9, 50, 25)),
-        ("saves_per_epoch: 0\nevals_per_epoch: 0", 10, (0, None, None)),
+        ("saves_per_epoch: 0\nevals_per_epoch: 0", 10, (1, None, None)),
         ("saves_per_epoch: 0.5\nnum_epochs: 4", 100, (3, 50, None)),
         ("saves_per_epoch: 0.25\nnum_epochs: 1", 100, (3, 100, None)),
-        ("saves_per_epoch: 1000", 10, (0, 1, None)),
+        ("saves_per_epoch: 1000", 10, (1, 1, None)),
     ],
 )
 def test_warmup_saving_and_evaluation_in_steps(
     load: Load, lines: str, num_steps: int, expected: tuple[int, int | None, int | None]
 ) -> None:
-    """As transformers and axolotl count them: a share of all steps is rounded up, `warmup_ratio` is rounded down."""
+    """As transformers counts them: a share of all steps is rounded up."""
     config = load(MINIMAL + lines + "\n").config
     counted = config.num_warmup_steps(num_steps), config.save_interval(num_steps), config.eval_interval(num_steps)
     assert counted == expected

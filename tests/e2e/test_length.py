@@ -6,13 +6,15 @@ done with it, and the new length's from there on.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, get_scheduler
+from transformers import LlamaConfig, TrainingArguments, get_scheduler
 
 from ratel_cli.config.load import load_config
 from tests.e2e.conftest import MakeConfig
@@ -34,12 +36,13 @@ from tests.reference import Recipe, Trained, train_in_memory
 WARMED_UP: dict[str, object] = {"warmup_ratio": 0.3, "lr_scheduler": "linear"}
 
 
-def rates(config: Path, num_steps: int) -> list[float]:
-    """The rates of a run of this many steps, by transformers."""
+def rates(config: Path, num_steps: int, *, num_warmup_steps: int | None = None) -> list[float]:
+    """The rates of a run of this many steps, by transformers. `num_warmup_steps`: not those of the config."""
     settings = load_config(config).config
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
-    warmup = int(settings.warmup_ratio * num_steps)
+    warmup = TrainingArguments.get_warmup_steps(SimpleNamespace(warmup_steps=settings.warmup_ratio), num_steps)  # type: ignore[arg-type]
     name = "constant_with_warmup" if settings.lr_scheduler == "constant" else settings.lr_scheduler
+    warmup = warmup if num_warmup_steps is None else num_warmup_steps
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_steps)
     found = []
     for _ in range(num_steps):
@@ -110,6 +113,28 @@ def test_epochs_are_added(make_config: MakeConfig) -> None:
     stderr = succeed(extended)
     assert f"num_epochs was 0.5, is now 2.5: the run now ends with step {len(metrics(whole))}; " in stderr
     assert_same_result(extended, whole)
+
+
+@pytest.mark.full
+def test_a_run_of_an_earlier_version_keeps_its_length(make_config: MakeConfig) -> None:
+    """It was to have 3 steps, the nearest number to 3.4, without a warm-up: 0.9 steps were none. Now it would be 4 and
+    2 of them; so it is when the run starts over."""
+    steps_per_epoch = load_data(make_config()).steps_per_epoch
+    config = make_config(**WARMED_UP | {"max_steps": None, "num_epochs": 3.4 / steps_per_epoch})
+    run_until_killed(config, kill_at="commit.written:4")
+    file = output_of(config) / "run" / "run.json"
+    facts = json.loads(file.read_text())
+    assert (facts["num_steps"], facts.pop("rounds_up")) == (4, True)
+    file.write_text(json.dumps({**facts, "num_steps": 3}))
+    for _ in range(2):  # what it was begun with stays known
+        assert "is now" not in succeed(config)
+        facts = json.loads(file.read_text())
+        assert (facts["num_steps"], facts["rounds_up"]) == (3, False)
+    expected = [*rates(config, 4)[:2], rates(config, 3, num_warmup_steps=0)[2]]
+    assert [line["learning_rate"] for line in metrics(config)] == expected
+    succeed(config, "--resume", "no")
+    assert [line["learning_rate"] for line in metrics(config)] == rates(config, 4)
+    assert json.loads(file.read_text())["rounds_up"]
 
 
 @pytest.mark.nightly

@@ -66,6 +66,8 @@ class Inputs:
     data: AnyData
     num_steps: int
     device: torch.device
+    rounds_up: bool = True
+    """Whether a part of a step counts as a step: see RunFacts."""
 
     @property
     def model(self) -> AnyModel:
@@ -198,6 +200,7 @@ def facts_of(inputs: Inputs, identity: StoreIdentity, *, first_step: int) -> Run
         software=identity.software,
         started=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         pid=os.getpid(),
+        rounds_up=inputs.rounds_up,
     )
 
 

@@ -3,11 +3,13 @@
 A run that resumes may be longer or shorter than before. The steps that are done stay as they are. The steps that follow
 have the learning rates that a run of the new length has there.
 
-Invariant: a run with fewer steps than are done is rejected before anything is written.
+Invariants: a run with fewer steps than are done is rejected before anything is written. What is left of a step counts
+as one, as in transformers, unless the run began with a version that counted otherwise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -29,9 +31,16 @@ _DECIDES_THE_COUNT: Final = (
 """With the sequences of a step, the keys that the number of steps follows from."""
 
 
-def num_steps(config: RunConfig, steps_per_epoch: int) -> int:
+def num_steps(config: RunConfig, steps_per_epoch: int, *, rounds_up: bool = True) -> int:
     """The steps of the whole run."""
-    return config.max_steps or max(1, round(config.num_epochs * steps_per_epoch))
+    exact = config.num_epochs * steps_per_epoch
+    return config.max_steps or (math.ceil(exact) if rounds_up else max(1, round(exact)))
+
+
+def rounds_up(config: RunConfig) -> bool:
+    """Whether the run that has begun in the output directory counts what is left of a step: see RunFacts."""
+    facts = read_facts(run_directory(config.output_dir))
+    return facts is None or facts.rounds_up
 
 
 def known_steps(config: RunConfig) -> int | None:
@@ -47,14 +56,17 @@ def known_steps(config: RunConfig) -> int | None:
     return facts.num_steps if is_same and before.sequences_per_step == config.sequences_per_step else None
 
 
-def learning_rates(config: RunConfig, num_steps: int) -> LearningRateSchedule:
+def learning_rates(config: RunConfig, num_steps: int, *, rounds_up: bool = True) -> LearningRateSchedule:
     """The learning rates of a run of this many steps."""
     options = config.lr_scheduler_kwargs
+    is_by_old_ratio = not rounds_up and not config.warmup_steps
     return LearningRateSchedule(
         scheduler=config.lr_scheduler,
         peak=config.learning_rate,
         group_peaks=group_rates(config),
-        num_warmup_steps=config.num_warmup_steps(num_steps),
+        num_warmup_steps=int(config.warmup_ratio * num_steps)
+        if is_by_old_ratio
+        else config.num_warmup_steps(num_steps),
         num_steps=num_steps,
         options=ScheduleOptions(**options.model_dump()) if options else ScheduleOptions(),
     )
@@ -70,13 +82,15 @@ def group_rates(config: RunConfig) -> tuple[float, ...]:
     return config.learning_rate * ratio, ends
 
 
-def check_length(config: RunConfig, *, first_step: int, steps_per_epoch: int, saved_steps: Sequence[int]) -> str | None:
+def check_length(
+    config: RunConfig, *, first_step: int, steps_per_epoch: int, rounds_up: bool, saved_steps: Sequence[int]
+) -> str | None:
     """Check the length of a run that resumes after `first_step`, which has these saved steps.
 
     Returns what another length than before means, for the user; None if the length is the same. Raises BadInput if the
     run has done more steps than it would have now.
     """
-    now, before = num_steps(config, steps_per_epoch), _before(config)
+    now, before = num_steps(config, steps_per_epoch, rounds_up=rounds_up), _before(config)
     changed = "" if before is None else _changes(before, config)
     if first_step > now:
         because = f": {changed}" if changed else ""
@@ -84,11 +98,11 @@ def check_length(config: RunConfig, *, first_step: int, steps_per_epoch: int, sa
             f"the run has done {first_step} steps, but would now end after step {now}{because}",
             _ways_back([step for step in saved_steps if step <= now]),
         )
-    if before is None or not changed or num_steps(before, steps_per_epoch) == now:
+    if before is None or not changed or num_steps(before, steps_per_epoch, rounds_up=rounds_up) == now:
         return None
     if first_step == now:
         return f"{changed}: the run now ends with step {now}, which is done"
-    rate = learning_rates(config, now).at(first_step)
+    rate = learning_rates(config, now, rounds_up=rounds_up).at(first_step)
     return (
         f"{changed}: the run now ends with step {now}; from step {first_step + 1} on its learning rate is that of a "
         f"run of {now} steps ({rate:.2e} in step {first_step + 1})"

@@ -44,7 +44,7 @@ from ratel_cli.run.files.output import claim_output, reject_lost_store
 from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, place_of
 from ratel_cli.run.files.run_files import files_of_training, forget_missing, write_run_files
 from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
-from ratel_cli.run.inputs.length import check_length
+from ratel_cli.run.inputs.length import check_length, num_steps, rounds_up
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.settings import wear_limit
 from ratel_cli.run.train.branch import Branch, open_branch
@@ -216,7 +216,11 @@ def _find(
         change.make(context, inputs.model.spec, inputs.source, identity)
     if begins.ranks_before and not dry_run:
         share_origin(ranks, config)
+    [rounds_as_now], *_ = ranks.gathered([rounds_up(config)])
     store = find_store(context, identity, start)
+    if store is not None and not rounds_as_now:
+        counted = num_steps(config, inputs.data.steps_per_epoch, rounds_up=False)
+        inputs = replace(inputs, num_steps=counted, rounds_up=False)
     if store is not None and store.rank_slice != ranks.slice:
         raise BadInput(f"{place_of(config)} holds the store of another rank, or of another number of them", START_OVER)
     branch = _branch(context, inputs, store, origin)
@@ -357,6 +361,7 @@ def _first_step(context: RunContext, inputs: Inputs, store: Store | None, start:
         context.config,
         first_step=step,
         steps_per_epoch=inputs.data.steps_per_epoch,
+        rounds_up=inputs.rounds_up,
         saved_steps=store.pinned_steps,
     )
     if notice is not None:

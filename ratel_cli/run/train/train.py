@@ -297,7 +297,7 @@ class Training(Closing):
             store=self._store,
             queue=self._context.queue,
             data=self._inputs.data,
-            schedule=learning_rates(self._config, self._inputs.num_steps),
+            schedule=learning_rates(self._config, self._inputs.num_steps, rounds_up=self._inputs.rounds_up),
             settings=self._loop_settings(plan),
             timeline=self._timeline,
             callbacks=LoopCallbacks(
