@@ -5,7 +5,7 @@ Invariant: a tokenizer, a length or a row that the model cannot use is rejected 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def _read_texts(
     directory = records(config, resources, dry_run=dry_run)
     rejects = names_of_rejects(config) if is_claimed(config) and not dry_run else []
     try:
-        return load_data(
+        data = load_data(
             config,
             tokenizer,
             packing=packing and base.model.packs,
@@ -87,6 +87,24 @@ def _read_texts(
     finally:
         if rejects:
             note_rejects(config.output_dir, rejects)
+    report_mixed_lengths(config, data, base.config, log.notice)
+    return data
+
+
+def report_mixed_lengths(
+    config: RunConfig, data: TrainingData, model_config: PretrainedConfig, notice: Callable[[str], None]
+) -> None:
+    """Report rows that change the rotary frequencies of others: the longest row of a micro-batch decides for all."""
+    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    boundaries = {"longrope": rope.get("original_max_position_embeddings"), "dynamic": num_positions(model_config)}
+    lengths, boundary = data.cache.lengths, boundaries.get(rope.get("rope_type"))
+    shares = data.is_packed or config.micro_batch_size != 1
+    if shares and boundary and len(lengths) and lengths.min() <= boundary < lengths.max():
+        notice(
+            f"a row of more than {boundary} tokens changes the rotary frequencies of all rows in its micro-batch "
+            f"(rope_type: {rope['rope_type']}), as in transformers; micro_batch_size: 1 with sample_packing: false "
+            "keeps rows apart"
+        )
 
 
 def load_data(
