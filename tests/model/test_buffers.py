@@ -130,7 +130,8 @@ def check_buffers(directory: Path, auto_class: type[Any], dtype: DtypeName, task
     found, wanted = tensors_of(skeleton), tensors_of(loaded)
     assert found.keys() == wanted.keys()
     assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in wanted.items()}
-    assert [name for name, each in found.items() if not torch.equal(each, wanted[name])] == []
+    written = {name: each for name, each in wanted.items() if not each.is_meta}  # I-BERT has attributes without values
+    assert [name for name, each in written.items() if not torch.equal(each, found[name])] == []
     return skeleton
 
 
