@@ -130,8 +130,10 @@ def check_buffers(directory: Path, auto_class: type[Any], dtype: DtypeName, task
     found, wanted = tensors_of(skeleton), tensors_of(loaded)
     assert found.keys() == wanted.keys()
     assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in wanted.items()}
-    written = {name: each for name, each in wanted.items() if not each.is_meta}  # I-BERT has attributes without values
-    assert [name for name, each in written.items() if not torch.equal(each, found[name])] == []
+    # I-BERT has buffers in the likeness of parameters, which are on meta here until they are read from the files.
+    made = {name: each for name, each in found.items() if not each.is_meta}
+    assert [name for name, each in made.items() if not torch.equal(each, wanted[name])] == []
+    assert len(made) == len(found) or skeleton.config.model_type == "ibert"
     return skeleton
 
 
