@@ -94,6 +94,7 @@ class MistralTokenizer:
     is_fast = False
     mask_token_id: int | None = None
     added_tokens_decoder: Mapping[int, AddedToken] = {}
+    vocab_files_names: Mapping[str, str] = {}
 
     def __init__(self, path: Path) -> None:
         """Read a file. Raises BadInput."""
@@ -104,6 +105,7 @@ class MistralTokenizer:
         self._texts = self._library.instruct_tokenizer.tokenizer
         self._blocks: list[Block] = []
         self._record_blocks()
+        self.bos_token_id: int | None = self._texts.bos_id
         self.eos_token_id: int | None = self._texts.eos_id
         self.pad_token_id: int | None = self._texts.pad_id if self._texts.pad_id >= 0 else None
         self.special_tokens_map: Mapping[str, object] = {

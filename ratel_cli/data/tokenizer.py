@@ -30,10 +30,13 @@ class Tokenizer(Protocol):
     """The part that we use of a tokenizer of transformers."""
 
     is_fast: bool
+    bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
     mask_token_id: int | None
     special_tokens_map: Mapping[str, object]
+    vocab_files_names: Mapping[str, str]
+    """The names of the files that it is made of."""
     chat_template: object
 
     @property
@@ -64,10 +67,12 @@ class NoTokenizer:
         self._reason = reason
         self._num_tokens = num_tokens
         self.is_fast = False
+        self.bos_token_id: int | None = None
         self.eos_token_id: int | None = None
         self.pad_token_id: int | None = None
         self.mask_token_id: int | None = None
         self.special_tokens_map: Mapping[str, object] = {}
+        self.vocab_files_names: Mapping[str, str] = {}
         self.chat_template: object = None
 
     def missing(self) -> BadInput:

@@ -32,7 +32,7 @@ from ratel_cli.model.hooked import identity_of
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.module_weights import ModuleWeights
 from ratel_cli.model.quantised_model import QuantisedWeight, quantised_weights
-from ratel_cli.model.sidecars import GivenSidecars
+from ratel_cli.model.sidecars import BaseSidecars, GivenSidecars
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
@@ -85,7 +85,14 @@ def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitSt
     def save(context: RunContext, store: Store, output: Path, overwrite: bool) -> list[str]:
         reject_overlap(output, base.directory, option="directory")
         return base.export(
-            config, store.current(), context.pool, output, layout=layout, overwrite=overwrite, option="directory"
+            config,
+            store.current(),
+            context.pool,
+            output,
+            layout=layout,
+            overwrite=overwrite,
+            option="directory",
+            sidecars=BaseSidecars(base_dir=base.directory),  # a loop of the caller's own has no tokenizer that we know
         )
 
     return TrainedModel(

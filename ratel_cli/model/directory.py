@@ -28,19 +28,12 @@ DENOISER_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 """Of an adapter in PEFT's format."""
 
-_DOWNLOADED = [
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.model.v*",
-    "*.tiktoken",
-    "*.txt",
-    "LICENSE*",
-    "NOTICE*",
-]
+_READ_BY_TRANSFORMERS = (
+    "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.spm", "*.tiktoken", "*.codes", "*.tokenizer",
+)  # fmt: skip
+"""Configurations, and what its tokenizers are made of."""
+_DOWNLOADED = ["*.safetensors", *_READ_BY_TRANSFORMERS, "LICENSE*", "NOTICE*"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*", "*.py"]
-_OPENED_BY_TRANSFORMERS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "additional_chat_templates/*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONFIG_NAME = "config.json"
 _USE_SAFETENSORS = f"use a directory, or a hub id, with {_CONFIG_NAME} and safetensors files"
@@ -126,6 +119,18 @@ def resolve_base_model(
     return _fetch(base_model, revision, download or partial(_download, revision=revision))
 
 
+def read_json_object(directory: Path, name: str) -> dict[str, object]:
+    """The content of a JSON file of the model. Raises BadInput."""
+    path = trusted_file(directory, name)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: not valid JSON: {excerpt(str(error))}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path}: not a JSON object")
+    return values
+
+
 def index_name_of(weights_name: str) -> str:
     """The name of the index beside the shards that take the place of a file of weights."""
     return f"{weights_name}.index.json"
@@ -173,7 +178,7 @@ def check_sidecars(directory: Path) -> None:
     """
     if not _is_present(directory / _CONFIG_NAME):
         raise _no_config(directory)
-    for pattern in _OPENED_BY_TRANSFORMERS:
+    for pattern in (*_READ_BY_TRANSFORMERS, "additional_chat_templates/*.jinja"):
         for path in sorted(directory.glob(pattern)):
             trusted_file(directory, str(path.relative_to(directory)))
 

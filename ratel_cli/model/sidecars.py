@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,22 +17,43 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
 from ratel_cli.errors import BadInput, excerpt
-from ratel_cli.model.directory import trusted_file
+from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, read_json_object, trusted_file
 from ratel_cli.model.export_layout import ExportLayout
+from ratel_cli.model.kind import text_config
 from ratel_cli.model.skeleton import read_any_config
+from ratel_cli.model.special_tokens import SpecialTokens
 from ratel_cli.model.staging import Staging
 from ratel_cli.sizes import DtypeName
 
-_COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "*.tiktoken", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "*.model.v*", "tekken.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-    "*processor_config.json",
-    "LICENSE*", "NOTICE*",
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
+    "*vocab.json", "vocab-*.json", "vocab.txt", "dict.txt", "merges.txt", "bpe.codes", "byte_maps.json", "emoji.json",
+    "normalizer.json", "word_pronunciation.json", "word_shape.json", "prophetnet.tokenizer", "*.model", "*.model.v*",
+    "*.spm", "*.tiktoken",
 )  # fmt: skip
+"""Files of tokenizers, of whatever class."""
+_COPIED = (
+    *VOCABULARY_FILES, "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "*processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+_LEFT_OUT = frozenset({"torch_dtype", "auto_map", "quantization_config", "compression_config"})
+"""Of a configuration and its parts: an export is never quantised."""
 GENERATION_NAME = "generation_config.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 """Of a chat template, which a loader takes wherever it finds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """What an export has of a run's tokenizer."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """By name: of the files that the run has changed."""
+    names: tuple[str, ...] = ()
+    """Of the files that a tokenizer of its class is made of."""
+    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
+    """Named by the model's configurations, too."""
 
 
 class Sidecars(ABC):
@@ -90,14 +111,14 @@ class BaseSidecars(Sidecars):
     """Those of a base model of transformers."""
 
     base_dir: Path
-    replaced: Callable[[], Mapping[str, str]] = dict
-    """By name: the text of files that the run has changed."""
+    tokenizer: Callable[[], TokenizerFiles] = TokenizerFiles
+    """Of the run. May raise BadInput."""
 
     @property
     def names(self) -> list[str]:
         """See Sidecars."""
-        names = dict.fromkeys(["config.json", GENERATION_NAME, TEMPLATE_NAME, *_copied_names(self.base_dir)])
-        return list(names)
+        always = (*self._configurations, TOKENIZER_CONFIG_NAME, TEMPLATE_NAME)
+        return list(dict.fromkeys([*always, *_copied_names(self.base_dir)]))
 
     @property
     def copied_bytes(self) -> int:
@@ -107,29 +128,51 @@ class BaseSidecars(Sidecars):
 
     def add(self, staging: Staging, layout: ExportLayout, dtype: DtypeName) -> None:
         """See Sidecars."""
-        changes = {**layout.settings, "architectures": [layout.architecture], "dtype": dtype}
-        staging.write_text("config.json", _config(self.base_dir, changes))
-        replaced = self.replaced()
-        for name in _copied_names(self.base_dir):
-            if name not in replaced:
+        files = self.tokenizer()
+        self._configure(staging, layout, dtype, files.special_tokens)
+        for name in _copied_names(self.base_dir, more=files.names):
+            if name not in files.texts:
                 staging.copy(trusted_file(self.base_dir, name), name)
-        for name, text in replaced.items():
+        for name, text in files.texts.items():
             staging.write_text(name, text)
-        defaults = _generation_defaults(self.base_dir)
-        if isinstance(defaults, Path):
-            staging.copy(defaults, GENERATION_NAME)
-        elif _generates(layout.architecture):
-            staging.write_text(GENERATION_NAME, defaults)
+
+    @property
+    def _configurations(self) -> tuple[str, ...]:
+        return "config.json", GENERATION_NAME
+
+    def _configure(self, staging: Staging, layout: ExportLayout, dtype: DtypeName, tokens: SpecialTokens) -> None:
+        """Write the configuration of the model, and its defaults for generation if it generates."""
+        config = read_any_config(self.base_dir)
+        text = text_config(config)
+        defaults = generation_defaults(self.base_dir) if _generates(layout.architecture) else None
+        of_text, of_generation = tokens.aligned(text.to_dict(), defaults)
+        changes = {**layout.settings, "architectures": [layout.architecture], "dtype": dtype}
+        place = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+        staging.write_text("config.json", _config(self.base_dir, changes, of_text, place, dtype))
+        has_file = (self.base_dir / GENERATION_NAME).exists()
+        if defaults is not None and (of_generation or not has_file):
+            staging.write_text(GENERATION_NAME, json.dumps({**defaults, **of_generation}, indent=2) + "\n")
+        elif has_file:
+            staging.copy(trusted_file(self.base_dir, GENERATION_NAME), GENERATION_NAME)
 
 
-def copied_files(base_dir: Path) -> dict[str, Path]:
-    """By name: what an export of any kind copies, which is all but configurations. Raises BadInput."""
-    return {name: trusted_file(base_dir, name) for name in _copied_names(base_dir)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSidecars(BaseSidecars):
+    """Those of an adapter: the base model's tokenizer, and a configuration of its own."""
+
+    config_text: str
+
+    @property
+    def _configurations(self) -> tuple[str, ...]:
+        return (ADAPTER_CONFIG_NAME,)
+
+    def _configure(self, staging: Staging, layout: ExportLayout, dtype: DtypeName, tokens: SpecialTokens) -> None:  # noqa: ARG002
+        staging.write_text(ADAPTER_CONFIG_NAME, self.config_text)
 
 
 def check_sidecars(base_dir: Path) -> None:
     """Raise BadInput if a file that an export copies cannot be used. The configuration was read before."""
-    _generation_defaults(base_dir)
+    generation_defaults(base_dir)
     for name in _copied_names(base_dir):
         if not os.access(trusted_file(base_dir, name), os.R_OK):
             raise BadInput(f"{base_dir}: file {excerpt(name)} cannot be read", "give yourself the right to read it")
@@ -141,28 +184,40 @@ def _generates(architecture: str) -> bool:
     return not (isinstance(found, type) and issubclass(found, PreTrainedModel)) or found.can_generate()
 
 
-def _generation_defaults(base_dir: Path) -> Path | str:
-    """The file with the base model's defaults for generation; their text if it has none. Raises BadInput."""
+def generation_defaults(base_dir: Path) -> dict[str, object]:
+    """The base model's defaults for generation, which transformers makes if it has no file of them. Raises BadInput."""
     if (base_dir / GENERATION_NAME).exists():
-        return trusted_file(base_dir, GENERATION_NAME)
-    return GenerationConfig.from_model_config(read_any_config(base_dir)).to_json_string()
+        return read_json_object(base_dir, GENERATION_NAME)
+    made: dict[str, object] = json.loads(GenerationConfig.from_model_config(read_any_config(base_dir)).to_json_string())
+    return made
 
 
-def _copied_names(base_dir: Path) -> list[str]:
-    paths = [path for pattern in _COPIED for path in sorted(base_dir.glob(pattern)) if not path.is_dir()]
-    return [str(path.relative_to(base_dir)) for path in paths]
+def _copied_names(base_dir: Path, *, more: Iterable[str] = ()) -> list[str]:
+    """`more`: names of files besides those that tokenizers are known to have."""
+    paths = [path for pattern in _COPIED for path in sorted(base_dir.glob(pattern))]
+    paths += [base_dir / name for name in more if os.path.lexists(base_dir / name)]
+    return list(dict.fromkeys(str(path.relative_to(base_dir)) for path in paths if not path.is_dir()))
 
 
-def _config(base_dir: Path, changes: Mapping[str, object]) -> str:
-    """The base model's configuration with some changes and without references to code."""
-    path = trusted_file(base_dir, "config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadInput(f"{path}: not valid JSON: {excerpt(str(error))}") from error
-    if not isinstance(config, dict):
-        raise BadInput(f"{path}: not a JSON object")
-    for name in ("torch_dtype", "auto_map", "quantization_config"):  # an export is never quantised
-        config.pop(name, None)
+def _config(
+    base_dir: Path, changes: Mapping[str, object], of_text: Mapping[str, object], place: str | None, dtype: DtypeName
+) -> str:
+    """The base model's configuration with some changes and without references to code.
+
+    `of_text`: the changes in what it says of the language model, which is at `place`; None: it says nothing else.
+    """
+    config = _cleaned(read_json_object(base_dir, "config.json"), dtype)
     config.pop("num_labels" if "id2label" in changes else "", None)
+    part = config.get(place or "")
+    (part if isinstance(part, dict) else config).update(of_text)
     return json.dumps({**config, **changes}, indent=2) + "\n"
+
+
+def _cleaned(config: Mapping[str, object], dtype: DtypeName) -> dict[str, object]:
+    """A configuration whose parts have the data type of the whole, under its present name."""
+    kept = {
+        key: _cleaned(value, dtype) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _LEFT_OUT
+    }
+    return kept | {"dtype": dtype} if "torch_dtype" in config or "dtype" in config else kept

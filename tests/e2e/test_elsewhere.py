@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -379,3 +380,22 @@ def test_reading_needs_no_permission_to_write(started: Path, monkeypatch: pytest
     ended = ratel("finetune", OUTPUT, "max_steps=2")
     assert_rejected(ended, 3, "cannot be opened for writing: Permission denied")
     assert "hint: set storage.paths to directories you may write to" in ended.stderr
+
+
+def test_an_adapter_names_its_base_as_the_config_does(
+    tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PEFT does: the directory with the model and the adapter works where it is copied to."""
+    (tmp_path / "conf").mkdir()
+    shutil.copytree(base, tmp_path / "models" / "base")
+    settings = {**SETTINGS, "base_model": "models/base", "output_dir": "out", "max_steps": 1, "adapter": "lora"}
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({**settings, "datasets": [{"path": str(rows), "type": "completion"}]})
+    )
+    monkeypatch.chdir(tmp_path)
+    assert_ok("finetune", "run.yaml")
+    monkeypatch.chdir(tmp_path / "conf")
+    assert_ok("export", "../out", "-o", "again")
+    for directory in (tmp_path / "out", Path("again")):
+        written = json.loads((directory / "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == "models/base"

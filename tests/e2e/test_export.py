@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.trainer_utils import align_special_tokens
 
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
@@ -258,3 +261,61 @@ def test_an_index_of_the_users_is_renamed(saved: Path, tmp_path: Path) -> None:
     assert_rejected(ended, 2, f"{out / index} would lead to other weights")
     assert f"with --overwrite it is renamed to {index}.old" in ended.stderr
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def aligned_by_trainer(base: Path, output: Path, **special: str) -> Path:
+    """The base model as transformers' Trainer saves it, before any step, with other special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for name, token in special.items():
+        setattr(tokenizer, name, token)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    align_special_tokens(model, tokenizer)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    return output
+
+
+IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+@pytest.mark.parametrize(("what", "has_defaults"), rotating(WHOLE_OR_ADAPTER, [True, False], full_pairs=True))
+def test_the_export_ends_texts_where_the_run_did(
+    base: Path, make_config: MakeConfig, tmp_path: Path, what: str, has_defaults: bool
+) -> None:
+    """As transformers' Trainer leaves the configurations; an adapter's model gets them when it is merged."""
+    own = Path(shutil.copytree(base, tmp_path / "own"))
+    (own / "tokenizer_config.json").unlink()  # so that nothing names a token but the run
+    if not has_defaults:
+        (own / "generation_config.json").unlink()
+    tokens = {"eos_token": "<|user|>", "pad_token": "<|end|>"}
+    config = make_config(base=own, max_steps=1, special_tokens=tokens, **TRAINED[what])
+    succeed(config)
+    output = output_of(config)
+    if what != "all weights":
+        output = tmp_path / "merged"
+        assert ratel("merge", config, "-o", output).code == 0
+    assert has_defaults == ("max_new_tokens" in json.loads((output / "generation_config.json").read_text()))
+    trainers = aligned_by_trainer(own, tmp_path / "trainers", **tokens)
+    for read in (AutoConfig, GenerationConfig):
+        theirs, ours = read.from_pretrained(trainers), read.from_pretrained(output)
+        assert [getattr(ours, name) for name in IDS] == [getattr(theirs, name) for name in IDS]
+    for directory in (output, output_of(config)):
+        assert {name: AutoTokenizer.from_pretrained(directory).special_tokens_map[name] for name in tokens} == tokens
+
+
+def test_a_run_and_its_export_stop_at_the_runs_end_token(base: Path, make_config: MakeConfig) -> None:
+    """It is a token that the model writes anyhow."""
+    before = make_config("before", max_steps=1, learning_rate=1e-12)
+    succeed(before)
+    asked = ("--raw", "--json", "--max-new-tokens", 9)
+    ids = json.loads(ratel("generate", before, "Which number", *asked).stdout)["completions"][0]["token_ids"]
+    end = AutoTokenizer.from_pretrained(base).convert_ids_to_tokens(ids[1])
+    config = make_config(max_steps=1, learning_rate=1e-12, special_tokens={"eos_token": end})
+    succeed(config)
+    model, tokenizer = (each.from_pretrained(output_of(config)) for each in (AutoModelForCausalLM, AutoTokenizer))
+    made = model.generate(**tokenizer("Which number", return_tensors="pt"), max_new_tokens=9, do_sample=False)
+    alone = made[0, -2:].tolist()
+    assert alone == ids[:2]
+    for named in (config, output_of(config)):
+        [completion] = json.loads(ratel("generate", named, "Which number", *asked).stdout)["completions"]
+        assert completion["token_ids"] == alone

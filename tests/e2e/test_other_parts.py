@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.trainer_utils import align_special_tokens
 
 from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
@@ -262,3 +263,28 @@ def test_a_whole_model_with_a_tensor_that_is_no_part_of_it(make_config: MakeConf
     ended = finetune(make_config(base=tmp_path / "whole"))
     assert ended.code == 2
     assert "stray.weight does not belong to LlavaForConditionalGeneration" in ended.stderr
+
+
+def test_parts_of_the_configuration(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    """They have the run's dtype and its special tokens, as in what transformers' Trainer saves."""
+    directory = tmp_path / "whole"
+    save_whole(directory, base, "gemma3", torch.float32)
+    text = json.loads((directory / "config.json").read_text())
+    for part in (text, text["text_config"], text["vision_config"]):
+        del part["dtype"]
+        part["torch_dtype"] = "float32"
+    (directory / "config.json").write_text(json.dumps(text))
+    special = {"eos_token": "<|user|>"}
+    config = make_config(base=directory, dtype="bfloat16", sample_packing=False, max_steps=1, special_tokens=special)
+    succeed(config)
+    saved = json.loads((output_of(config) / "config.json").read_text())
+    model, _ = load_whole(directory, dtype=torch.bfloat16)
+    align_special_tokens(model, AutoTokenizer.from_pretrained(directory, **special))
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert "torch_dtype" not in json.dumps(saved) and saved["dtype"] == "bfloat16"
+    for key in ("text_config", "vision_config"):
+        assert saved[key]["dtype"] == theirs[key]["dtype"] == "bfloat16"
+    for key in ("eos_token_id", "pad_token_id"):
+        assert saved["text_config"][key] == theirs["text_config"][key]
+        assert saved.get(key) == theirs.get(key)

@@ -25,6 +25,8 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.kind import text_config
+from ratel_cli.model.sidecars import GENERATION_NAME, generation_defaults
 from ratel_cli.report.completions import Completion, Completions
 from ratel_cli.run.ask.streamed import completed, open_streamed
 from ratel_cli.run.ask.whole_model import computing_whole
@@ -42,9 +44,9 @@ from ratel_cli.run.inputs.streamed_blocks import (
     resident_blocks,
 )
 from ratel_cli.run.inputs.text_data import num_positions, position_table, read_fitting_tokenizer
+from ratel_cli.run.inputs.tokenizer import special_tokens_of
 from ratel_cli.units import counted
 
-_SETTINGS_FILE = "generation_config.json"
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "no_repeat_ngram_size",
          "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")  # fmt: skip
 """Of the model's own settings, what is used."""
@@ -87,10 +89,11 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
                 raise BadInput(f"{name} is an encoder-decoder: {reason}")
             raise BadInput(f"{name} generates no text: it does not predict the next token")
         tokenizer = read_fitting_tokenizer(config, base, log)
+        settings = _settings(base, tokenizer, request, is_of_run=named.given is None)
         ids = encode_prompts(tokenizer, request.prompts, raw=request.raw, notice=log.notice)
         _check_lengths(ids, request, base, log)
         context.listen()
-        return _generate(context, streamed, tokenizer, ids, request)
+        return _generate(context, streamed, tokenizer, ids, request, settings)
 
 
 def _generate(
@@ -99,8 +102,8 @@ def _generate(
     tokenizer: Tokenizer,
     ids: Sequence[list[int]],
     request: GenerationRequest,
+    settings: GenerationConfig,
 ) -> Completions:
-    settings = _settings(streamed.base, tokenizer, request)
     batch_size, memory = _fit(context, streamed, ids, request.max_new_tokens)
     resident = resident_blocks(streamed, memory)
     batches = [ids[first : first + batch_size] for first in range(0, len(ids), batch_size)]
@@ -161,15 +164,20 @@ def _check_lengths(ids: Sequence[list[int]], request: GenerationRequest, base: L
         log.notice(f"{what}; the model was trained with up to {trained} tokens")
 
 
-def _settings(base: LanguageBase, tokenizer: Tokenizer, request: GenerationRequest) -> GenerationConfig:
-    """How transformers generates: by the model's own settings, but greedily unless a temperature is asked for."""
-    if (base.directory / _SETTINGS_FILE).is_file():
-        try:
-            own = GenerationConfig.from_pretrained(base.directory)
-        except Exception as error:
-            raise BadInput(f"{base.directory / _SETTINGS_FILE}: cannot be used: {first_line(error)}") from error
-    else:
-        own = GenerationConfig.from_model_config(base.config)
+def _settings(
+    base: LanguageBase, tokenizer: Tokenizer, request: GenerationRequest, *, is_of_run: bool
+) -> GenerationConfig:
+    """How transformers generates: by the model's own settings, but greedily unless a temperature is asked for.
+
+    `is_of_run`: with the special tokens that the run's export has.
+    """
+    values = generation_defaults(base.directory)
+    if is_of_run:
+        values |= special_tokens_of(tokenizer).aligned(text_config(base.config).to_dict(), values)[1]
+    try:
+        own = GenerationConfig.from_dict(values)
+    except Exception as error:
+        raise BadInput(f"{base.directory / GENERATION_NAME}: cannot be used: {first_line(error)}") from error
     names = _KEPT + (_KEPT_FOR_SAMPLING if request.temperature else ())
     kept = {name: value for name in names if (value := getattr(own, name, None)) is not None}
     kept.setdefault("eos_token_id", tokenizer.eos_token_id)

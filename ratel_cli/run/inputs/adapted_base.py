@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from ratel_cli.model.adapters import (
 )
 from ratel_cli.model.card import Card
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
-from ratel_cli.model.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, has_weights
+from ratel_cli.model.directory import ADAPTER_WEIGHTS_NAME, has_weights
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import MergedWeights
@@ -51,12 +52,12 @@ from ratel_cli.model.quantised_model import (
     quantise_stacks,
     quantised_weights,
 )
-from ratel_cli.model.sidecars import GivenSidecars, copied_files
+from ratel_cli.model.sidecars import AdapterSidecars, BaseSidecars
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
-from ratel_cli.run.inputs.base import Weights, hub_id
+from ratel_cli.run.files.run_directory import as_recorded_by_run
+from ratel_cli.run.inputs.base import Weights
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import adapter_of, quantised_form
-from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.sizes import QuantisedForm, Task
 from ratel_cli.store.joined import Readable
 
@@ -105,18 +106,14 @@ class AdaptedBase(LanguageBase):
         """See Base. The adapter alone."""
         return adapter_layout(self.model.spec, config.dtype)
 
-    def sidecars(self, config: RunConfig) -> GivenSidecars:
-        """See Base. The adapter's configuration, and the tokenizer."""
-        replaced = tokenizer_files(config, self.directory)
-        base_model = hub_id(config) or str(self.directory.resolve())
-        return GivenSidecars(
-            texts={
-                ADAPTER_CONFIG_NAME: adapter_config_text(
-                    self.peft_config, base_model=base_model, revision=config.revision_of_model
-                ),
-                **replaced,
-            },
-            copies={name: path for name, path in copied_files(self.directory).items() if name not in replaced},
+    def sidecars(self, config: RunConfig) -> BaseSidecars:
+        """See Base. The adapter's configuration, with the base model's path as the run's config has it, and the
+        tokenizer."""
+        base_model = os.path.expanduser(as_recorded_by_run(config).base_model or "")
+        return AdapterSidecars(
+            base_dir=self.directory,
+            tokenizer=super().sidecars(config).tokenizer,
+            config_text=adapter_config_text(self.peft_config, base_model=base_model, revision=config.revision_of_model),
         )
 
     def open_export(self, directory: Path, resources: ExitStack) -> WeightSource:

@@ -18,11 +18,13 @@ from ratel_cli.model.directory import has_weights, resolve_base_model
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.freezing import freeze
 from ratel_cli.model.in_place import placed_in_files
+from ratel_cli.model.kind import text_config
 from ratel_cli.model.rate_groups import RateGroups
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import rules_in
+from ratel_cli.run.inputs.tokenizer import read_tokenizer, special_tokens_of
 from ratel_cli.sizes import Task
 
 
@@ -49,6 +51,8 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         name_classes(model_config, labels)
     attention = supported_attention(model_config, config.attn_implementation, task)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
+    if config.task == "classification":
+        _name_padding(skeleton, config, directory)
     name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
     make: Callable[..., LanguageBase] = LanguageBase
     if config.adapter is None:
@@ -87,6 +91,21 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     if config.base_storage == "in_place":
         model.spec = _in_place(base, config)
     return base
+
+
+def _name_padding(skeleton: PreTrainedModel, config: RunConfig, directory: Path) -> None:
+    """Let a classifier know the padding of the run, behind which it does not look. Raises BadInput.
+
+    As transformers' Trainer does it, when the model is made: so an embedding learns the row of a padding token that the
+    model's files do not name.
+    """
+    text = text_config(skeleton.config)
+    tokenizer = read_tokenizer(config, directory, skeleton.config, num_embeddings=0, notice=lambda text: None)
+    changes, _ = special_tokens_of(tokenizer).aligned(text.to_dict(), None)
+    for name, value in changes.items():
+        setattr(text, name, value)
+    if text.pad_token_id is None:
+        text.pad_token_id = 0  # of a plan without a tokenizer
 
 
 def _in_place(base: LanguageBase, config: RunConfig) -> ModelSpec:

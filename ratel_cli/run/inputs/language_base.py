@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from ratel_cli.model.quantised_files import quantisation_of
 from ratel_cli.model.quantised_formats import method_of
 from ratel_cli.model.quantised_model import packed_names
 from ratel_cli.model.reload import load_language_model
-from ratel_cli.model.sidecars import BaseSidecars, Sidecars, check_sidecars
+from ratel_cli.model.sidecars import BaseSidecars, check_sidecars
 from ratel_cli.run.inputs.base import Base, Weights
 from ratel_cli.run.inputs.settings import quantised_form
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
@@ -85,9 +85,10 @@ class LanguageBase(Base):
             log.notice(_of_quantised_files(quantisation, config, packed=packed_names(self.model.skeleton)))
         errors.attempt(("base_model",), lambda: check_sidecars(self.directory))
 
-    def sidecars(self, config: RunConfig) -> Sidecars:
+    def sidecars(self, config: RunConfig) -> BaseSidecars:
         """See Base."""
-        return BaseSidecars(base_dir=self.directory, replaced=partial(tokenizer_files, config, self.directory))
+        files = cache(partial(tokenizer_files, config, self.directory, self.config))
+        return BaseSidecars(base_dir=self.directory, tokenizer=files)
 
     def open_export(self, directory: Path, resources: ExitStack) -> WeightSource:
         """See Base."""

@@ -38,7 +38,8 @@ def prepare_texts(config: RunConfig, base: LanguageBase, errors: ErrorList, log:
     """Check what the model reads texts with; what is wrong goes to `errors`. Returns what reads them, if it can."""
     tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
     if tokenizer is not None:
-        errors.attempt(("base_model",), lambda: tokenizer_files(config, base.directory))  # that the export will have
+        # That the export will have.
+        errors.attempt(("base_model",), lambda: tokenizer_files(config, base.directory, base.config))
         errors.attempt(("eot_tokens",), lambda: read_stop_ids(config, base.directory, base.config, tokenizer))
     errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
     errors.attempt(("sequence_len",), lambda: _check_row_length(config.sequence_len, base.model, base.config))

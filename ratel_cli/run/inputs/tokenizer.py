@@ -1,5 +1,7 @@
 """The tokenizer of a run: the base model's, with the chat template and the special tokens that the config names.
 
+A classifier finds the end of a row by its padding, so that of a run with classes has a padding token.
+
 Invariant: what a run tokenises with is what its export contains (`tokenizer_files`).
 """
 
@@ -15,9 +17,16 @@ from transformers import AutoTokenizer, PretrainedConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.data.mistral_tokenizer import MistralTokenizer, mistral_file
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
-from ratel_cli.errors import BadInput, excerpt, first_line
-from ratel_cli.model.directory import trusted_file
-from ratel_cli.model.sidecars import GENERATION_NAME, TEMPLATE_NAME
+from ratel_cli.errors import BadInput, first_line
+from ratel_cli.model.directory import read_json_object, trusted_file
+from ratel_cli.model.sidecars import (
+    GENERATION_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_CONFIG_NAME,
+    VOCABULARY_FILES,
+    TokenizerFiles,
+)
+from ratel_cli.model.special_tokens import SpecialTokens
 
 TEMPLATES = {
     "chatml": (
@@ -35,11 +44,7 @@ TEMPLATES = {
 
 _MARKS = {"chatml": ("<|im_start|>", "<|im_end|>"), "llama3": ("<|start_header_id|>", "<|eot_id|>")}
 _OWN, _FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
-_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.tiktoken", "*.model", "tekken.json",
-    "special_tokens_map.json",
-)  # fmt: skip
-_CONFIG_FILE, _MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
+_MAP_FILE = "special_tokens_map.json"
 
 
 def read_tokenizer(
@@ -54,12 +59,24 @@ def read_tokenizer(
 
     Raises BadInput if the files, the chat template or the special tokens cannot be used.
     """
+    return _read(config, base_dir, model_config, num_embeddings=num_embeddings, notice=notice)[0]
+
+
+def _read(
+    config: RunConfig,
+    base_dir: Path,
+    model_config: PretrainedConfig,
+    *,
+    num_embeddings: int,
+    notice: Callable[[str], None],
+) -> tuple[Tokenizer, dict[str, str]]:
+    """See `read_tokenizer`; and the special tokens that are not those of the files."""
     if config.tokenizer_use_mistral_common:
-        return _mistral_tokenizer(base_dir)
-    if not any(next(base_dir.glob(pattern), None) for pattern in _FILES):
+        return _mistral_tokenizer(base_dir), {}
+    if not any(next(base_dir.glob(pattern), None) for pattern in VOCABULARY_FILES):
         if config.chat_template or config.chat_template_jinja or config.special_tokens:
             raise BadInput(f"{base_dir}: no usable tokenizer: there are no tokenizer files")
-        return NoTokenizer(f"{base_dir} has no tokenizer files", num_tokens=num_embeddings)
+        return NoTokenizer(f"{base_dir} has no tokenizer files", num_tokens=num_embeddings), {}
     try:
         # Whether mistral-common is installed must not change the tokens.
         found = AutoTokenizer.from_pretrained(
@@ -67,17 +84,17 @@ def read_tokenizer(
         )
     except Exception as error:
         raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
-    known = found.get_vocab()
-    for name, token in _special_tokens(config, known, notice).items():
-        setattr(found, name, token)
-    tokenizer = cast(Tokenizer, found)
+    tokenizer, known = cast(Tokenizer, found), found.get_vocab()
+    special = _special_tokens(config, tokenizer, known, notice)
+    for name, token in special.items():
+        setattr(tokenizer, name, token)
     template = _template(config, has_own=has_chat_template(tokenizer), notice=notice)
     if template is not None:
         tokenizer.chat_template = template
         for mark in _MARKS.get(config.chat_template or "", ()):
             if mark not in known:
                 notice(f"chat_template: {config.chat_template}: the tokenizer has no token {mark}; it becomes several")
-    return tokenizer
+    return tokenizer, special
 
 
 def read_stop_ids(
@@ -95,7 +112,7 @@ def read_stop_ids(
                 hint="name tokens that the tokenizer has; Ratel adds no tokens to a vocabulary",
             )
     has_own = (base_dir / GENERATION_NAME).exists()
-    listed = _read_json(base_dir, GENERATION_NAME).get("eos_token_id") if has_own else None
+    listed = read_json_object(base_dir, GENERATION_NAME).get("eos_token_id") if has_own else None
     of_model = (listed, getattr(model_config, "eos_token_id", None), model_config.get_text_config().eos_token_id)
     ids = [each for ends in of_model for each in (ends if isinstance(ends, list) else [ends])]
     ids += [tokenizer.eos_token_id, *(known[token] for token in config.eot_tokens)]
@@ -113,8 +130,11 @@ def _mistral_tokenizer(base_dir: Path) -> MistralTokenizer:
     return MistralTokenizer(trusted_file(base_dir, name))
 
 
-def _special_tokens(config: RunConfig, known: Mapping[str, int], notice: Callable[[str], None]) -> dict[str, str]:
-    """The special tokens of the config that are in the vocabulary `known`. Raises BadInput.
+def _special_tokens(
+    config: RunConfig, tokenizer: Tokenizer, known: Mapping[str, int], notice: Callable[[str], None]
+) -> dict[str, str]:
+    """The special tokens of the config that are in the vocabulary `known`; for classes also one for padding, which the
+    tokenizer may lack. Raises BadInput.
 
     Texts depend on BOS and EOS, so these must be there. Padding and the like have no loss.
     """
@@ -131,32 +151,45 @@ def _special_tokens(config: RunConfig, known: Mapping[str, int], notice: Callabl
             notice(
                 f"special_tokens: {name} is ignored: the tokenizer has no token {token!r}, and no loss depends on it"
             )
+    end = special.get("eos_token", tokenizer.special_tokens_map.get("eos_token"))
+    if config.task == "classification" and tokenizer.pad_token_id is None and "pad_token" not in special and end:
+        special["pad_token"] = str(end)
+        notice(
+            f"the tokenizer has no padding token, which a classifier needs: its EOS token {str(end)!r} becomes one, in"
+            " the export, too; special_tokens can name another"
+        )
     return special
 
 
-def tokenizer_files(config: RunConfig, base_dir: Path) -> dict[str, str]:
-    """By name: the text of each file of the base model's tokenizer that an export of this run changes. Raises BadInput.
+def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedConfig) -> TokenizerFiles:
+    """What an export has of the run's tokenizer. Raises BadInput.
 
-    None of them is changed unless the config names a chat template or special tokens.
+    No file is changed unless the config names a chat template or special tokens, or a classifier needs padding.
     """
+    tokenizer, special = _read(config, base_dir, model_config, num_embeddings=0, notice=lambda text: None)
     changed: dict[str, str] = {}
-    configs = {name: _read_json(base_dir, name) for name in (_CONFIG_FILE, _MAP_FILE) if (base_dir / name).exists()}
-    has_own = (base_dir / TEMPLATE_NAME).exists() or "chat_template" in configs.get(_CONFIG_FILE, {})
+    names = TOKENIZER_CONFIG_NAME, _MAP_FILE
+    configs = {name: read_json_object(base_dir, name) if (base_dir / name).exists() else {} for name in names}
+    has_own = (base_dir / TEMPLATE_NAME).exists() or "chat_template" in configs[TOKENIZER_CONFIG_NAME]
     template = _template(config, has_own=has_own, notice=lambda text: None)
     if template is not None:
         changed[TEMPLATE_NAME] = template
-    special: dict[str, object] = {}
-    if config.special_tokens:
-        tokenizer = AutoTokenizer.from_pretrained(base_dir, trust_remote_code=False, mistral_format=False)
-        known = tokenizer.get_vocab()
-        special.update(_special_tokens(config, known, lambda text: None))
     for name, values in configs.items():
         new = values | special
         if template is not None:
             new.pop("chat_template", None)
-        if new != values:
+        if new != values and (values or name == TOKENIZER_CONFIG_NAME):
             changed[name] = json.dumps(new, indent=2, ensure_ascii=False) + "\n"
-    return changed
+    return TokenizerFiles(
+        texts=changed,
+        names=tuple(tokenizer.vocab_files_names.values()),
+        special_tokens=special_tokens_of(tokenizer),
+    )
+
+
+def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
+    """What the configurations of a model name that is trained with this tokenizer."""
+    return SpecialTokens(eos=tokenizer.eos_token_id, bos=tokenizer.bos_token_id, pad=tokenizer.pad_token_id)
 
 
 def _template(config: RunConfig, *, has_own: bool, notice: Callable[[str], None]) -> str | None:
@@ -186,14 +219,3 @@ def _read_jinja(written: str) -> str:
         return Path(written).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
         raise BadInput(f"chat_template_jinja: {written}: cannot be read: {first_line(error)}") from error
-
-
-def _read_json(base_dir: Path, name: str) -> dict[str, object]:
-    path = trusted_file(base_dir, name)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadInput(f"{path}: not valid JSON: {excerpt(str(error))}") from error
-    if not isinstance(values, dict):
-        raise BadInput(f"{path}: not a JSON object")
-    return values
