@@ -115,11 +115,19 @@ def save_pair_model(directory: Path) -> Path:
 
 
 def trained_by_pytorch(
-    base: Path, task: str, weights: dict[str, torch.Tensor], steps: Sequence[Sequence[MicroBatch]], recipe: Recipe
+    base: Path,
+    task: str,
+    weights: dict[str, torch.Tensor],
+    steps: Sequence[Sequence[MicroBatch]],
+    recipe: Recipe,
+    *,
+    padding_id: int | None = None,
 ) -> Trained:
-    """What plain PyTorch makes of these weights on the batches of a run."""
+    """What plain PyTorch makes of these weights on the batches of a run. `padding_id`: if the files do not name it."""
     config = AutoConfig.from_pretrained(base)
     model = loaded_model(config, recipe.dtype, "sdpa", AUTO_CLASSES[task])
+    if padding_id is not None:
+        model.config.pad_token_id = padding_id
     for name, parameter in model.named_parameters():
         if recipe.unfrozen is not None and not name.startswith(recipe.unfrozen):
             parameter.requires_grad_(False)

@@ -102,10 +102,19 @@ def seq2seq(rows: Path) -> dict[str, object]:
     return {**KEYS, "datasets": [{"path": str(rows), "type": "seq2seq", **columns}]}
 
 
-def check_same(config: Path, base: Path, task: str, dtype: str, *, unfrozen: tuple[str, ...] | None = None) -> None:
+def check_same(
+    config: Path,
+    base: Path,
+    task: str,
+    dtype: str,
+    *,
+    unfrozen: tuple[str, ...] | None = None,
+    padding_id: int | None = None,
+) -> None:
     steps = [load_data(config).step(step) for step in range(len(metrics(config)))]
     recipe = replace(recipe_of(config), unfrozen=unfrozen)
-    trained = trained_by_pytorch(base, task, load_file(base / "model.safetensors"), steps, recipe)
+    weights = load_file(base / "model.safetensors")
+    trained = trained_by_pytorch(base, task, weights, steps, recipe, padding_id=padding_id)
     weights = exported(config)
     assert [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(DTYPES[dtype]))] == []
     assert [line["loss"] for line in metrics(config)] == list(trained.losses)
@@ -129,6 +138,70 @@ def test_classes(make_config: MakeConfig, classifier: Path, texts: Path, dtype: 
     config = make_config(base=classifier, dtype=dtype, **classes(texts, labels=list(CLASSES)))
     succeed(config)
     check_same(config, classifier, "classification", dtype)
+
+
+@pytest.mark.parametrize(
+    ("named", "special"),
+    [
+        (None, {}),
+        pytest.param(5, {}, marks=pytest.mark.full),
+        pytest.param(None, {"pad_token": "<|user|>"}, marks=pytest.mark.full),
+        pytest.param(5, {"pad_token": "<|user|>"}, marks=pytest.mark.full),
+    ],
+)
+def test_classes_by_a_decoder_without_padding(
+    make_config: MakeConfig, base: Path, tmp_path: Path, named: int | None, special: dict[str, str]
+) -> None:
+    """Rows are padded with what ends texts, or with what the run names, and that becomes the model's padding. As in
+    transformers, whatever config.json has `named`; where the token is in a text, its row is learnt."""
+    own = save_decoder_of_classes(tmp_path / "own", base, padding_id=named)
+    padding = special.get("pad_token", "<|end|>")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(
+        "".join(
+            json.dumps(row) + "\n"
+            for row in (
+                {"text": "good" + f" <|end|> 7 {padding} 8" * (number % 5), "label": CLASSES[number % 3]}
+                for number in range(24)
+            )
+        )
+    )
+    keys = {**classes(texts, labels=list(CLASSES)), "special_tokens": special or None}
+    config = make_config(base=own, dtype="float32", **keys)
+    note = "the tokenizer has no padding token, which a classifier needs: its EOS token '<|end|>' becomes one"
+    assert (note in succeed(config)) == (not special)
+    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    [padding_id] = tokenizer.convert_tokens_to_ids([padding])
+    check_same(config, own, "classification", "float32", padding_id=padding_id)
+    model = AutoModelForSequenceClassification.from_pretrained(output_of(config))
+    assert (model.config.pad_token_id, tokenizer.pad_token) == (padding_id, padding)
+    verified = ratel("verify", config)
+    assert verified.code == 0 and "bit for bit" in verified.stdout, verified.stdout + verified.stderr
+
+
+def save_decoder_of_classes(directory: Path, base: Path, *, padding_id: int | None) -> Path:
+    """A Llama with a head for the classes, whose tokenizer has no padding token."""
+    shutil.copytree(base, directory)
+    names = dict(enumerate(CLASSES))
+    torch.manual_seed(6)
+    model = AutoModelForSequenceClassification.from_pretrained(base, id2label=names, pad_token_id=padding_id)
+    model.config.pad_token_id = padding_id
+    model.save_pretrained(directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({key: value for key, value in settings.items() if key != "pad_token"})
+    )
+    return directory
+
+
+def test_classes_by_a_decoder_that_can_have_no_padding(
+    make_config: MakeConfig, base: Path, texts: Path, tmp_path: Path
+) -> None:
+    own = save_decoder_of_classes(tmp_path / "own", base, padding_id=None)
+    (own / "tokenizer_config.json").unlink()
+    ended = finetune(make_config(base=own, dtype="float32", **classes(texts, labels=list(CLASSES))))
+    assert_rejected(ended, 2, "the tokenizer has no padding token, and no EOS token in its place")
+    assert "special_tokens: {pad_token: ...}" in ended.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
