@@ -351,6 +351,7 @@ def load_training_data(
     settings: DataSettings,
     *,
     tokenizer: Tokenizer,
+    num_embeddings: int | None = None,
     train_on_inputs: TrainOnInputs,
     excess_length_strategy: ExcessLengthStrategy = "truncate",
     cache_dir: Path,
@@ -371,9 +372,9 @@ def load_training_data(
     evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
     is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
     many steps need, and pack and mix `window_samples` at a time. `shared`: tokens of other commands. `open_bar` shows
-    how far reading is. `row_multiple`: as in `TrainingData`. `stop_ids`: tokens besides EOS with which a model
-    stops. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be
-    written.
+    how far reading is. `row_multiple`: as in `TrainingData`. `num_embeddings`: as in `SampleEncoder`. `stop_ids`: tokens
+    besides EOS with which a model stops. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be
+    read or the cache cannot be written.
     """
     if settings.sequence_len < 2:
         raise BadInput(
@@ -399,6 +400,7 @@ def load_training_data(
             demand=demand,
             key_of_sources=key,
             tokenizer=tokenizer,
+            num_embeddings=num_embeddings,
             sequence_len=settings.sequence_len,
             train_on_inputs=train_on_inputs,
             excess_length_strategy=excess_length_strategy,
@@ -416,7 +418,7 @@ def load_training_data(
         masking = Masking(
             probability=settings.mlm_probability,
             mask_id=tokenizer.mask_token_id,
-            num_tokens=len(tokenizer),
+            num_tokens=min(len(tokenizer), num_embeddings or len(tokenizer)),
             seed=settings.seed,
         )
     padding_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)

@@ -29,8 +29,8 @@ from ratel_cli.data.drafts import (
 from ratel_cli.data.encode_compared import compared
 from ratel_cli.data.encode_rows import RowEncoder
 from ratel_cli.data.samples import Encoded, Sample, TokenIds
-from ratel_cli.data.tokenise import token_ids, tokens_around
-from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
+from ratel_cli.data.tokenise import token_ids, tokens_around, without_row
+from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, num_ids
 from ratel_cli.hardware.host import num_cores
 from ratel_cli.sizes import IGNORED_TARGET
 
@@ -53,14 +53,16 @@ class SampleEncoder(Closing):
         self,
         tokenizer: Tokenizer,
         *,
+        num_embeddings: int | None = None,
         sequence_len: int,
         train_on_inputs: TrainOnInputs,
         truncates: bool = True,
         notice: Callable[[str], None] = lambda text: None,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """`truncates`: what is longer than `sequence_len` is truncated; otherwise there is no sample of it.
-        `stop_ids`: tokens besides EOS with which a model stops."""
+        """`num_embeddings`: of the model, whose samples have smaller token ids; None: as many as there are tokens.
+        `truncates`: what is longer than `sequence_len` is truncated; otherwise there is no sample of it. `stop_ids`:
+        tokens besides EOS with which a model stops."""
         self._truncates = truncates
         self._tokenizer = tokenizer
         self._sequence_len = sequence_len
@@ -68,7 +70,9 @@ class SampleEncoder(Closing):
         around = ([], []) if isinstance(tokenizer, NoTokenizer) else tokens_around(tokenizer)
         self._prefix = around[0]
         self._rows = RowEncoder(tokenizer, around, sequence_len=sequence_len, truncates=truncates)
-        self._vocabulary = len(tokenizer)
+        most = num_ids(tokenizer)
+        self._vocabulary = min(most, num_embeddings or most)
+        self._lacks_rows = self._vocabulary < most
         self._chats = choose_chat_encoder(tokenizer, is_whole=self._is_whole, notice=notice, stop_ids=stop_ids)
 
     @property
@@ -133,6 +137,8 @@ class SampleEncoder(Closing):
                 answer = self._encode_tokens(draft)
             if isinstance(answer, Encoded) and draft.remarks:
                 answer = replace(answer, remarks=(*draft.remarks, *answer.remarks))
+            if isinstance(answer, Encoded) and self._lacks_rows:
+                answer = self._with_rows(answer)
             answers.append(answer)
         return answers
 
@@ -184,6 +190,14 @@ class SampleEncoder(Closing):
                 valid = f"the tokenizer has ids 0 to {self._vocabulary - 1}"
                 return Unusable(f"{name!r} contains {ids[~allowed][0]}; {valid}")
         return self._truncate(np.array(draft.input_ids, dtype=np.int32), np.array(draft.labels, dtype=np.int32))
+
+    def _with_rows(self, encoded: Encoded) -> Encoded | Unusable:
+        """The samples of a row if each of their tokens has a row in the model's embedding."""
+        for sample in encoded.samples:
+            token = int(sample.input_ids.max())
+            if token >= self._vocabulary:
+                return Unusable(without_row(self._tokenizer, token, self._vocabulary))
+        return encoded
 
     def _split(self, input_ids: TokenIds, labels: TokenIds) -> Encoded | Unusable:
         """Split a long text. Parts overlap by one token, so every token but the first is predicted exactly once."""

@@ -26,7 +26,7 @@ from ratel_cli.data.rows import RowSource
 from ratel_cli.data.samples import Encoded
 from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import FORMAT_VERSION, SourceCounts, TokenCache, TokenCacheWriter, copy_rejects
-from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, tokenizer_hash
+from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, num_ids, tokenizer_hash
 from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, RatelError, printable
 from ratel_cli.json_fields import hash_of
 from ratel_cli.progress import Advance, OpenBar, no_bar
@@ -50,6 +50,7 @@ def load_token_cache(
     sources: Sequence[RowSource],
     *,
     tokenizer: Tokenizer,
+    num_embeddings: int | None = None,
     sequence_len: int,
     train_on_inputs: TrainOnInputs,
     excess_length_strategy: ExcessLengthStrategy = "truncate",
@@ -65,8 +66,9 @@ def load_token_cache(
 ) -> TokenCache:
     """The tokenised samples of all sources. They come from the cache if exactly these were tokenised before.
 
-    `demand`: the sources are streams, and only as much of them is read; None: all of them is. `shared`: tokens of other
-    commands, which are used as well and get those that are new; None: no others are.
+    `num_embeddings`: as in `SampleEncoder`. `demand`: the sources are streams, and only as much of them is read; None:
+    all of them is. `shared`: tokens of other commands, which are used as well and get those that are new; None: no
+    others are.
     `open_bar` shows how far reading is. `notice` gets remarks for the user, `rejects_path` the rejected rows if it is
     not None. `rejects_shown_by`: what shows the user the rejected rows; None if nothing does. `key_of_sources` is their
     key in the config, for errors.
@@ -76,6 +78,7 @@ def load_token_cache(
     parts = _parts_of_key(
         sources,
         tokenizer=tokenizer,
+        num_embeddings=num_embeddings,
         sequence_len=sequence_len,
         train_on_inputs=train_on_inputs,
         excess_length_strategy=excess_length_strategy,
@@ -95,6 +98,7 @@ def load_token_cache(
         if cache is None:
             encoder = SampleEncoder(
                 tokenizer,
+                num_embeddings=num_embeddings,
                 sequence_len=sequence_len,
                 train_on_inputs=train_on_inputs,
                 truncates=excess_length_strategy == "truncate",
@@ -473,12 +477,14 @@ def _parts_of_key(
     sources: Sequence[RowSource],
     *,
     tokenizer: Tokenizer,
+    num_embeddings: int | None,
     sequence_len: int,
     train_on_inputs: TrainOnInputs,
     excess_length_strategy: ExcessLengthStrategy,
     demand: Demand | None,
 ) -> dict[str, object]:
     """Everything that decides the content of the cache and of its rejects, but what a turn is."""
+    most = num_ids(tokenizer)
     return {
         "format_version": FORMAT_VERSION,
         "sources": [
@@ -494,4 +500,5 @@ def _parts_of_key(
         "train_on_inputs": train_on_inputs,
         **({} if excess_length_strategy == "truncate" else {"excess_length_strategy": excess_length_strategy}),
         **({} if demand is None else {"demand": asdict(demand)}),
+        **({"num_embeddings": num_embeddings} if (num_embeddings or most) < most else {}),
     }

@@ -59,6 +59,12 @@ def token_ids(
     return cast(list[list[int]], found["input_ids"])
 
 
+def without_row(tokenizer: Tokenizer, token: int, num_embeddings: int) -> str:
+    """Why a model cannot use a token of the tokenizer."""
+    text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return f"the token {text!r} has the id {token}, but the model's embedding has only {num_embeddings} rows"
+
+
 def opening_tokens(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer itself puts before a text: a BOS token, or none."""
     return tokens_around(tokenizer)[0]

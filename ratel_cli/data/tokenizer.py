@@ -106,6 +106,11 @@ class NoTokenizer:
         return {"any token": self._num_tokens}
 
 
+def num_ids(tokenizer: Tokenizer) -> int:
+    """How many rows an embedding of all its tokens has. There may be ids that are no token's."""
+    return max([len(tokenizer), *(1 + token for token in tokenizer.get_vocab().values() if tokenizer.is_fast)])
+
+
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """A hash of everything that token ids depend on: vocabulary, merges, normalisation, special tokens, template."""
     if tokenizer.is_fast:

@@ -342,3 +342,14 @@ def test_the_tokens_that_an_epoch_computes(load: Load, write_rows: WriteRows) ->
         assert data.num_computed_tokens == computed
         assert data.packing_efficiency == sum(batch.num_tokens for batch in batches) / computed
         assert packing or size > 1 or data.packing_efficiency == 1
+
+
+def test_rows_of_the_model_decide_what_is_cached(load: Load, write_rows: WriteRows, tmp_path: Path) -> None:
+    """The tokens of a model with a row for each of them are not those of a smaller one. A tokenizer whose ids fit has
+    one key for all models."""
+    path = write_rows(*[{"text": "one two"}] * 200, {"text": "<|im_end|>"})
+    whole = load(path)
+    num_ids = 1 + max(int(sample.input_ids.max()) for sample in whole.cache.read(range(whole.num_samples)))
+    assert load(path, num_embeddings=10_000).cache.directory == whole.cache.directory
+    with pytest.raises(BadInput, match="rejected 201 of 201 rows"):  # they end with it
+        load(path, num_embeddings=num_ids - 1)

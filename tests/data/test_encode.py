@@ -294,3 +294,23 @@ def test_the_hash_follows_what_changes_ids(make_tokenizer: MakeTokenizer) -> Non
     no_end.eos_token = None
     others = [make_tokenizer(adds_bos=True), make_tokenizer(chat_template=MARKED), more, no_end]
     assert len({of(tokenizer) for tokenizer in (plain, *others)}) == 5
+
+
+def test_a_token_without_a_row_is_in_no_sample(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Whatever the form of the row; what is cut off may have it."""
+    drafts = [
+        TextDraft(prompt="", answer="one two", splittable=True),
+        TextDraft(prompt="one two", answer="three"),
+        ChatDraft(messages=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], tools=None),
+        TokensDraft(input_ids=[1, 2], labels=[1, 2]),
+    ]
+    for draft in drafts:
+        [(ids, _), *_] = _encode(tokenizer, draft)
+        for num_embeddings, is_usable in ((max(ids) + 1, True), (max(ids), False)):
+            with SampleEncoder(
+                cast(Tokenizer, tokenizer), num_embeddings=num_embeddings, sequence_len=99, train_on_inputs=True
+            ) as encoder:
+                [answer] = encoder.encode([draft])
+            assert isinstance(answer, Encoded) == is_usable
+            if not is_usable:
+                assert str(max(ids)) in str(answer) and ("rows" in str(answer) or "ids 0 to" in str(answer))

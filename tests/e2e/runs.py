@@ -497,7 +497,9 @@ def load_data(config: Path, *, row_multiple: int = 1) -> TrainingData:
             task=settings.task,
             mlm_probability=settings.mlm_probability,
         ),
-        tokenizer=cast(EncodeTokenizer, AutoTokenizer.from_pretrained(settings.base_model)),
+        tokenizer=cast(
+            EncodeTokenizer, AutoTokenizer.from_pretrained(settings.base_model, **(settings.special_tokens or {}))
+        ),
         train_on_inputs=settings.train_on_inputs,
         cache_dir=config.parent / "tokens",
         rejects_path=config.parent / "rejects.jsonl",

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, file_hash, finetune, output_of, store_of, succeed
+from tests.e2e.runs import assert_rejected, export_hash, file_hash, finetune, output_of, ratel, store_of, succeed
 
 
 def changed_base(base: Path, directory: Path, **values: object) -> Path:
@@ -30,13 +30,27 @@ def test_output_over_the_base_model(make_config: MakeConfig, base: Path, tmp_pat
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    """As that of Gemma 3 1B: it trains as without them, and only what has one of them cannot be used."""
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.add_tokens([f"<|extra{index}|>" for index in range(5)])
     tokenizer.save_pretrained(copy)
-    config = make_config(base=copy)
-    assert_rejected(finetune(config), 2, "the tokenizer has")
-    assert not store_of(config).exists()
+    rows = [{"text": f"Which number is {number % 9}?"} for number in range(110)]
+    few, more = tmp_path / "few.jsonl", tmp_path / "more.jsonl"
+    few.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more.write_text(few.read_text() + json.dumps({"text": "Which number is <|extra3|>?"}) + "\n")
+    plain, config = make_config("plain", rows=few), make_config(base=copy, rows=more)
+    succeed(plain)
+    stderr = succeed(config)
+    assert "the tokenizer has ids 0 to 304, the model's embedding only 300 rows: no text may have others" in stderr
+    assert "rejected 1 of 111 rows" in stderr and export_hash(config) == export_hash(plain)
+    reason = "the token '<|extra3|>' has the id 303, but the model's embedding has only 300 rows"
+    assert f"more.jsonl:111: {reason}" in ratel("data", config, "--bad").stdout
+    assert "rejected 1 of 111 rows" in ratel("eval", output_of(config), more).stderr
+    assert_rejected(ratel("generate", config, "Which <|extra3|>", "--raw"), 2, f"prompt 1: {reason}")
+    for token in ("eos_token", "pad_token"):
+        ended = finetune(make_config(token, base=copy, special_tokens={token: "<|extra1|>"}))
+        assert_rejected(ended, 2, f"the tokenizer's {token} '<|extra1|>' has the id 301, but the model's embedding")
 
 
 @pytest.mark.parametrize(

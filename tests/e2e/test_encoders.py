@@ -198,7 +198,7 @@ def test_classes_by_a_decoder_that_can_have_no_padding(
     make_config: MakeConfig, base: Path, texts: Path, tmp_path: Path
 ) -> None:
     own = save_decoder_of_classes(tmp_path / "own", base, padding_id=None)
-    (own / "tokenizer_config.json").unlink()
+    (own / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     ended = finetune(make_config(base=own, dtype="float32", **classes(texts, labels=list(CLASSES))))
     assert_rejected(ended, 2, "the tokenizer has no padding token, and no EOS token in its place")
     assert "special_tokens: {pad_token: ...}" in ended.stderr

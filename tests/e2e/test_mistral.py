@@ -95,7 +95,9 @@ def test_a_vocabulary_that_is_larger_than_the_model(
 ) -> None:
     directory = shutil.copytree(mistral_base, tmp_path / "base", ignore=shutil.ignore_patterns("tekken.json"))
     save_vocabulary(directory, "v3")
-    assert_rejected(ratel("check", make_config(base=directory, **KEY)), 2, "the tokenizer has 32768 tokens")
+    ended = ratel("check", make_config(base=directory, **KEY))
+    assert "the tokenizer has ids 0 to 32767, the model's embedding only" in ended.stderr
+    assert_rejected(ended, 2, "but the model's embedding has only")
 
 
 def test_init_and_check(tmp_path: Path, mistral_base: Path, rows: Path) -> None:

@@ -59,9 +59,11 @@ def cases() -> Iterator[MalformedInput]:
         _UNUSABLE,
     )
     yield _changed(
-        "too many tokens", _TOKENIZER, _grow, "the tokenizer has .* tokens, but the model's embedding has only"
+        "end beyond the embedding", _TOKENIZER, _move_end, "eos_token '<.end.>' has the id 900, but the model"
     )
-    yield _changed("id beyond the embedding", _TOKENIZER, _move, "the tokenizer has|no usable tokenizer|ids 0 to")
+    yield _changed(
+        "id beyond the embedding", _TOKENIZER, _move, "no usable tokenizer|has the id 1000000, but the model's"
+    )
 
     def remove(inputs: RunFiles) -> None:
         for path in inputs.base.glob("token*"):
@@ -87,12 +89,10 @@ def _changed(name: str, file_name: str, change: Callable[[dict[str, Any]], objec
     return MalformedInput(name=f"tokenizer with a {name}", damage=no_line(damage), message=message)
 
 
-def _grow(values: dict[str, Any]) -> None:
-    vocabulary = values["model"]["vocab"]
-    vocabulary.update({f"more{index}": len(vocabulary) + index for index in range(500)})
+def _move_end(values: dict[str, Any]) -> None:
+    values["model"]["vocab"]["<|end|>"] = values["added_tokens"][0]["id"] = 900
 
 
 def _move(values: dict[str, Any]) -> None:
-    """Give one token an id far beyond the size of the vocabulary."""
-    vocabulary = values["model"]["vocab"]
-    vocabulary["far"] = 1_000_000
+    """Give a token that all rows have an id far beyond the size of the vocabulary."""
+    values["model"]["vocab"]["e"] = 1_000_000

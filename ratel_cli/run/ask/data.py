@@ -32,8 +32,8 @@ from ratel_cli.run.files.run_directory import TOKENS_NAME
 from ratel_cli.run.inputs.build_language import read_language_base
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.records import temporary_records
-from ratel_cli.run.inputs.text_data import SHOWS_REJECTS, load_data, shared_tokens
-from ratel_cli.run.inputs.tokenizer import read_stop_ids, read_tokenizer
+from ratel_cli.run.inputs.text_data import SHOWS_REJECTS, load_data, read_fitting_tokenizer, shared_tokens
+from ratel_cli.run.inputs.tokenizer import read_stop_ids
 from ratel_cli.sizes import IGNORED_TARGET, Task
 
 
@@ -49,9 +49,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
     """Read, tokenise and pack the config's data. Raises BadInput, EnvironmentFailure; RowsRejected with the rows."""
     prepare_process()
     base = read_language_base(config, log)
-    tokenizer = read_tokenizer(
-        config, base.directory, base.config, num_embeddings=base.model.spec.vocab_size, notice=log.notice
-    )
+    tokenizer = read_fitting_tokenizer(config, base, log)
     packing = config.sample_packing and config.rl is None and base.model.packs
     with ExitStack() as resources:
         directory = temporary_records(config, resources)
@@ -59,6 +57,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
             data = load_data(
                 config,
                 tokenizer,
+                num_embeddings=base.model.spec.vocab_size,
                 packing=packing,
                 stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
                 labels=base.labels,

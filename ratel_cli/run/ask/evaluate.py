@@ -75,6 +75,7 @@ def _read_rows(
     rows = load_data(
         config,
         tokenizer,
+        num_embeddings=base.model.spec.vocab_size,
         packing=is_packed,
         stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
         labels=base.labels,

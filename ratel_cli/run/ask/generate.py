@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from ratel_cli.console import RunLog
 from ratel_cli.data.prompts import Prompt, encode_prompts
+from ratel_cli.data.tokenise import without_row
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.engine.build import open_device
 from ratel_cli.engine.telemetry import Timeline
@@ -91,6 +92,9 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
         tokenizer = read_fitting_tokenizer(config, base, log)
         settings = _settings(base, tokenizer, request, is_of_run=named.given is None)
         ids = encode_prompts(tokenizer, request.prompts, raw=request.raw, notice=log.notice)
+        for number, each in enumerate(ids, start=1):
+            if max(each) >= base.model.spec.vocab_size:
+                raise BadInput(f"prompt {number}: {without_row(tokenizer, max(each), base.model.spec.vocab_size)}")
         _check_lengths(ids, request, base, log)
         context.listen()
         return _generate(context, streamed, tokenizer, ids, request, settings)

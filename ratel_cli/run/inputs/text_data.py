@@ -19,7 +19,7 @@ from ratel_cli.data.file_names import REJECTS_NAME
 from ratel_cli.data.row_check import check_rows
 from ratel_cli.data.rows import DatasetSource, open_source
 from ratel_cli.data.shared_tokens import SharedTokens
-from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.data.tokenizer import Tokenizer, num_ids
 from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.run.context import bars_of
@@ -75,6 +75,7 @@ def _read_texts(
         data = load_data(
             config,
             tokenizer,
+            num_embeddings=base.model.spec.vocab_size,
             packing=packing and base.model.packs,
             stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
             row_multiple=base.model.row_multiple,
@@ -112,6 +113,7 @@ def load_data(
     config: RunConfig,
     tokenizer: Tokenizer,
     *,
+    num_embeddings: int,
     packing: bool,
     stop_ids: Collection[int] = (),
     row_multiple: int = 1,
@@ -124,7 +126,8 @@ def load_data(
 ) -> TrainingData:
     """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
 
-    `stop_ids`: with which the model stops. `labels`: the names of the classes. `log` shows how far reading is.
+    `num_embeddings`: as in `SampleEncoder`. `stop_ids`: with which the model stops. `labels`: the names of the classes.
+    `log` shows how far reading is.
     `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the user, if it is not this file.
     """
     size, number = config.split or config.split_by(1).known_split
@@ -144,6 +147,7 @@ def load_data(
             trains_prompts=config.rl == "orpo",
         ),
         tokenizer=tokenizer,
+        num_embeddings=num_embeddings,
         train_on_inputs=config.train_on_inputs if config.rl is None else False,
         excess_length_strategy=config.excess_length_strategy,
         cache_dir=cache_dir,
@@ -188,20 +192,28 @@ def why_not_packed(model_type: str, attention: str) -> str:
 
 
 def read_fitting_tokenizer(config: RunConfig, base: LanguageBase, log: RunLog) -> Tokenizer:
-    """The tokenizer of the run, whose tokens all have a row in the model's embedding. Raises BadInput."""
+    """The tokenizer of the run. Those of its tokens that Ratel itself puts into rows have a row in the model's
+    embedding. Raises BadInput."""
     rows = base.model.spec.vocab_size
     tokenizer = read_tokenizer(config, base.directory, base.config, num_embeddings=rows, notice=log.notice)
-    _check_ids(len(tokenizer), base.model)
-    return tokenizer
-
-
-def _check_ids(num_tokens: int, model: DecoderModel) -> None:
-    """Raise BadInput unless every token of the tokenizer has a row in the embedding."""
-    if num_tokens > model.spec.vocab_size:
-        raise BadInput(
-            f"the tokenizer has {num_tokens} tokens, but the model's embedding has only {model.spec.vocab_size} rows",
-            "use the tokenizer that belongs to the model, or resize the model's embedding first",
+    if (most := num_ids(tokenizer)) > rows:
+        log.notice(
+            f"the tokenizer has ids 0 to {most - 1}, the model's embedding only {rows} rows: no text may have others"
         )
+    for name in ("eos_token", "pad_token", *(("mask_token",) if config.task == "masked_lm" else ())):
+        token = getattr(tokenizer, f"{name}_id")
+        if token is not None and token >= rows:
+            raise BadInput(
+                f"the tokenizer's {name} {tokenizer.special_tokens_map.get(name)!r} has the id {token}, but the model's"
+                f" embedding has only {rows} rows",
+                f"name a token with a row, special_tokens: {{{name}: ...}}, or resize the model's embedding first",
+            )
+    if config.task == "classification" and tokenizer.pad_token_id is None and base.config.pad_token_id is None:
+        raise BadInput(
+            "the tokenizer has no padding token, and no EOS token in its place, but a classifier needs padding",
+            "name a token of its vocabulary, special_tokens: {pad_token: ...}",
+        )
+    return tokenizer
 
 
 def check_positions(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig, log: RunLog) -> None:
