@@ -84,7 +84,8 @@ class Coded:
 
 
 def quantisation_of(directory: Path) -> Mapping[str, object] | None:
-    """The `quantization_config` of a model's config.json; None if its weights are not quantised."""
+    """The `quantization_config` of a model's config.json, `compression_config` in early ones; None if its weights are
+    not quantised."""
     path = directory / "config.json"
     if not path.is_file():
         return None
@@ -92,7 +93,7 @@ def quantisation_of(directory: Path) -> Mapping[str, object] | None:
         config = json.loads(trusted_file(directory, path.name).read_bytes())
     except ValueError:  # said where the model's configuration is read
         return None
-    found = config.get("quantization_config") if isinstance(config, dict) else None
+    found = config.get("quantization_config", config.get("compression_config")) if isinstance(config, dict) else None
     return found if isinstance(found, dict) else None
 
 

@@ -76,6 +76,8 @@ def read_any_config(directory: Path) -> PretrainedConfig:
             f"{directory / 'config.json'}: not a model configuration that transformers knows: {_fact(error)}",
             "use a model that transformers supports by itself; a model's own code is never run",
         ) from error
+    if hasattr(config, "compression_config"):  # as compressed-tensors called it
+        config.quantization_config = config.compression_config
     return cast(PretrainedConfig, config)
 
 

@@ -109,11 +109,12 @@ def test_a_whole_run(saved_of: OfEach, by: str, what: str) -> None:
     rows = rows_of(ended)
     weights, library = weights_name(saved), library_of(saved)
     assert list(rows) == [
-        "step 4, current", "step 2, saved", weights, "other files", library, "weights", "logits",
+        "step 4, current", "step 2, saved", weights, "other files", "tokenizer", library, "weights", "logits",
     ]  # fmt: skip
     assert all("every chunk" in rows[name] and rows[name].endswith("whole") for name in list(rows)[:2])
     assert rows[weights].endswith("tensors  whole, every value finite")
     assert "loads: LlamaForCausalLM" in rows[library]
+    assert rows["tokenizer"].endswith("equal to the run's")
     assert rows["weights"].endswith("every bit  equal to step 4")
     assert rows["logits"].endswith("16 tokens  equal to those from step 4, bit for bit")
     assert "B/s" in ended.stderr
@@ -269,6 +270,31 @@ def test_a_flipped_bit_in_a_copied_export(saved_of: OfEach, tmp_path: Path, what
     assert ended.code == 4
     assert ended.errors == [f"error: {weights}: {CHECKSUM}"]
     assert rows_of(ended)["other files"].endswith("changed or removed since the export: tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "is_changed", "verdict"),
+    [
+        ("other", True, "differs from the run's"),  # the user may have done it
+        ("other", False, "WRONG: differs from the run's"),
+        pytest.param("{", True, "no usable tokenizer", marks=pytest.mark.full),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_runs(copied: Path, content: str, is_changed: bool, verdict: str) -> None:
+    """One that has lost a file, or was changed later, which the marker knows."""
+    path, marker = output_of(copied) / "tokenizer.json", output_of(copied) / "ratel.files"
+    values = json.loads(path.read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(values) if content == "other" else content)
+    if not is_changed:
+        known = json.loads(marker.read_text())
+        known["files"] = [row for row in known["files"] if row["name"] != path.name]
+        marker.write_text(json.dumps(known))
+    ended = ratel("verify", copied)
+    assert verdict in rows_of(ended)["tokenizer"]
+    assert ended.code == (0 if verdict == "differs from the run's" else 4)
+    assert rows_of(ended)["logits"].endswith("bit for bit")
 
 
 def test_a_model_that_no_export_wrote_is_not_called_whole(base: Path) -> None:

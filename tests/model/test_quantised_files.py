@@ -26,6 +26,7 @@ from ratel_cli.model import quantised
 from ratel_cli.model.directory import WEIGHTS_NAME
 from ratel_cli.model.quantised import QuantisedLayout, dequantised
 from ratel_cli.model.quantised_files import dequantised_files
+from ratel_cli.model.reload import load_language_model
 from ratel_cli.model.shards import ShardReader, TensorFile
 from tests.model.tiny import Tensors, gather, import_all, rejection, save_tiny
 from tests.quantised import packed_across, packed_down
@@ -164,6 +165,30 @@ def test_experts_in_mxfp4_are_what_transformers_dequantises(tmp_path: Path) -> N
     assert set(found) == set(wanted)
     assert all(torch.equal(found[name].bfloat16(), values.bfloat16()) for name, values in wanted.items())
     assert sum("experts" in name and "bias" not in name for name in wanted) == 4
+
+
+def test_the_settings_under_their_earlier_name(tmp_path: Path) -> None:
+    """As compressed-tensors wrote them once."""
+    save_tiny("llama", tmp_path)
+
+    def in_fp8(name: str, values: torch.Tensor) -> Tensors:
+        scale = values.float().abs().amax(dim=1, keepdim=True) / 448
+        return {name: (values.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    settings: dict[str, object] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }
+    quantise_layers(tmp_path, settings, in_fp8)
+    wanted = import_all(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"quantization_config"', '"compression_config"'))
+    found, loaded = import_all(tmp_path), dict(load_language_model(tmp_path, dtype=torch.bfloat16).named_parameters())
+    assert set(found) == set(wanted) and any(name.endswith("proj.weight") for name in found)
+    for name, values in wanted.items():
+        assert torch.equal(found[name], values) and torch.equal(loaded[name].float(), values.bfloat16().float())
 
 
 SCHEMES: dict[str, tuple[str, dict[str, object]]] = {

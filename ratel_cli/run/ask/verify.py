@@ -2,9 +2,10 @@
 
     1. every saved generation of the store, chunk by chunk, against its checksums; also the snapshot's generation
     2. the export's files: their headers, every value, and the checksums that the export noted in its marker
-    3. the export, loaded by transformers or diffusers
-    4. the export's weights against those of the generation that it was made from, bit for bit
-    5. the export's outputs against those of that generation, computed with one block in memory at a time
+    3. the export's tokenizer against the run's
+    4. the export, loaded by transformers or diffusers
+    5. the export's weights against those of the generation that it was made from, bit for bit
+    6. the export's outputs against those of that generation, computed with one block in memory at a time
 
 Invariants: nothing is changed. A check that depends on something that was found wrong is left out.
 """
@@ -23,6 +24,7 @@ from torch import nn
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.tokenizer import NoTokenizer, tokenizer_hash
 from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
@@ -48,7 +50,9 @@ from ratel_cli.report.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
 from ratel_cli.run.files.run_directory import paths_in
 from ratel_cli.run.inputs.base import check_model
+from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.process import prepare_process
+from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.run.train.open import OpenedRun, open_run, snapshot_of_all
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import Readable
@@ -58,6 +62,7 @@ from ratel_cli.units import counted, format_bytes, format_count, format_rate, fo
 
 _ReadValues = Callable[[str, int, int], torch.Tensor]
 """Reads elements of a parameter of the export, given its name, the first element and their number."""
+_CHANGED = "changed or removed since the export"
 
 
 def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
@@ -73,6 +78,8 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
             return checks
         checks += _check_files(config.output_dir, run.base.weights_name, context.stop, log)
+        if isinstance(run.base, LanguageBase):
+            checks += _check_tokenizer(config, run.base, is_changed=checks[-1].verdict.startswith(_CHANGED))
         model, loading = _load(
             partial(run.base.load, config.output_dir, DTYPES[config.dtype]),
             library=run.base.library,
@@ -209,9 +216,24 @@ def _compared(check: Check, digest: str, written: WrittenFile | None) -> Check:
 def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
     """The row of an export's files that are no weights. A change is reported; it may be the user's."""
     changed = [file.name for file in written if not has_written_content(directory, file)]
-    verdict = f"changed or removed since the export: {', '.join(map(excerpt, changed))}" if changed else "whole"
+    verdict = f"{_CHANGED}: {', '.join(map(excerpt, changed))}" if changed else "whole"
     num_bytes = sum(file.num_bytes for file in written)
     return Check(what="other files", num_bytes=num_bytes, checked=counted(len(written), "file"), verdict=verdict)
+
+
+def _check_tokenizer(config: RunConfig, base: LanguageBase, *, is_changed: bool) -> list[Check]:
+    """The row of the export's tokenizer; none if the run has none. `is_changed`: maybe by the user, since then."""
+    own = config.model_copy(update=dict.fromkeys(("special_tokens", "chat_template", "chat_template_jinja")))
+    check = Check(what="tokenizer", num_bytes=0, checked="ids, special tokens, template", verdict="equal to the run's")
+    read = partial(read_tokenizer, model_config=base.config, num_embeddings=0, notice=lambda text: None)
+    wanted = read(config, base.directory)
+    try:
+        is_same = tokenizer_hash(read(own, config.output_dir)) == tokenizer_hash(wanted)
+    except BadInput as error:
+        return [replace(check, verdict=error.message, is_wrong=True)]
+    if isinstance(wanted, NoTokenizer):
+        return []
+    return [check if is_same else replace(check, verdict="differs from the run's", is_wrong=not is_changed)]
 
 
 def _load(load: Callable[[], nn.Module], *, library: str, num_bytes: int) -> tuple[nn.Module | None, Check]:

@@ -24,7 +24,7 @@ from ratel_cli.model.skeleton import build_skeleton, read_model_config, supporte
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import rules_in
-from ratel_cli.run.inputs.tokenizer import read_tokenizer, special_tokens_of
+from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.sizes import Task
 
 
@@ -101,11 +101,8 @@ def _name_padding(skeleton: PreTrainedModel, config: RunConfig, directory: Path)
     """
     text = text_config(skeleton.config)
     tokenizer = read_tokenizer(config, directory, skeleton.config, num_embeddings=0, notice=lambda text: None)
-    changes, _ = special_tokens_of(tokenizer).aligned(text.to_dict(), None)
-    for name, value in changes.items():
-        setattr(text, name, value)
-    if text.pad_token_id is None:
-        text.pad_token_id = 0  # of a plan without a tokenizer
+    known = (tokenizer.pad_token_id, text.pad_token_id, 0)  # 0: of a plan, which may have no tokenizer
+    text.pad_token_id = next(each for each in known if each is not None)
 
 
 def _in_place(base: LanguageBase, config: RunConfig) -> ModelSpec:

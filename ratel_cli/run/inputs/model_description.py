@@ -93,7 +93,9 @@ def description_file(config: RunConfig) -> Path:
     names = [each.name for each in (rules.main, rules.of_matrices) if each is not None]
     rule_names = [] if rules == ALL_ADAMW else names
     chosen = [*(getattr(config, key) for key in (*CHOOSES_PARAMETERS, *OF_RATES)), *rule_names]
-    looks_at_files = config.base_storage == "in_place" or '"quantization_config"' in content
+    looks_at_files = (
+        config.base_storage == "in_place" or '"quantization_config"' in content or '"compression_config"' in content
+    )
     of_files = [config.base_storage, _files_of_weights(config.base_model)] if looks_at_files else []
     known = [content, config.dtype, config.attn_implementation, software, chosen, *of_task, *of_files]
     if config.revision_of_model is not None:

@@ -86,8 +86,8 @@ def _read(
         raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
     tokenizer, known = cast(Tokenizer, found), found.get_vocab()
     special = _special_tokens(config, tokenizer, known, notice)
-    for name, token in special.items():
-        setattr(tokenizer, name, token)
+    if special:  # as if the files named them: what is one of them is found in texts before anything else
+        found.add_special_tokens(special)
     template = _template(config, has_own=has_chat_template(tokenizer), notice=notice)
     if template is not None:
         tokenizer.chat_template = template
