@@ -372,9 +372,8 @@ def load_training_data(
     evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
     is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
     many steps need, and pack and mix `window_samples` at a time. `shared`: tokens of other commands. `open_bar` shows
-    how far reading is. `row_multiple`: as in `TrainingData`. `num_embeddings`: as in `SampleEncoder`. `stop_ids`: tokens
-    besides EOS with which a model stops. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be
-    read or the cache cannot be written.
+    how far reading is. `row_multiple`: as in `TrainingData`; `num_embeddings`, `stop_ids`: as in `SampleEncoder`.
+    Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
     """
     if settings.sequence_len < 2:
         raise BadInput(

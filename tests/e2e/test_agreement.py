@@ -403,6 +403,7 @@ NOT_ASKED: Mapping[str, str] = {
     "comes closest": "as `a step needs`",
     "the split that this run began with": "as `a step needs`",
     "{table[0]} has only": "one function for both, in tests/run",
+    "and no EOS token in its place": "of a classifier: in test_encoders",
     # What can only happen while something is written, as when a drive is filled up or pulled out meanwhile.
     "not enough space: needs": "seen before, unless the drive is filled up meanwhile",
     "the export needs {needed}": "seen before, unless the drive is filled up meanwhile",

@@ -14,7 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.trainer_utils import align_special_tokens
 
+from ratel_cli.config.load import load_config
 from ratel_cli.io.queue import open_queue
+from ratel_cli.run.inputs.tokenizer import tokenizer_files
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import (
@@ -319,3 +321,10 @@ def test_a_run_and_its_export_stop_at_the_runs_end_token(base: Path, make_config
     for named in (config, output_of(config)):
         [completion] = json.loads(ratel("generate", named, "Which number", *asked).stdout)["completions"]
         assert completion["token_ids"] == alone
+
+
+def test_other_ends_of_turns_are_among_the_exports(base: Path, make_config: MakeConfig) -> None:
+    config = load_config(make_config(eot_tokens=["<|assistant|>"])).config
+    files = tokenizer_files(config, base, AutoConfig.from_pretrained(base))
+    end = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids("<|assistant|>")
+    assert files.special_tokens.other_ends == (end,)

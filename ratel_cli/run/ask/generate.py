@@ -17,6 +17,7 @@ from time import perf_counter
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.prompts import Prompt, encode_prompts
 from ratel_cli.data.tokenise import without_row
@@ -90,7 +91,7 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
                 raise BadInput(f"{name} is an encoder-decoder: {reason}")
             raise BadInput(f"{name} generates no text: it does not predict the next token")
         tokenizer = read_fitting_tokenizer(config, base, log)
-        settings = _settings(base, tokenizer, request, is_of_run=named.given is None)
+        settings = _settings(config, base, tokenizer, request, is_of_run=named.given is None)
         ids = encode_prompts(tokenizer, request.prompts, raw=request.raw, notice=log.notice)
         for number, each in enumerate(ids, start=1):
             if max(each) >= base.model.spec.vocab_size:
@@ -169,7 +170,7 @@ def _check_lengths(ids: Sequence[list[int]], request: GenerationRequest, base: L
 
 
 def _settings(
-    base: LanguageBase, tokenizer: Tokenizer, request: GenerationRequest, *, is_of_run: bool
+    config: RunConfig, base: LanguageBase, tokenizer: Tokenizer, request: GenerationRequest, *, is_of_run: bool
 ) -> GenerationConfig:
     """How transformers generates: by the model's own settings, but greedily unless a temperature is asked for.
 
@@ -177,7 +178,8 @@ def _settings(
     """
     values = generation_defaults(base.directory)
     if is_of_run:
-        values |= special_tokens_of(tokenizer).aligned(text_config(base.config).to_dict(), values)[1]
+        tokens = special_tokens_of(config, tokenizer)
+        values |= tokens.aligned(text_config(base.config).to_dict(), values)[1]
     try:
         own = GenerationConfig.from_dict(values)
     except Exception as error:

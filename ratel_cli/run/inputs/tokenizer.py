@@ -183,13 +183,19 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
     return TokenizerFiles(
         texts=changed,
         names=tuple(tokenizer.vocab_files_names.values()),
-        special_tokens=special_tokens_of(tokenizer),
+        special_tokens=special_tokens_of(config, tokenizer),
     )
 
 
-def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
-    """What the configurations of a model name that is trained with this tokenizer."""
-    return SpecialTokens(eos=tokenizer.eos_token_id, bos=tokenizer.bos_token_id, pad=tokenizer.pad_token_id)
+def special_tokens_of(config: RunConfig, tokenizer: Tokenizer) -> SpecialTokens:
+    """What the configurations of a model name that a run trains with this tokenizer."""
+    known = tokenizer.get_vocab() if config.eot_tokens else {}
+    return SpecialTokens(
+        eos=tokenizer.eos_token_id,
+        bos=tokenizer.bos_token_id,
+        pad=tokenizer.pad_token_id,
+        other_ends=tuple(known[token] for token in config.eot_tokens if token in known),
+    )
 
 
 def _template(config: RunConfig, *, has_own: bool, notice: Callable[[str], None]) -> str | None:
