@@ -428,8 +428,6 @@ NOT_ASKED: Mapping[str, str] = {
     "is incomplete: its import": "such a store is made again",
     "was being written in place": "tests/e2e/test_resume.py",
     "Ratel did not make {run_directory": "a directory of an export with a folder of the user's",
-    "run/inputs/tokenizer.py|{path}: not": "transformers reads the same files before",
-    "model/sidecars.py|{path}: not": "config.json, read by the same function before",
 }
 """Parts of messages that no case provokes, and why."""
 LISTED = (
