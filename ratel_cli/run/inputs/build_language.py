@@ -101,7 +101,7 @@ def _name_padding(skeleton: PreTrainedModel, config: RunConfig, directory: Path)
     """
     text = text_config(skeleton.config)
     tokenizer = read_tokenizer(config, directory, skeleton.config, num_embeddings=0, notice=lambda text: None)
-    known = (tokenizer.pad_token_id, text.pad_token_id, 0)  # 0: of a plan, which may have no tokenizer
+    known = (tokenizer.pad_token_id, getattr(text, "pad_token_id", None), 0)  # 0: of a plan without a tokenizer
     text.pad_token_id = next(each for each in known if each is not None)
 
 

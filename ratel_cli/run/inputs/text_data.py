@@ -22,6 +22,7 @@ from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.tokenizer import Tokenizer, num_ids
 from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.kind import text_config
 from ratel_cli.run.context import bars_of
 from ratel_cli.run.files.output import is_claimed
 from ratel_cli.run.files.run_directory import TOKENS_NAME
@@ -208,7 +209,8 @@ def read_fitting_tokenizer(config: RunConfig, base: LanguageBase, log: RunLog) -
                 f" embedding has only {rows} rows",
                 f"name a token with a row, special_tokens: {{{name}: ...}}, or resize the model's embedding first",
             )
-    if config.task == "classification" and tokenizer.pad_token_id is None and base.config.pad_token_id is None:
+    padding = getattr(text_config(base.config), "pad_token_id", None)
+    if config.task == "classification" and tokenizer.pad_token_id is None and padding is None:
         raise BadInput(
             "the tokenizer has no padding token, and no EOS token in its place, but a classifier needs padding",
             "name a token of its vocabulary, special_tokens: {pad_token: ...}",
