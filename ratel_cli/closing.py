@@ -17,8 +17,6 @@ from typing import Self
 class Closing(ABC):
     """A context manager that gives back itself on entry and calls its own `close` on exit."""
 
-    __slots__ = ()
-
     _pid: int
     """Of the process that made it."""
 
@@ -30,7 +28,7 @@ class Closing(ABC):
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "close" in vars(cls):
-            cls.close = _unless_forked(cls.close)  # type: ignore[method-assign]
+            cls.close = _unless_forked(cls.close)  # type: ignore[assignment, method-assign]
 
     @property
     def is_of_parent(self) -> bool:

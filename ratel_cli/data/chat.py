@@ -91,7 +91,7 @@ class ChatRenderer(Closing):
             encoding="utf-8",
             start_new_session=True,  # Ctrl-C is for the run, which then closes the renderer
         )
-        setup = {
+        setup: dict[str, object] = {
             "template": template,
             "tool_template": tool_template,
             "variables": dict(variables),

@@ -299,8 +299,9 @@ def _formed(
     for message in changed if blank != "as given" else ():
         if message.get("tool_calls") and not message.get("content"):
             message["content"] = blank
-    for call in _calls_in(changed) if convert is not None else ():
-        call["arguments"] = convert(call.get("arguments"))
+    if convert is not None:
+        for call in _calls_in(changed):
+            call["arguments"] = convert(call.get("arguments"))
     for message in changed if in_parts else ():
         if isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
@@ -313,7 +314,7 @@ def _has_foreign_values(messages: list[ChatMessage], text: str) -> bool:
     given += [content for message in messages if isinstance(content := message.get("content"), list)]
     for value in given:
         as_json, as_python = json.dumps(value, ensure_ascii=False), str(value)
-        forms = {str: [as_json], dict: [as_python]}.get(type(value), [as_json, as_python])
+        forms = [as_json] * (not isinstance(value, dict)) + [as_python] * (not isinstance(value, str))
         if value and any(form in text for form in forms):
             return True
     return False

@@ -86,7 +86,7 @@ def _by_names(names: Collection[str]) -> dict[str, list[str]]:
     Of each split these are the files of one kind, the most frequent one: others may have the same rows, or none.
     """
     from datasets.data_files import ALL_DEFAULT_PATTERNS, SPLIT_PATTERN_SHARDED  # type: ignore[import-untyped]
-    from datasets.load import infer_module_for_data_files_list as kind_of
+    from datasets.load import infer_module_for_data_files_list as kind_of  # type: ignore[import-untyped]
 
     shards = _matching(names, {"": [SPLIT_PATTERN_SHARDED.replace("{split}", "*")]}).get("", ())
     of_shards = sorted({found[1] for found in map(_OF_SHARD.match, shards) if found})

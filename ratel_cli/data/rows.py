@@ -191,8 +191,8 @@ def is_hub_id(path: str) -> bool:
 
 def _local_files(path_text: str) -> list[Path] | None:
     """The data files that a path stands for, sorted; None if the path can only be a dataset on the hub."""
-    if (found := re.search("|".join(_NO_PATHS), path_text)) is not None:
-        raise BadInput(f"{printable(path_text)}: {_NO_PATHS[found[0]]}")
+    if (address := re.search("|".join(_NO_PATHS), path_text)) is not None:
+        raise BadInput(f"{printable(path_text)}: {_NO_PATHS[address[0]]}")
     path = Path(path_text).expanduser()
     label = printable(path_text)
     # Methods of Path would raise for names that are too long.

@@ -42,7 +42,8 @@ class TemplateChats(ChatEncoder):
     ) -> None:
         """`notice` gets remarks for the user. `stop_ids`: tokens besides EOS with which a model stops."""
         self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids) | {tokenizer.eos_token_id} - {None}
+        own = tokenizer.eos_token_id
+        self._stop_ids = frozenset(stop_ids if own is None else (*stop_ids, own))
         self._is_whole = is_whole
         self._notice = notice
         self._pool: ChatPool | None = None

@@ -137,8 +137,8 @@ class AdamW(torch.optim.Optimizer):
         """Drop the gradients of a step that has not ended."""
         self._hooked.drop_gradients()
 
-    @property
-    def state(self) -> dict[nn.Parameter, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> dict[nn.Parameter, Any]:
         """Empty before the first step, and not there after it: it is on the drives."""
         if self._has_begun:
             raise _moments()
@@ -149,7 +149,7 @@ class AdamW(torch.optim.Optimizer):
         if "_hooked" in vars(self):  # else torch begins with it
             raise _moments()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the settings of groups. Raises BadInput if there are moments, here or there."""
         if self._has_begun or state_dict["state"]:
             raise _moments()

@@ -101,14 +101,14 @@ def _choose_layers(model: PreTrainedModel, settings: AdapterSettings, config: Lo
     chooses modules so; of parameters it takes all whose names end so, and those that are chosen get whole names."""
     if settings.layers:
         if config.target_modules == ALL_LINEAR:
-            config.target_modules = set(_linear_names(model))
+            config.target_modules = sorted(_linear_names(model))
         config.layers_to_transform = list(settings.layers)
     if config.target_parameters and (settings.layers or config.exclude_modules):
-        named = replace(config, target_modules=set(config.target_parameters), target_parameters=None)
+        named = replace(config, target_modules=list(config.target_parameters), target_parameters=None)
         ends = tuple(f".{end}" for end in config.target_parameters)
         everywhere = {name for name, _ in model.named_parameters() if f".{name}".endswith(ends)}
         chosen = {name for name in everywhere if check_target_module_exists(named, name)}
-        config.target_parameters = config.target_parameters if chosen == everywhere else chosen
+        config.target_parameters = config.target_parameters if chosen == everywhere else sorted(chosen)
 
 
 def _check_names(model: PreTrainedModel, settings: AdapterSettings, config: LoraConfig) -> None:

@@ -73,7 +73,7 @@ class AwayTensor(torch.Tensor):
             raise BadInput("a hooked module stays where it is, and in its dtype", "move it before ratel.hook")
         raise self.used()
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.used().message})"
 
     def used(self) -> BadInput:

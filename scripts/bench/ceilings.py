@@ -22,8 +22,8 @@ from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.units import MIB
 
 _GROUP_BYTES = 24 * MIB

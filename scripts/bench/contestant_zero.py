@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ratel_cli.data.packing import MicroBatch
@@ -48,7 +48,9 @@ def run_zero(task: Task) -> Measured:
         sys.exit("DeepSpeed's contestants train all weights, in bf16")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(model_config(task))
+    config = model_config(task)
+    assert isinstance(config, LlamaConfig)
+    model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     model.train()
     # Without reentry, parameters on NVMe are silently wrong: loss 4.05 where plain has 0.35 (DeepSpeed 0.19.8).

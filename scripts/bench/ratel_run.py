@@ -27,8 +27,8 @@ from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import AdaptedSource, base_name, drawn_adapter, inject
+from ratel_cli.model.adapter_settings import AdapterSettings, base_name
+from ratel_cli.model.adapters import AdaptedSource, drawn_adapter, inject
 from ratel_cli.model.decoder import DecoderModel
 from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource

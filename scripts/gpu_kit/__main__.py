@@ -139,4 +139,4 @@ def _lines_of(found: Findings) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,8 +18,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from email.parser import HeaderParser
 from pathlib import Path
+from typing import cast
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -97,8 +99,8 @@ def needs(wheel: Path) -> Iterator[Requirement]:
     with zipfile.ZipFile(wheel) as archive:
         [metadata] = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
         headers = HeaderParser().parsestr(archive.read(metadata).decode())
-    machine = {
-        **default_environment(), "python_version": PYTHON, "python_full_version": f"{PYTHON}.0",
+    machine: dict[str, str | AbstractSet[str]] = {
+        **cast(dict[str, str], default_environment()), "python_version": PYTHON, "python_full_version": f"{PYTHON}.0",
         "sys_platform": "linux", "platform_machine": "x86_64", "platform_system": "Linux", "extra": "",
     }  # fmt: skip
     for line in headers.get_all("Requires-Dist") or ():

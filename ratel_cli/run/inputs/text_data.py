@@ -100,7 +100,7 @@ def report_mixed_lengths(
     """Report rows that change the rotary frequencies of others: the longest row of a micro-batch decides for all."""
     rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
     boundaries = {"longrope": rope.get("original_max_position_embeddings"), "dynamic": num_positions(model_config)}
-    lengths, boundary = data.cache.lengths, boundaries.get(rope.get("rope_type"))
+    lengths, boundary = data.cache.lengths, boundaries.get(str(rope.get("rope_type")))
     shares = data.is_packed or config.micro_batch_size != 1
     if shares and boundary and len(lengths) and lengths.min() <= boundary < lengths.max():
         notice(
