@@ -23,8 +23,8 @@ _OF_CONVERSATIONS = {
         "`reasoning_content` of the message, without marks"
     ),
     "ends": (
-        "answers end with {what} {}, at which the model does not stop yet: name it in `eot_tokens`, and in "
-        "`eos_token_id` of the generation_config.json that generates with the result, unless the export has it there"
+        "answers end with {what} {}, at which the model does not stop yet: the generation_config.json of an exported "
+        "or merged model names it; what generates with an adapter has to be told"
     ),
     "open": (
         "the answers teach no stop token {}, so the model does not learn where to end: `eot_tokens` names the token "

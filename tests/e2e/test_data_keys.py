@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from ratel_cli.config.load import load_config
 from ratel_cli.run.inputs.tokenizer import TEMPLATES
@@ -29,6 +29,20 @@ def test_the_export_has_the_template_and_the_special_tokens_of_the_run(make_conf
         messages = [{"role": "user", "content": "hi"}]
         text = exported.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_export_stops_where_answers_end(make_config: MakeConfig) -> None:
+    """At a token of the vocabulary that no list of the base model has."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|assistant|>{% endfor %}"
+    config = make_config(
+        chat_template_jinja=template + "{% if add_generation_prompt %}assistant:{% endif %}", **ONE_STEP
+    )
+    assert "answers end with <|assistant|> in 48 of 48 conversations, at which the model does not stop" in succeed(
+        config
+    )
+    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    ends = GenerationConfig.from_pretrained(output_of(config)).eos_token_id
+    assert ends == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|assistant|>")]
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.data.mistral_tokenizer import MistralTokenizer, mistral_file
+from ratel_cli.data.token_cache import taught_ends
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.directory import read_json_object, trusted_file
@@ -27,6 +28,7 @@ from ratel_cli.model.sidecars import (
     TokenizerFiles,
 )
 from ratel_cli.model.special_tokens import SpecialTokens
+from ratel_cli.run.files.run_directory import TOKENS_NAME, run_directory
 
 TEMPLATES = {
     "chatml": (
@@ -87,7 +89,7 @@ def _read(
     tokenizer, known = cast(Tokenizer, found), found.get_vocab()
     special = _special_tokens(config, tokenizer, known, notice)
     if special:  # as if the files named them: what is one of them is found in texts before anything else
-        found.add_special_tokens(special)
+        found.add_special_tokens({**special})
     template = _template(config, has_own=has_chat_template(tokenizer), notice=notice)
     if template is not None:
         tokenizer.chat_template = template
@@ -190,11 +192,12 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
 def special_tokens_of(config: RunConfig, tokenizer: Tokenizer) -> SpecialTokens:
     """What the configurations of a model name that a run trains with this tokenizer."""
     known = tokenizer.get_vocab() if config.eot_tokens else {}
+    taught = taught_ends(run_directory(config.output_dir) / TOKENS_NAME)
     return SpecialTokens(
         eos=tokenizer.eos_token_id,
         bos=tokenizer.bos_token_id,
         pad=tokenizer.pad_token_id,
-        other_ends=tuple(known[token] for token in config.eot_tokens if token in known),
+        other_ends=(*(known[token] for token in config.eot_tokens if token in known), *taught),
     )
 
 
