@@ -22,7 +22,7 @@ from ratel_cli.config.yaml_marks import Plain
 from ratel_cli.run.inputs.length import learning_rates, num_steps
 from tests.e2e.ported_configs import IMPOSSIBLE, PORTED
 
-NUM_ROWS = 4800
+NUM_ROWS = 4848
 """Unpacked samples, in whole batches, since torchtune leaves out others."""
 
 
