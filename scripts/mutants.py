@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant("float16 may be infinite", "model/import_weights.py", "        if block.dtype == \"float16\":\n", "        if False:\n", "weights that float16 cannot hold are refused", "model/test_finite.py"),
     Mutant("infinite float16 is exported", "model/export_weights.py", "if is_narrow and not", "if False and not", "weights that float16 cannot hold are refused", "model/test_finite.py"),
     Mutant("a run that learns nothing succeeds", "run/train/train.py", "        self._reject_unapplied()\n", "", "a run that applies no step exports nothing", "e2e/test_not_finite.py"),
-    Mutant("stacks of all layers get an adapter", "model/adapters.py", "config.target_parameters if chosen == everywhere else chosen", "config.target_parameters", "adapters are in the chosen layers alone", "model/test_adapted_names.py"),
+    Mutant("stacks of all layers get an adapter", "model/adapters.py", "config.target_parameters if chosen == everywhere else sorted(chosen)", "config.target_parameters", "adapters are in the chosen layers alone", "model/test_adapted_names.py"),
     Mutant("an adapter may lack a tensor", "model/adapters.py", "    _check_tensors(loaded, directory)\n", "", "a wrong export is found", "e2e/test_verify.py"),
     Mutant("any gain keeps a run going", "training/best.py", "abs(value - best) > rule.threshold", "abs(value - best) > 0", "early stopping is that of transformers", "training/test_best.py"),
     Mutant("a lost step stays the best", "training/loop.py", "self._of_first(rule.best_among(self._earlier, saved))", "self._best", "the result is the best step of those that are saved", "training/test_best.py"),

@@ -163,7 +163,9 @@ def loaded_model(
     """
     build = model_class._from_config if issubclass(model_class, PreTrainedModel) else model_class.from_config
     with TemporaryDirectory() as directory:
-        build(copy.deepcopy(config), dtype=torch.float32).save_pretrained(directory)
+        made = build(copy.deepcopy(config), dtype=torch.float32)
+        # Copies: transformers refuses to save layers that share weights.
+        made.save_pretrained(directory, state_dict={name: each.clone() for name, each in made.state_dict().items()})
         model = model_class.from_pretrained(directory, dtype=dtype, attn_implementation=attn_implementation)
         for tensor in model.state_dict(keep_vars=True).values():
             tensor.data = tensor.data.clone()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from ratel_cli.model.hooked import identity_of
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.module_weights import ModuleWeights
 from ratel_cli.model.quantised_model import QuantisedWeight, quantised_weights
-from ratel_cli.model.sidecars import BaseSidecars, GivenSidecars
+from ratel_cli.model.sidecars import GivenSidecars, TokenizerFiles
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import Workload
 from ratel_cli.run.context import RunContext
@@ -92,7 +92,8 @@ def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitSt
             layout=layout,
             overwrite=overwrite,
             option="directory",
-            sidecars=BaseSidecars(base_dir=base.directory),  # a loop of the caller's own has no tokenizer that we know
+            # A loop of the caller's own has no tokenizer that we know.
+            sidecars=replace(base.sidecars(config), tokenizer=TokenizerFiles),
         )
 
     return TrainedModel(
