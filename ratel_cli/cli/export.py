@@ -7,8 +7,10 @@ Invariant: nothing heavy is imported before the run's config is known to be righ
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
+from ratel_cli.cli.arguments import MergeBase
 from ratel_cli.commands import command
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
@@ -16,8 +18,9 @@ from ratel_cli.run.files.output import check_export_output, finish_export
 from ratel_cli.run.files.run_directory import find_run
 
 
-def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merges: bool = False) -> None:
-    """Export the saved step `step`, or the result. `merges`: the base model with the adapter. Raises RatelError."""
+def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merge_base: MergeBase | None = None) -> None:
+    """Export the saved step `step`, or the result. `merge_base`: this base with the adapter. Raises RatelError."""
+    merges = merge_base is not None
     log = RunLog()
     config = find_run(path, log)
     if merges and config.adapter is None:
@@ -32,7 +35,7 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merges: 
     from ratel_cli.run.inputs.base import load_with
     from ratel_cli.run.train.open import open_run, write_export, write_merged
 
-    write = write_merged if merges else write_export
+    write = partial(write_merged, dequantises=merge_base == "dequantised") if merges else write_export
     with open_context(config, log) as context:
         context.listen()
         opened = open_run(context)

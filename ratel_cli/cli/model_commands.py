@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ratel_cli.cli.arguments import ModelArgument, Overrides, Overwrite, RunPath, SavedStep
+from ratel_cli.cli.arguments import MergeBase, ModelArgument, Overrides, Overwrite, RunPath, SavedStep
 
 commands = typer.Typer()
 Output = Annotated[
@@ -41,11 +41,19 @@ def merge(
     run: RunPath,
     output: Output,
     step: SavedStep = None,
+    base: Annotated[
+        MergeBase,
+        typer.Option(
+            metavar="dequantised|original",
+            help="Of a run with load_in_4bit or load_in_8bit: add the adapter to what the quantised base stands for, "
+            "which the run computes with, or to the model from before quantisation.",
+        ),
+    ] = "dequantised",
     overwrite: Overwrite = False,
 ) -> None:
     from ratel_cli.cli import export as command
 
-    command.run(run, step, output, overwrite=overwrite, merges=True)
+    command.run(run, step, output, overwrite=overwrite, merge_base=base)
 
 
 @commands.command(

@@ -45,41 +45,47 @@ class MergedWeights:
         weights: StoredWeights,
         stored_names: Mapping[str, str],
         adapted: Mapping[str, AdaptedMatrix],
-        matrices_before: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({}),
+        matrices_before: Mapping[str, Callable[[StoredWeights], torch.Tensor]] = MappingProxyType({}),
     ) -> None:
         """`stored_names`: of all parameters, and `adapted` of those with an adapter, by their names without it.
-        `matrices_before`: those that are quantised give by such a name the matrix from before, in memory of its own."""
+        `matrices_before`: those that are quantised give by such a name the matrix without an adapter, in memory of its
+        own."""
         self._weights, self._stored_names, self._adapted = weights, stored_names, adapted
         self._matrices_before = matrices_before
         self._last: tuple[str, torch.Tensor] | None = None
 
     def slices(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
         """See StoredWeights."""
-        if name in self._adapted:
+        if self._is_made(name):
             yield self.whole(name).reshape(-1)[start:stop]
         else:
             yield from self._weights.slices(self._stored_names[name], start, stop)
 
     def range(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See StoredWeights."""
-        if name in self._adapted:
+        if self._is_made(name):
             return self.whole(name).reshape(-1)[start:stop].clone()
         return self._weights.range(self._stored_names[name], start, stop)
 
     def whole(self, name: str) -> torch.Tensor:
         """See StoredWeights. That of an adapted matrix is kept until another one is read."""
-        if name not in self._adapted:
+        if not self._is_made(name):
             return self._weights.whole(self._stored_names[name])
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is made
             self._last = name, self._merged(name)
         return self._last[1]
 
+    def _is_made(self, name: str) -> bool:
+        return name in self._adapted or name in self._matrices_before
+
     def _merged(self, name: str) -> torch.Tensor:
+        before = self._matrices_before.get(name)
+        matrix = self._weights.whole(self._adapted[name].matrix) if before is None else before(self._weights)
+        if name not in self._adapted:
+            return matrix
         adapted = self._adapted[name]
         first, second = self._weights.whole(adapted.first), self._weights.whole(adapted.second)
-        before = self._matrices_before.get(name)
-        matrix = self._weights.whole(adapted.matrix) if before is None else before()
         if adapted.num_experts:
             matrix += _stack_of_products(first, second, adapted).to(matrix.dtype)
             return matrix

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
@@ -39,6 +39,11 @@ from tests.reference import Trained, train_in_memory
 KEYS: dict[Form, dict[str, object]] = {
     "nf4 double": {"load_in_4bit": True},
     "nf4": {"load_in_4bit": True, "bnb_4bit_use_double_quant": False},
+    "int8": {"load_in_8bit": True},
+}
+IN_TRANSFORMERS: dict[Form, dict[str, object]] = {
+    "nf4 double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "int8": {"load_in_8bit": True},
 }
 
@@ -96,8 +101,8 @@ def test_a_run_is_asked_with_its_store_and_without(make_config: MakeConfig, rows
 def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, dtype: str, tmp_path: Path) -> None:
     config, merged = make_config(**CHANGES, **KEYS["nf4 double"], dtype=dtype), tmp_path / "merged"
     succeed(config)
-    ended = ratel("merge", config, "-o", merged)
-    assert ended.code == 0, ended.stderr
+    ended = ratel("merge", config, "-o", merged, "--base", "original")
+    assert ended.code == 0 and "--base" not in ended.stderr, ended.stderr
     model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
     wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
     found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
@@ -106,6 +111,43 @@ def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, d
         is_adapted = name.removesuffix(".weight").endswith(tuple(LINEAR))
         assert torch.equal(values, wanted[name] if is_adapted else before[name]), name
     assert ratel("verify", merged).code == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "keys"),
+    [
+        ("nf4 double", "bfloat16", {"lora_target_modules": ["q_proj"]}),
+        pytest.param("nf4", "float32", {}, marks=pytest.mark.full),
+    ],
+)
+def test_merging_is_into_what_was_trained_beside(
+    make_config: MakeConfig, base: Path, rows: Path, tmp_path: Path, form: Form, dtype: str, keys: dict[str, object]
+) -> None:
+    """The merged model is the one that is evaluated. What has no adapter is dequantised, too."""
+    config, merged = make_config(**CHANGES, **KEYS[form], **keys, dtype=dtype), tmp_path / "merged"
+    succeed(config)
+    ended = ratel("merge", config, "-o", merged)
+    assert ended.code == 0 and "--base original" in ended.stderr, ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(
+        base,
+        dtype=DTYPES[dtype],
+        device_map="cpu",
+        quantization_config=BitsAndBytesConfig(**IN_TRANSFORMERS[form], bnb_4bit_compute_dtype=DTYPES[dtype]),
+    )
+    model = model.dequantize().to(DTYPES[dtype])
+    wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
+    found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
+    assert found.keys() == before.keys()
+    for name, values in found.items():
+        is_quantised = name.removesuffix(".weight").endswith(tuple(LINEAR))
+        assert torch.equal(values, wanted[name] if is_quantised else before[name]), name
+    assert ratel("verify", merged).code == 0
+    losses = []
+    for arguments in ([output_of(config)], [merged, f"dtype={dtype}"]):
+        ended = ratel("eval", arguments[0], rows, *arguments[1:], "datasets.0.type=completion", "--json")
+        assert ended.code == 0, ended.stderr
+        losses.append(json.loads(ended.stdout)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.full
@@ -135,7 +177,7 @@ def test_experts_are_quantised_too(base: Path, rows: Path, tmp_path: Path, famil
     for name, values in wanted.weights.items():
         assert "lora_" not in name or torch.equal(found[saved_name(name)], values), name
     assert ratel("verify", config).code == 0
-    ended = ratel("merge", config, "-o", tmp_path / "merged")
+    ended = ratel("merge", config, "-o", tmp_path / "merged", "--base", "original")
     assert ended.code == 0, ended.stderr
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(merged[name], values) for name, values in model.state_dict().items() if "expert" in name)

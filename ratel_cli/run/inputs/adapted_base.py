@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -40,6 +40,7 @@ from ratel_cli.model.directory import ADAPTER_WEIGHTS_NAME, has_weights
 from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import MergedWeights
+from ratel_cli.model.quantised import QUANTISED_FORMS, dequantised
 from ratel_cli.model.quantised_files import packed_layouts, quantisation_of
 from ratel_cli.model.quantised_model import (
     QuantisingSource,
@@ -54,6 +55,7 @@ from ratel_cli.model.quantised_model import (
 )
 from ratel_cli.model.sidecars import AdapterSidecars, BaseSidecars
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
+from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.run.inputs.base import Weights
 from ratel_cli.run.inputs.language_base import LanguageBase
@@ -63,6 +65,12 @@ from ratel_cli.store.joined import Readable
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+_IS_DEQUANTISED: Final = (
+    "the adapter is added to what the quantised base stands for, which the run computes with; --base original adds it"
+    " to the model from before quantisation"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,22 +138,30 @@ class AdaptedBase(LanguageBase):
         card: Card,
         overwrite: bool,
         progress: Callable[[], None],
+        dequantises: bool = True,
     ) -> list[str]:
         """Write the base with the adapter added to it, as PEFT merges it, into the directory that `-o` has named. A
-        quantised base is the model from before it was quantised. Returns notices. Raises as `export`."""
+        base that the run quantises is what its codes stand for or, unless `dequantises`, the model from before. Returns
+        notices. Raises as `export`."""
         spec = self.model.spec
         stored_names = {base_name(each.name): each.name for each in spec.parameters if not is_of_adapter(each.name)}
         adapted, plain = adapted_matrices(self.model.skeleton, spec), self._plain()
-        quantised = frozenset(adapted).intersection(map(base_name, quantised_weights(self.model.skeleton)))
-        for name in quantised:
+        quantised = {base_name(name): each for name, each in quantised_weights(self.model.skeleton).items()}
+        of_run = {name for name, each in quantised.items() if each.layout.form in QUANTISED_FORMS and dequantises}
+        for name in adapted.keys() & quantised.keys():
             adapted[name] = replace(adapted[name], is_inputs_first=is_inputs_first(plain, name))
-        with CheckpointSource(self.directory, plain, plain_spec(merged_spec(spec, adapted), plain)) as source:
+        changed = plain_spec(merged_spec(spec, adapted.keys() | of_run), plain)
+        with CheckpointSource(self.directory, plain, changed) as source:
 
-            def before(name: str) -> torch.Tensor:
+            def before(name: str, weights: StoredWeights) -> torch.Tensor:
+                if name in of_run:
+                    layer = quantised[name]
+                    matrix = dequantised(weights.whole(stored_names[name]), layer.layout, layer.dtype)
+                    return matrix.T.contiguous() if is_inputs_first(plain, name) else matrix
                 shape = plain.get_parameter(name).shape
                 return source.read(name, 0, shape.numel()).to(DTYPES[config.dtype]).reshape(shape)
 
-            return self.export(
+            notices = self.export(
                 config,
                 generation,
                 pool,
@@ -159,10 +175,13 @@ class AdaptedBase(LanguageBase):
                     MergedWeights,
                     stored_names=stored_names,
                     adapted=adapted,
-                    matrices_before={name: partial(before, name) for name in quantised},
+                    matrices_before={
+                        name: partial(before, name) for name in of_run | (adapted.keys() & quantised.keys())
+                    },
                 ),
                 progress=progress,
             )
+        return [*notices, _IS_DEQUANTISED] if of_run else notices
 
     def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         """See Base. As PEFT loads it onto what transformers loads."""

@@ -196,12 +196,14 @@ def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrit
         return _write(run, generation, output, export, overwrite=overwrite)
 
 
-def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:
-    """The same of the base model with the adapter of a generation. The run must have an adapter."""
+def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool, dequantises: bool) -> int:
+    """The same of the base model with the adapter of a generation. The run must have an adapter. `dequantises`: see
+    `AdaptedBase.merge`."""
     from ratel_cli.run.inputs.adapted_base import AdaptedBase  # with PEFT, which other runs do not need
 
     assert isinstance(run.base, AdaptedBase)
-    merge = partial(run.base.merge, card=replace(_card(run, generation), is_adapter=False))
+    card = replace(_card(run, generation), is_adapter=False)
+    merge = partial(run.base.merge, card=card, dequantises=dequantises)
     return _write(run, generation, output, merge, overwrite=overwrite)
 
 
