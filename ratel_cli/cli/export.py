@@ -7,6 +7,7 @@ Invariant: nothing heavy is imported before the run's config is known to be righ
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merge_ba
     from ratel_cli.run.inputs.base import load_with
     from ratel_cli.run.train.open import open_run, write_export, write_merged
 
-    write = partial(write_merged, dequantises=merge_base == "dequantised") if merges else write_export
+    write: Callable[..., int] = write_export
+    if merges:
+        write = partial(write_merged, dequantises=merge_base == "dequantised")
     with open_context(config, log) as context:
         context.listen()
         opened = open_run(context)
