@@ -113,12 +113,13 @@ def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, d
     assert ratel("verify", merged).code == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "dtype", "keys"),
     [
         ("nf4 double", "bfloat16", {"lora_target_modules": ["q_proj"]}),
-        pytest.param("nf4", "float32", {}, marks=pytest.mark.full),
-        pytest.param("int8", "bfloat16", {}, marks=pytest.mark.full),
+        pytest.param("nf4", "float32", {}),
+        pytest.param("int8", "bfloat16", {}),
     ],
 )
 def test_merging_is_into_what_was_trained_beside(
