@@ -101,8 +101,9 @@ def test_a_vocabulary_that_is_larger_than_the_model(
     assert "has the id 29572, but the model's embedding has only 700 rows" in ended.stderr
 
 
-def test_init_and_check(tmp_path: Path, mistral_base: Path, rows: Path) -> None:
-    written = tmp_path / "run.yaml"
+def test_init_and_check(tmp_path: Path, mistral_base: Path) -> None:
+    written, rows = tmp_path / "run.yaml", tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS), encoding="utf-8")
     key = "tokenizer_use_mistral_common=true"
     ended = ratel("init", mistral_base, key, "--data", rows, "-o", written)
     assert ended.code == 0, ended.stderr
