@@ -2,7 +2,7 @@
 
     python -m scripts.write_fates
 
-Run it when a change gives a key another fate, and look at the difference: the tables say what users are told.
+Run it when a change gives a key another fate, and look at the difference: the tables have what `ratel import` reports.
 `tests/config/test_fates.py` fails while a table differs from what this module would write. A row is one key with one
 value: its columns `key`, `default`, `null`, `empty`, `zero`, `given` (other keys that the value needs), `example` and
 `source` are written by hand, or from `scripts/foreign_keys.py --list`.

@@ -24,7 +24,7 @@ _OF_CONVERSATIONS = {
     ),
     "ends": (
         "answers end with {what} {}, at which the model does not stop yet: the generation_config.json of an exported "
-        "or merged model names it; what generates with an adapter has to be told"
+        "or merged model lists it; with an adapter, pass it as `eos_token_id` when you generate"
     ),
     "open": (
         "the answers teach no stop token {}, so the model does not learn where to end: `eot_tokens` names the token "

@@ -76,8 +76,8 @@ class Sustained:
 
 
 def sustained(work: Callable[[], object], device: torch.device, *, seconds: float) -> Sustained:
-    """Run `work` again and again for so many seconds, at least once, after one run that does not count. The GPU has
-    ended each before the next begins."""
+    """Run `work` repeatedly for `seconds`, at least once, after one warm-up run. The GPU has ended each run before the
+    next one begins."""
 
     def timed() -> float:
         start = time.perf_counter()

@@ -63,7 +63,7 @@ class PartRunner:
         return self._folder / "log.txt"
 
     def run(self, part: Part, *, seconds: float, most_seconds: float) -> Findings:
-        """The findings of a part that has a box of so many seconds, and is ended after `most_seconds`."""
+        """The findings of a part that should take `seconds`, and is ended after `most_seconds`."""
         started = self._start(part, seconds=seconds, most_seconds=most_seconds)
         if started.failures == _POISONED_FAILURE:
             self._processes = multiprocessing.get_context("spawn")

@@ -153,10 +153,9 @@ def test_the_cost_of_durability(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.nightly
-def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
-    """On the CPU, which only shows that it runs."""
-    shape = (
+def run_on_the_cpu(directory: Path, *options: str) -> tuple[str, dict[str, dict[str, float]]]:
+    """The benchmark of a GPU with a tiny shape."""
+    shape = [
         "--shape",
         "tiny",
         "--tokens",
@@ -165,13 +164,20 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
         "2",
         "--micro-batches",
         "1",
-        "--steps",
-        "1",
         "--yardstick",
         "0",
-    )
-    where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
-    output, summary = run("bench.gpu", *shape, *where)
+        "--device",
+        "cpu",
+        "--host-memory-gib",
+        "3",
+    ]
+    return run("bench.gpu", *shape, "--directory", str(directory), *options)
+
+
+@pytest.mark.nightly
+def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
+    """On the CPU, which only shows that it runs."""
+    output, summary = run_on_the_cpu(tmp_path, "--steps", "1")
     assert "planned point, slower than the best one measured" in output
     assert [point["name"] for point in summary["steps"]] == ["ratel, 24 GiB", "ratel, 16 GiB"]  # type: ignore[index]
     assert [point["name"] for point in summary["overlap"]] == ["optimized", "naive", "separate"]  # type: ignore[index]
@@ -182,22 +188,7 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_benchmark_of_a_gpu_leaves_out_parts_when_time_is_up(tmp_path: Path) -> None:
-    shape = (
-        "--shape",
-        "tiny",
-        "--tokens",
-        "32",
-        "--rows",
-        "2",
-        "--micro-batches",
-        "1",
-        "--minutes",
-        "0",
-        "--yardstick",
-        "0",
-    )
-    where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
-    output, summary = run("bench.gpu", *shape, *where)
+    output, summary = run_on_the_cpu(tmp_path, "--minutes", "0")
     assert output.count("left out, for lack of time") == 2 + 2 + 3 + 5
     assert not summary["plain"] and not summary["steps"] and not summary["sweep"]
 
