@@ -110,9 +110,8 @@ class HookedModule:
             how = "replaced or removed" if name in known else "made"
             raise BadInput(f"{name!r} was {how} after ratel.hook", "hook the module in its last form")
         for _, parameter in self.trained:
-            if (
-                isinstance(parameter, AwayParameter) and parameter._version
-            ):  # by what torch tells no subclass of: `set_`
+            # Torch tells no subclass of `set_`.
+            if isinstance(parameter, AwayParameter) and parameter._version:
                 raise parameter.used()
         self.check_flags()
 

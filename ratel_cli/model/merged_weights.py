@@ -45,13 +45,13 @@ class MergedWeights:
         weights: StoredWeights,
         stored_names: Mapping[str, str],
         adapted: Mapping[str, AdaptedMatrix],
-        matrices_before: Mapping[str, Callable[[StoredWeights], torch.Tensor]] = MappingProxyType({}),
+        base_matrices: Mapping[str, Callable[[StoredWeights], torch.Tensor]] = MappingProxyType({}),
     ) -> None:
         """`stored_names`: of all parameters, and `adapted` of those with an adapter, by their names without it.
-        `matrices_before`: those that are quantised give by such a name the matrix without an adapter, in memory of its
-        own."""
+        `base_matrices`: by such a name, what makes the matrix of a quantised base, in memory of its own, to which the
+        adapter is added if it has one."""
         self._weights, self._stored_names, self._adapted = weights, stored_names, adapted
-        self._matrices_before = matrices_before
+        self._base_matrices = base_matrices
         self._last: tuple[str, torch.Tensor] | None = None
 
     def slices(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -77,11 +77,11 @@ class MergedWeights:
         return self._last[1]
 
     def _is_made(self, name: str) -> bool:
-        return name in self._adapted or name in self._matrices_before
+        return name in self._adapted or name in self._base_matrices
 
     def _merged(self, name: str) -> torch.Tensor:
-        before = self._matrices_before.get(name)
-        matrix = self._weights.whole(self._adapted[name].matrix) if before is None else before(self._weights)
+        make = self._base_matrices.get(name)
+        matrix = self._weights.whole(self._adapted[name].matrix) if make is None else make(self._weights)
         if name not in self._adapted:
             return matrix
         adapted = self._adapted[name]

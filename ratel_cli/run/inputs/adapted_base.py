@@ -153,7 +153,7 @@ class AdaptedBase(LanguageBase):
         changed = plain_spec(merged_spec(spec, adapted.keys() | of_run), plain)
         with CheckpointSource(self.directory, plain, changed) as source:
 
-            def before(name: str, weights: StoredWeights) -> torch.Tensor:
+            def base_matrix(name: str, weights: StoredWeights) -> torch.Tensor:
                 if name in of_run:
                     layer = quantised[name]
                     matrix = dequantised(weights.whole(stored_names[name]), layer.layout, layer.dtype)
@@ -175,8 +175,8 @@ class AdaptedBase(LanguageBase):
                     MergedWeights,
                     stored_names=stored_names,
                     adapted=adapted,
-                    matrices_before={
-                        name: partial(before, name) for name in of_run | (adapted.keys() & quantised.keys())
+                    base_matrices={
+                        name: partial(base_matrix, name) for name in of_run | (adapted.keys() & quantised.keys())
                     },
                 ),
                 progress=progress,
