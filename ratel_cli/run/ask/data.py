@@ -33,7 +33,6 @@ from ratel_cli.run.inputs.build_language import read_language_base
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.records import temporary_records
 from ratel_cli.run.inputs.text_data import SHOWS_REJECTS, load_data, read_fitting_tokenizer, shared_tokens
-from ratel_cli.run.inputs.tokenizer import read_stop_ids
 from ratel_cli.sizes import IGNORED_TARGET, Task
 
 
@@ -56,11 +55,9 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
         try:
             data = load_data(
                 config,
+                base,
                 tokenizer,
-                num_embeddings=base.model.spec.vocab_size,
                 packing=packing,
-                stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
-                labels=base.labels,
                 cache_dir=directory / TOKENS_NAME,
                 rejects_path=directory / REJECTS_NAME,
                 rejects_shown_by=SHOWS_REJECTS,

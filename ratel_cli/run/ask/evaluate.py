@@ -34,7 +34,6 @@ from ratel_cli.run.inputs.named_model import NamedModel, overrides_for_data, wit
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.streamed_blocks import BlockMemory, StreamedModel, fit_blocks, layer_bytes, open_reader
 from ratel_cli.run.inputs.text_data import check_positions, load_data, read_fitting_tokenizer, shared_tokens
-from ratel_cli.run.inputs.tokenizer import read_stop_ids
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
 
 
@@ -74,11 +73,9 @@ def _read_rows(
     directory = context.resources.enter_context(tempfile.TemporaryDirectory(prefix="ratel-eval-"))
     rows = load_data(
         config,
+        base,
         tokenizer,
-        num_embeddings=base.model.spec.vocab_size,
         packing=is_packed,
-        stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
-        labels=base.labels,
         cache_dir=Path(directory),
         rejects_path=None,
         rejects_shown_by=rejects_shown_by,

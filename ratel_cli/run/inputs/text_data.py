@@ -5,7 +5,7 @@ Invariant: a tokenizer, a length or a row that the model cannot use is rejected 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -75,12 +75,10 @@ def _read_texts(
     try:
         data = load_data(
             config,
+            base,
             tokenizer,
-            num_embeddings=base.model.spec.vocab_size,
             packing=packing and base.model.packs,
-            stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
             row_multiple=base.model.row_multiple,
-            labels=base.labels,
             cache_dir=directory / TOKENS_NAME,
             rejects_path=directory / REJECTS_NAME if rejects else None,
             rejects_shown_by=None if rejects else SHOWS_REJECTS,
@@ -112,28 +110,25 @@ def report_mixed_lengths(
 
 def load_data(
     config: RunConfig,
+    base: LanguageBase,
     tokenizer: Tokenizer,
     *,
-    num_embeddings: int,
     packing: bool,
-    stop_ids: Collection[int] = (),
     row_multiple: int = 1,
-    labels: Sequence[str] = (),
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
     shared: SharedTokens,
     log: RunLog,
 ) -> TrainingData:
-    """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
+    """The config's data for a model, tokenised and packed. Raises BadInput, EnvironmentFailure.
 
-    `num_embeddings`: as in `SampleEncoder`. `stop_ids`: with which the model stops. `labels`: the names of the classes.
-    `log` shows how far reading is.
-    `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the user, if it is not this file.
+    `log` shows how far reading is. `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the
+    user, if it is not this file.
     """
     size, number = config.split or config.split_by(1).known_split
     return load_training_data(
-        _sources(config, config.datasets, labels),
+        _sources(config, config.datasets, base.labels),
         DataSettings(
             sequence_len=config.sequence_len,
             micro_batch_size=size,
@@ -148,7 +143,7 @@ def load_data(
             trains_prompts=config.rl == "orpo",
         ),
         tokenizer=tokenizer,
-        num_embeddings=num_embeddings,
+        num_embeddings=base.model.spec.vocab_size,
         train_on_inputs=config.train_on_inputs if config.rl is None else False,
         excess_length_strategy=config.excess_length_strategy,
         cache_dir=cache_dir,
@@ -158,8 +153,8 @@ def load_data(
         shared=shared,
         open_bar=bars_of(log),
         row_multiple=row_multiple,
-        stop_ids=stop_ids,
-        test_sources=_sources(config, config.test_datasets, labels),
+        stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
+        test_sources=_sources(config, config.test_datasets, base.labels),
         stream_steps=config.max_steps if config.streaming else None,
     )
 
