@@ -37,7 +37,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 MAX_RENDERED_CHARS = 64 << 20
@@ -46,6 +45,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message with what the assistant thought before it answered: each template knows at most one of them."""
 _THOUGHT, _THOUGHT_ENDS = "<think>", "</think>"
 """The marks around reasoning that stands in the content of a message."""
+_AS_GIVEN = "as given"
 _TRAINED = ("turns", "from", "words")
 """What is located to be trained."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -64,8 +64,6 @@ Prompt = Literal["none", "plain", "quiet", "thinks"]
 """Whether the prompt for the next turn follows the messages: not, as it is by default, without thinking, or with it."""
 Render = Callable[[list[ChatMessage], Prompt], str]
 """Renders messages and a prompt. Raises RenderFailure."""
-Form = Callable[[list[ChatMessage]], list[ChatMessage]]
-"""Gives messages another form of the same content."""
 
 
 class RenderFailure(Exception):
@@ -275,37 +273,44 @@ def _calls_in(messages: list[ChatMessage]) -> list[dict[str, object]]:
     return [each for each in found if isinstance(each, dict)]
 
 
-def _forms(messages: list[ChatMessage]) -> list[partial[list[ChatMessage]]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A form of messages, which says the same. A template may read only one."""
+
+    in_parts: bool
+    """Whether texts are lists of one part."""
+    blank: str | None
+    """The content of calls that have none; `as given`: what they have instead."""
+    convert: Callable[[object], object] | None
+    """Gives the arguments of calls another type; None: there are no arguments."""
+
+    def of(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """The messages in this form."""
+        if self.convert is None and not self.in_parts and self.blank == _AS_GIVEN:
+            return messages
+        changed = cast(list[ChatMessage], json.loads(json.dumps(messages)))
+        for message in changed:
+            if self.blank != _AS_GIVEN and message.get("tool_calls") and not message.get("content"):
+                message["content"] = self.blank
+            if self.in_parts and isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        if self.convert is not None:
+            for call in _calls_in(changed):
+                call["arguments"] = self.convert(call.get("arguments"))
+        return changed
+
+
+def _forms(messages: list[ChatMessage]) -> list[Form]:
     """The forms that a template may read these messages in, the usual ones first."""
     has_arguments = any(call.get("arguments") for call in _calls_in(messages))
     has_text = any(isinstance(message.get("content"), str) for message in messages)
     has_blank = any(message.get("tool_calls") and not message.get("content") for message in messages)
     return [
-        partial(_formed, in_parts=in_parts, blank=blank, convert=convert)
+        Form(in_parts=in_parts, blank=blank, convert=convert)
         for in_parts in ((False, True) if has_text else (False,))
-        for blank in (("as given", "", None) if has_blank else ("as given",))
+        for blank in ((_AS_GIVEN, "", None) if has_blank else (_AS_GIVEN,))
         for convert in ((_parsed, _unparsed) if has_arguments else (None,))
     ]
-
-
-def _formed(
-    messages: list[ChatMessage], *, in_parts: bool, blank: str | None, convert: Callable[[object], object] | None
-) -> list[ChatMessage]:
-    """The messages with the arguments of all tool calls converted, with texts as lists of one part, and with `blank` in
-    place of the content of calls that have none."""
-    if convert is None and not in_parts and blank == "as given":
-        return messages
-    changed = cast(list[ChatMessage], json.loads(json.dumps(messages)))
-    for message in changed if blank != "as given" else ():
-        if message.get("tool_calls") and not message.get("content"):
-            message["content"] = blank
-    if convert is not None:
-        for call in _calls_in(changed):
-            call["arguments"] = convert(call.get("arguments"))
-    for message in changed if in_parts else ():
-        if isinstance(message.get("content"), str):
-            message["content"] = [{"type": "text", "text": message["content"]}]
-    return changed
 
 
 def _has_foreign_values(messages: list[ChatMessage], text: str) -> bool:
@@ -574,10 +579,10 @@ class ChatTemplate:
 
             def render(some: list[ChatMessage], prompt: Prompt) -> str:
                 is_known = some is messages and prompt == "none"
-                return written if is_known else self._render(form(some), given, prompt=prompt)[0]
+                return written if is_known else self._render(form.of(some), given, prompt=prompt)[0]
 
             if locate.get("what") == "turns" and has_generation_tag(self._chosen(given)):
-                text, spans = self._render(form(messages), given, marks=True)
+                text, spans = self._render(form.of(messages), given, marks=True)
                 found = Found(text=text, spans=[(span[0], self._marks.own_end(text, span)) for span in spans])
             else:
                 found = self._find(render, messages, locate)
@@ -633,15 +638,15 @@ class ChatTemplate:
         failure: RenderFailure | None = None
         best: tuple[int, Form, str, list[tuple[str, str]]] | None = None
         for form in _forms(messages):
-            if form.keywords["in_parts"] and _is_refusal(failure):
+            if form.in_parts and _is_refusal(failure):
                 break
             try:
-                text = self._render(form(messages), given)[0]
+                text = self._render(form.of(messages), given)[0]
             except RenderFailure as error:
                 failure = failure or error
                 continue
             remarks = remarks_on(messages, cast(list[object] | None, given["tools"]), text)
-            num_lost = sum(kind == "lost" for kind, _ in remarks) + _has_foreign_values(form(messages), text)
+            num_lost = sum(kind == "lost" for kind, _ in remarks) + _has_foreign_values(form.of(messages), text)
             if best is None or num_lost < best[0]:
                 best = num_lost, form, text, remarks
             if not num_lost:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -132,8 +133,6 @@ LOSSES, WEIGHTS = {"dpo": 1e-6, "latents": 1e-6}, {"dpo": 1e-6}
 
 
 def _keys(config: Path) -> dict[str, object]:
-    import yaml
-
     keys = yaml.safe_load(config.read_text())
     assert isinstance(keys, dict)
     return keys
