@@ -104,12 +104,17 @@ def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, d
     ended = ratel("merge", config, "-o", merged, "--base", "original")
     assert ended.code == 0 and "--base" not in ended.stderr, ended.stderr
     model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
-    wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
+    assert_merged(merged, base, PeftModel.from_pretrained(model, output_of(config)))
+
+
+def assert_merged(merged: Path, base: Path, model: PeftModel) -> None:
+    """Linear layers are what PEFT merges, with an adapter or without; all else is the base model's."""
+    wanted = model.merge_and_unload().state_dict()
     found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
     assert found.keys() == before.keys()
     for name, values in found.items():
-        is_adapted = name.removesuffix(".weight").endswith(tuple(LINEAR))
-        assert torch.equal(values, wanted[name] if is_adapted else before[name]), name
+        is_linear = name.removesuffix(".weight").endswith(tuple(LINEAR))
+        assert torch.equal(values, wanted[name] if is_linear else before[name]), name
     assert ratel("verify", merged).code == 0
 
 
@@ -118,8 +123,8 @@ def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, d
     ("form", "dtype", "keys"),
     [
         ("nf4 double", "bfloat16", {"lora_target_modules": ["q_proj"]}),
-        pytest.param("nf4", "float32", {}),
-        pytest.param("int8", "bfloat16", {}),
+        ("nf4", "float32", {}),
+        ("int8", "bfloat16", {}),
     ],
 )
 def test_merging_is_into_what_was_trained_beside(
@@ -137,13 +142,7 @@ def test_merging_is_into_what_was_trained_beside(
         quantization_config=BitsAndBytesConfig(**IN_TRANSFORMERS[form], bnb_4bit_compute_dtype=DTYPES[dtype]),
     )
     model = model.dequantize().to(DTYPES[dtype])
-    wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
-    found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
-    assert found.keys() == before.keys()
-    for name, values in found.items():
-        is_quantised = name.removesuffix(".weight").endswith(tuple(LINEAR))
-        assert torch.equal(values, wanted[name] if is_quantised else before[name]), name
-    assert ratel("verify", merged).code == 0
+    assert_merged(merged, base, PeftModel.from_pretrained(model, output_of(config)))
     losses = []
     for arguments in ([output_of(config)], [merged, f"dtype={dtype}"]):
         ended = ratel("eval", arguments[0], rows, *arguments[1:], "datasets.0.type=completion", "--json")
