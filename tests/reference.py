@@ -169,6 +169,8 @@ def loaded_model(
         model = model_class.from_pretrained(directory, dtype=dtype, attn_implementation=attn_implementation)
         for tensor in model.state_dict(keep_vars=True).values():
             tensor.data = tensor.data.clone()
+    for name, parameter in made.named_parameters():  # from_pretrained forgets what the class has frozen
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     assert isinstance(model, PreTrainedModel)
     return model.train()
 

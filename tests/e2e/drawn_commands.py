@@ -134,6 +134,10 @@ def _export(draw: _Draw) -> list[str]:
     return [str(draw.run), *draw.step, "-o", str(draw.place)]
 
 
+def _merge(draw: _Draw) -> list[str]:
+    return [*_export(draw), *draw.one_of([], ["--base", "dequantised"], ["--base", "original"])]
+
+
 def _verify(draw: _Draw) -> list[str]:
     return [str(draw.model), *draw.json]
 
@@ -203,7 +207,7 @@ _ARGUMENTS: dict[str, Callable[[_Draw], list[str]]] = {
     "generate": _generate,
     "import": _import,
     "init": _init,
-    "merge": _export,
+    "merge": _merge,
     "plan": _plan,
     "profile": _profile,
     "report": _report,

@@ -145,7 +145,7 @@ def pass_of_few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     original = reference.fit_blocks
 
     def little(*arguments: Any, least_bytes: int, **options: Any) -> BlockMemory:  # noqa: ANN401
-        return replace(original(*arguments, least_bytes=least_bytes, **options), left_bytes=3 * least_bytes)
+        return replace(original(*arguments, least_bytes=least_bytes, **options), left_bytes=5 * least_bytes // 2)
 
     monkeypatch.setattr(reference, "fit_blocks", little)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ratel_cli import _native
 from scripts.bench.contestants import Task, batches_of
 from scripts.bench.findings import Report, read_findings
 from scripts.gpu_kit import set_up, wheels
@@ -225,8 +227,14 @@ def test_set_up_says_what_is_missing(tmp_path: Path) -> None:
         set_up.install(tmp_path, tmp_path / "site")
 
 
-def test_set_up_takes_the_kernels_that_are_there(tmp_path: Path) -> None:
-    assert set_up.put_kernels(tmp_path).endswith("was there")
+def test_set_up_takes_the_kernels_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First those beside the package, then those of the folder, which are copied there."""
+    (tmp_path / "ratel_cli").mkdir()
+    (tmp_path / "wheels").mkdir()
+    shutil.copy(_native.__file__, tmp_path / "wheels")
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    assert set_up.put_kernels(tmp_path / "wheels").endswith(f"of {tmp_path / 'wheels'}")
+    assert set_up.put_kernels(tmp_path / "nowhere").endswith("was there")
 
 
 # --- All of it -------------------------------------------------------------------------------------------------------
