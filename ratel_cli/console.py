@@ -320,7 +320,7 @@ class _LiveLines(Closing, RenderHook):
         self._stdout, self._stderr = sys.stdout, sys.stderr
         if self._stderr is self._stream:
             sys.stderr = FileProxy(self._console, self._stderr)
-        if _is_terminal(self._stdout):
+        if self._stdout is not None and self._stdout.isatty():
             sys.stdout = FileProxy(self._console, self._stdout)
         self._draw()
         self._thread.start()
@@ -421,10 +421,6 @@ def _control(text: str) -> Segments:
 
 _NOTHING = _control("")
 """Printed to draw the lines again."""
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and stream.isatty()
 
 
 def _size(console: Console, stream: TextIO) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -82,9 +83,14 @@ class JsonFields:
 
 def read_as(kind: type[_Read], content: object, **known: object) -> _Read:
     """The dataclass of which `dataclasses.asdict` made `content`: each field has a value of the type that it declares.
-    Other keys are ignored; `known` are fields that are not read. Raises ValueError."""
+    A field with a default may be missing, other keys are ignored; `known` are fields that are not read. Raises
+    ValueError."""
     fields, hints = JsonFields(content), _hints(kind)  # type: ignore[arg-type]
-    names = [each.name for each in dataclasses.fields(kind) if each.name not in known]  # type: ignore[arg-type]
+    names = [
+        each.name
+        for each in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if each.name not in known and (each.default is dataclasses.MISSING or each.name in fields.names())
+    ]
     return kind(**known, **{name: _checked(hints[name], fields.value(name), name) for name in names})
 
 
@@ -106,6 +112,9 @@ def _checked(kind: object, value: object, name: str) -> object:
             return value
         case origin if origin is tuple:
             return tuple(_checked(arguments[0], item, name) for item in checked_list(value, name))
+        case origin if origin is dict:
+            (key, item), inner = arguments, JsonFields(value)
+            return {_checked(key, each, name): _checked(item, inner.value(each), each) for each in inner.names()}
         case origin if isinstance(origin, type) and dataclasses.is_dataclass(origin):
             return read_as(origin, value)
         case origin:
@@ -150,4 +159,5 @@ _SCALARS: dict[object, Callable[[object, str], object]] = {
     float: _checked_number,
     str: checked_text,
     bool: _checked_flag,
+    Path: lambda value, name: Path(checked_text(value, name)),
 }

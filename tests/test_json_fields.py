@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -61,3 +62,23 @@ def test_what_is_missing_is_named() -> None:
     for key in CONTENT:
         with pytest.raises(ValueError, match=f"{key} is missing"):
             read_as(Outer, {name: value for name, value in CONTENT.items() if name != key})
+
+
+@dataclass(frozen=True)
+class Others:
+    places: tuple[Path, ...] = ()
+    shares: dict[Literal["a", "b"], float] | None = None
+
+
+def test_what_has_a_default_may_be_missing() -> None:
+    assert read_as(Others, {}) == Others()
+    read = read_as(Others, {"places": ["x"], "shares": {"a": 1, "b": 0.5}})
+    assert read == Others((Path("x"),), {"a": 1, "b": 0.5})
+    for wrong, message in (
+        ({"places": [1]}, "places is not text"),
+        ({"shares": {"c": 1.0}}, "shares is 'c'"),
+        ({"shares": {"a": "1"}}, "a is not a number"),
+        ({"shares": []}, "expected an object"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_as(Others, wrong)

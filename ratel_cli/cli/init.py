@@ -34,7 +34,11 @@ def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequenc
     if model is not None and is_override(model) and not os.path.isdir(model):
         overrides, model = [model, *overrides], None
     found = sorted(_models_here()) if model is None else []
-    if model is None and (not data or len(found) == 1) and not any(_names_model(each) for each in overrides):
+    if (
+        model is None
+        and (not data or len(found) == 1)
+        and not any(each.partition("=")[0].strip() == "base_model" for each in overrides)
+    ):
         raise _which_model(found)
     name_run(output)
     log = RunLog()
@@ -48,10 +52,6 @@ def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequenc
     width = max(len(name) for name, _ in _NEXT)
     for name, words in _NEXT:
         log.say(f"  {command(name, output).strip('`')}{' ' * (width - len(name))}  {words}")
-
-
-def _names_model(override: str) -> bool:
-    return override.partition("=")[0].strip() == "base_model"
 
 
 def _which_model(found: Sequence[str]) -> BadInput:

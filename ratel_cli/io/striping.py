@@ -61,7 +61,10 @@ def weights_for(rates: Sequence[float]) -> tuple[int, ...]:
     candidates = [
         tuple(max(1, round(largest * rate / fastest)) for rate in rates) for largest in range(1, MAX_WEIGHT + 1)
     ]
-    together = [_rate_together(rates, weights) for weights in candidates]
+    # A long transfer takes as long as its slowest part.
+    together = [
+        sum(weights) * min(rate / weight for rate, weight in zip(rates, weights, strict=True)) for weights in candidates
+    ]
     return next(
         weights
         for weights, rate in zip(candidates, together, strict=True)
@@ -86,8 +89,3 @@ def _turns(weights: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         turns.append((file_index, taken[file_index]))
         taken[file_index] += 1
     return tuple(turns)
-
-
-def _rate_together(rates: Sequence[float], weights: Sequence[int]) -> float:
-    """Rate of a long transfer, in the unit of `rates`. It takes as long as its slowest part."""
-    return sum(weights) * min(rate / weight for rate, weight in zip(rates, weights, strict=True))

@@ -19,7 +19,6 @@ from typing import Literal
 from torch import nn
 
 from ratel_cli.config.key_groups import OF_ADAPTER, OF_QUANTISATION
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.hardware.gpu import compute_device, determinism
@@ -31,7 +30,7 @@ from ratel_cli.library.model import Model
 from ratel_cli.library.plans import least_of, planner_for
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
 from ratel_cli.library.states import new_state, opened_state
-from ratel_cli.library.trained_model import TrainedModel, language_model, module_model
+from ratel_cli.library.trained_model import language_model, module_model
 from ratel_cli.model.hooked import own_dtype
 from ratel_cli.model.module_weights import as_it_was_on_failure
 from ratel_cli.run.context import open_context
@@ -123,7 +122,13 @@ def open_model(
         context = opening.enter_context(open_context(config, log, device=torch_device))
         if around is not None:
             around.unload()
-        identity = _identity(config, trained)
+        identity = StoreIdentity(
+            model_hash=trained.identity,
+            config_hash=settings_hash(config),
+            data_hash=OWN_LOOP,
+            seed=config.seed,
+            software=software(),
+        )
         exists = Store.exists(config.storage.paths)
         hardware = measure_for_run(context, has_store=exists)
         if exists:
@@ -165,13 +170,3 @@ def _adapter_keys(adapter: Mapping[str, object] | None) -> dict[str, object]:
     if wrong is not None:
         raise BadInput(f"adapter: {excerpt(str(wrong))} is no key of an adapter", f"its keys are {', '.join(known)}")
     return {"adapter": "lora", **adapter}
-
-
-def _identity(config: RunConfig, trained: TrainedModel) -> StoreIdentity:
-    return StoreIdentity(
-        model_hash=trained.identity,
-        config_hash=settings_hash(config),
-        data_hash=OWN_LOOP,
-        seed=config.seed,
-        software=software(),
-    )

@@ -94,7 +94,9 @@ def find_layers(
     dtype, embedded = main_dtype(placed), usage.embedded
     names, value_bytes = ["first", *layers, "last"], VALUE_BYTES[dtype]
     cut = cut_into_blocks(list(zip(names, segments, strict=True)), dtype, rules=rules)
-    hidden_size, shape = _hidden_size(embedded.hidden), embedded.hidden.shape
+    shape = embedded.hidden.shape
+    # [samples, tokens, hidden_size], [samples, channels, height, width], or [samples, hidden_size].
+    hidden_size = shape[1] if len(shape) > 3 else shape[-1]
     example = replace(example, sample_tokens=shape[1:].numel() // hidden_size)
     num_tokens = example.num_tokens
     got = [usage.outputs, *(call.tensors for call in embedded.calls), example.inputs.values()]
@@ -123,12 +125,6 @@ def find_layers(
         looks_up_rows=False,
     )
     return StackModel(module, runner, spec, [each.parameters for each in cut], example, traits, loss)
-
-
-def _hidden_size(hidden: torch.Tensor) -> int:
-    """Elements of one hidden state: of `[samples, tokens, hidden_size]`, of `[samples, channels, height, width]`, or of
-    `[samples, hidden_size]`."""
-    return hidden.shape[1] if hidden.dim() > 3 else hidden.shape[-1]
 
 
 def _reject_passing(module: nn.Module, usage: ModuleUsage) -> None:

@@ -23,7 +23,7 @@ import xxhash
 from ratel_cli.errors import BadInput, EnvironmentFailure, printable
 from ratel_cli.hardware.host import free_bytes
 from ratel_cli.io.files import nearest_existing, replace_file
-from ratel_cli.json_fields import JsonFields, checked_text
+from ratel_cli.json_fields import JsonFields, read_as
 
 MARKER_NAME: Final = "ratel.files"
 NEW_MARKER_NAME: Final = f"{MARKER_NAME}.new"
@@ -47,6 +47,11 @@ class WrittenFile:
     """When its content was written, in nanoseconds since 1970."""
     xxh3_128: str
     """The hash of its content; empty for a file of the user's, whose size and time count."""
+
+    def __post_init__(self) -> None:
+        parts = PurePosixPath(self.name).parts
+        if self.name.startswith("/") or "\0" in self.name or ".." in parts or not parts:
+            raise ValueError("name leads out of the directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +89,9 @@ class Marker:
 def read_marker(directory: Path) -> Marker | None:
     """The marker of a directory; None if there is none, or it cannot be read."""
     try:
-        fields = JsonFields(json.loads((directory / MARKER_NAME).read_bytes()))
-        if fields.integer("format_version") != _FORMAT_VERSION:
-            return None
-        return Marker(
-            run=fields.text("run"),
-            is_run=fields.flag("is_run"),
-            step=None if fields.value("step") is None else fields.integer("step"),
-            files=tuple(_file(JsonFields(row)) for row in fields.items("files")),
-            run_files=tuple(fields.texts("run_files")),
-            replaced=tuple(_file(JsonFields(row)) for row in _items(fields, "replaced")),
-            is_publishing=fields.optional("is_publishing") is True,
-            deleted_store=_deleted_store(fields),
-        )
+        content = json.loads((directory / MARKER_NAME).read_bytes())
+        is_ours = JsonFields(content).integer("format_version") == _FORMAT_VERSION
+        return read_as(Marker, content) if is_ours else None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -238,28 +233,3 @@ def _digest_of(path: Path) -> str:
         while part := file.read(_PART_BYTES):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _items(fields: JsonFields, key: str) -> list[object]:
-    """A list; empty if the key is missing."""
-    return [] if fields.optional(key) is None else fields.items(key)
-
-
-def _deleted_store(fields: JsonFields) -> DeletedStore | None:
-    if fields.optional("deleted_store") is None:
-        return None
-    found = JsonFields(fields.value("deleted_store"))
-    step = None if found.value("step") is None else found.integer("step")
-    return DeletedStore(step=step, when=printable(found.text("when")))
-
-
-def _file(row: JsonFields) -> WrittenFile:
-    name = checked_text(row.value("name"), "name")
-    if name.startswith("/") or "\0" in name or ".." in PurePosixPath(name).parts or not PurePosixPath(name).parts:
-        raise ValueError("name leads out of the directory")
-    return WrittenFile(
-        name=name,
-        num_bytes=row.integer("num_bytes"),
-        modified_ns=row.integer("modified_ns"),
-        xxh3_128=row.text("xxh3_128"),
-    )

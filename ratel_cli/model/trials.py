@@ -172,14 +172,12 @@ def one_of_each_kind(
     kinds: dict[object, int] = {}
     for index, parameters in enumerate(layers):
         shapes = tuple(each.computed_shape for each in parameters)
-        call = tuple(_identity(each, index) for each in embedded)
+        # Where layers need what those below have left or returned, each is of a kind of its own.
+        call = tuple(
+            (*map(id, each.calls[index].tensors), *([index] if each.links_layers else [])) for each in embedded
+        )
         kinds.setdefault((shapes, call, _modules(layer_runner.layers[index], index)), index)
     return list(kinds.values())
-
-
-def _identity(embedded: Embedded, index: int) -> tuple[object, ...]:
-    """Where layers need what those below have left or returned, each is of a kind of its own."""
-    return (*map(id, embedded.calls[index].tensors), *([index] if embedded.links_layers else []))
 
 
 def _modules(layer: nn.Module, index: int) -> tuple[object, ...]:

@@ -70,7 +70,10 @@ def _sections(report: RunReport) -> Iterator[str]:
     plan, has_steps = report.plan, bool(report.steps)
     no_steps, no_plan = "No step is recorded yet.", "There is no plan: run/plan.json is missing or cannot be read."
     yield _section(
-        "curves", "Training", loss_figure(report) + _grid(step_figures(report)) if has_steps else "", no_steps
+        "curves",
+        "Training",
+        loss_figure(report) + f'<div class="grid-of">{"".join(step_figures(report))}</div>' if has_steps else "",
+        no_steps,
     )
     yield _section("resources", "What a step is busy with", resource_figure(report) if has_steps else "", no_steps)
     predicted = predicted_table(report)
@@ -87,10 +90,6 @@ def _sections(report: RunReport) -> Iterator[str]:
 
 def _section(name: str, title: str, content: str, otherwise: str) -> str:
     return f'<section id="{name}"><h2>{title}</h2>{content or f"<p>{escape(otherwise)}</p>"}</section>'
-
-
-def _grid(figures: Sequence[str]) -> str:
-    return f'<div class="grid-of">{"".join(figures)}</div>'
 
 
 def _swapped(table: str) -> str:

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratel_cli.json_fields import JsonFields
+from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.planning.prediction import SwappedOperator
 
 _STAGES = ("forward", "backward", "update")
@@ -76,7 +76,7 @@ def _plan(content: JsonFields) -> RecordedPlan:
         num_micro_batches=workload.integer("num_micro_batches"),
         sequence_len=workload.integer("sequence_len"),
         source=activations.text("source"),
-        swapped=tuple(_swapped(JsonFields(row)) for row in activations.items("swap_set")),
+        swapped=tuple(read_as(SwappedOperator, row) for row in activations.items("swap_set")),
         swappable_bytes=activations.integer("total_bytes"),
         swapped_bytes=activations.integer("swapped_bytes"),
         swapped_to_nvme_bytes=activations.integer("swapped_to_nvme_bytes"),
@@ -102,15 +102,4 @@ def _plan(content: JsonFields) -> RecordedPlan:
             (row.integer("swapped_bytes"), row.number("step_seconds"))
             for row in map(JsonFields, content.items("curve"))
         ),
-    )
-
-
-def _swapped(row: JsonFields) -> SwappedOperator:
-    return SwappedOperator(
-        operator=row.text("operator"),
-        blocks=row.integer("blocks"),
-        bytes=row.integer("bytes"),
-        flops=row.integer("flops"),
-        seconds=row.optional_number("seconds"),
-        benefit=row.number("benefit"),
     )

@@ -29,7 +29,10 @@ class Check:
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
     """The lines of a table."""
-    rows = [(check.what, format_bytes(check.num_bytes), check.checked, _verdict(check)) for check in checks]
+    rows = [
+        (check.what, format_bytes(check.num_bytes), check.checked, "WRONG: " * check.is_wrong + check.verdict)
+        for check in checks
+    ]
     return aligned([("what", "bytes", "checked", "verdict"), *rows])
 
 
@@ -44,7 +47,3 @@ def raise_if_wrong(checks: Sequence[Check]) -> None:
     if wrong:
         others = f" (and {len(wrong) - 1} more, see above)" if len(wrong) > 1 else ""
         raise IntegrityFailure(f"{wrong[0].what}: {wrong[0].verdict}{others}")
-
-
-def _verdict(check: Check) -> str:
-    return f"WRONG: {check.verdict}" if check.is_wrong else check.verdict

@@ -52,7 +52,11 @@ def make_files(
     _check_replaceable([read_header(path) for path in paths], overwrite=overwrite)
     check_space(
         [
-            SpaceNeed(directory=path.parent, num_bytes=num_bytes, held_bytes=_held_bytes(path))
+            SpaceNeed(
+                directory=path.parent,
+                num_bytes=num_bytes,
+                held_bytes=path.stat().st_blocks * _BLOCK_UNIT_BYTES if path.is_file() else 0,
+            )
             for path, num_bytes in zip(paths, file_bytes, strict=True)
         ]
     )
@@ -128,10 +132,6 @@ def _reserve_all(lock: StoreLock, file_bytes: Sequence[int]) -> None:
         for fd, size_before in zip(lock.fds, sizes_before, strict=True):
             os.ftruncate(fd, size_before)
         raise
-
-
-def _held_bytes(path: Path) -> int:
-    return path.stat().st_blocks * _BLOCK_UNIT_BYTES if path.is_file() else 0
 
 
 def _sync_directory(directory: Path, barrier: Barrier) -> None:

@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import Final, TypeVar
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
-from ratel_cli.json_fields import JsonFields, checked_integer, checked_list, checked_text
+from ratel_cli.json_fields import JsonFields, checked_integer, checked_list, checked_text, read_as
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, VALUE_TYPES
 from ratel_cli.store.layout import Field, Geometry, RankSlice, Record, StoredBlock
 
@@ -168,7 +168,7 @@ def decode_manifest(page: bytes) -> Manifest | None:
             store_id=store_id,
             generation=generation,
             previous_sha256=previous_sha256,
-            identity=_identity(payload.fields("identity")),
+            identity=read_as(StoreIdentity, payload.value("identity")),
             geometry=_geometry(payload.fields("geometry")),
             progress=_progress(payload.items("progress")),
             slot=payload.integer("slot"),
@@ -250,16 +250,6 @@ def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry)
 def page_sha256(page: bytes) -> bytes:
     """What the next manifest records of this one."""
     return hashlib.sha256(page).digest()
-
-
-def _identity(values: JsonFields) -> StoreIdentity:
-    return StoreIdentity(
-        model_hash=values.text("model_hash"),
-        config_hash=values.text("config_hash"),
-        data_hash=values.text("data_hash"),
-        seed=values.integer("seed"),
-        software=values.text("software"),
-    )
 
 
 def _geometry_row(geometry: Geometry) -> dict[str, object]:

@@ -53,7 +53,6 @@ class RunFacts:
 def read_facts(run_dir: Path) -> RunFacts | None:
     """The facts in the directory of a run's own files; None if there are none."""
     try:
-        content = json.loads((run_dir / FACTS_NAME).read_bytes())
-        return read_as(RunFacts, {"rounds_up": False, "ended_early_at": None, "exported_step": None, **content})
+        return read_as(RunFacts, json.loads((run_dir / FACTS_NAME).read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return None

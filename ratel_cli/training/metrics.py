@@ -24,9 +24,8 @@ from pathlib import Path
 import xxhash
 
 from ratel_cli.closing import Closing
-from ratel_cli.json_fields import JsonFields, checked_integer
+from ratel_cli.json_fields import read_as
 from ratel_cli.planning.step_time import RESOURCES, Resource
-from ratel_cli.sizes import FIGURES
 from ratel_cli.units import counted
 
 _CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\s*$')
@@ -59,7 +58,7 @@ class StepMetrics:
     nvme_read_bytes: int
     nvme_written_bytes: int
     gpu_peak_bytes: int
-    num_alloc_retries: int | None
+    num_alloc_retries: int | None = None
     """How often since the command began torch found no GPU memory in one piece and gave its cache back: 0 in a run that
     is planned well. None without a GPU."""
     host_peak_bytes: int
@@ -75,7 +74,7 @@ class StepMetrics:
     """False if the step was skipped because its gradients overflowed."""
     clipped: bool
     """True if the gradients were scaled down to `max_grad_norm`."""
-    eval_loss: float | None
+    eval_loss: float | None = None
     """The mean over the target tokens of the held-out samples; None if the step was not evaluated."""
     eval_accuracy: float | None = None
     """The share of the held-out samples that a classifier gave their class; None for other models."""
@@ -106,46 +105,11 @@ class StepMetrics:
     @classmethod
     def from_json(cls, content: object) -> StepMetrics:
         """The step of one line. What was not finite is NaN. Raises ValueError for anything that is no step."""
-        fields = JsonFields(content)
-        retries, bottleneck = fields.optional("num_alloc_retries"), fields.text("bottleneck")
-        if fields.integer("step") < 1 or fields.number("step_seconds") <= 0 or bottleneck not in RESOURCES:
+        step = read_as(cls, _with_nan(content))
+        by_resource = step.busy_seconds.keys(), step.waited_seconds.keys()
+        if step.step < 1 or not step.step_seconds > 0 or any(each != {*RESOURCES} for each in by_resource):
             raise ValueError("not a step")
-        slowest_bottleneck = (
-            None if fields.optional("slowest_bottleneck") is None else fields.text("slowest_bottleneck")
-        )
-        if slowest_bottleneck is not None and slowest_bottleneck not in RESOURCES:
-            raise ValueError("not a resource")
-        return cls(
-            step=fields.integer("step"),
-            loss=_number(fields, "loss"),
-            learning_rate=_number(fields, "learning_rate"),
-            grad_norm=_number(fields, "grad_norm"),
-            tokens=fields.integer("tokens"),
-            step_seconds=fields.number("step_seconds"),
-            forward_seconds=_number(fields, "forward_seconds"),
-            backward_seconds=_number(fields, "backward_seconds"),
-            tokens_per_second=_number(fields, "tokens_per_second"),
-            tflops_model=_number(fields, "tflops_model"),
-            tflops_hardware=_number(fields, "tflops_hardware"),
-            swapped_bytes=fields.integer("swapped_bytes"),
-            nvme_read_bytes=fields.integer("nvme_read_bytes"),
-            nvme_written_bytes=fields.integer("nvme_written_bytes"),
-            gpu_peak_bytes=fields.integer("gpu_peak_bytes"),
-            num_alloc_retries=None if retries is None else checked_integer(retries, "num_alloc_retries"),
-            host_peak_bytes=fields.integer("host_peak_bytes"),
-            bottleneck=bottleneck,
-            busy_seconds=_by_resource(fields.fields("busy_seconds")),
-            waited_seconds=_by_resource(fields.fields("waited_seconds")),
-            predicted_seconds=_number(fields, "predicted_seconds"),
-            applied=fields.flag("applied"),
-            clipped=fields.flag("clipped"),
-            eval_loss=_evaluated(fields, "eval_loss"),
-            eval_accuracy=_evaluated(fields, "eval_accuracy"),
-            slowest_rank=None if fields.optional("slowest_rank") is None else fields.integer("slowest_rank"),
-            slowest_bottleneck=slowest_bottleneck,
-            preferences=_figures(fields, "preferences"),
-            eval_preferences=_figures(fields, "eval_preferences"),
-        )
+        return step
 
 
 def line_of(metrics: StepMetrics) -> bytes:
@@ -316,31 +280,15 @@ def _end_with(file: FileIO, offset: int, line: bytes) -> None:
     file.truncate(offset + len(line))
 
 
-def _number(fields: JsonFields, key: str) -> float:
-    """A number; NaN where the field holds null."""
-    value = fields.optional_number(key)
-    return math.nan if value is None else float(value)
-
-
-def _evaluated(fields: JsonFields, key: str) -> float | None:
-    """A number that an evaluation gave, NaN if it was not finite; None if the step was not evaluated."""
-    return _number(fields, key) if key in fields.names() else None
-
-
-def _by_resource(fields: JsonFields) -> dict[Resource, float]:
-    return {resource: float(fields.number(resource)) for resource in RESOURCES}
-
-
-def _figures(fields: JsonFields, key: str) -> dict[str, float] | None:
-    """Numbers by name; None if there is no such key. Raises ValueError."""
-    if fields.optional(key) is None:
-        return None
-    inner = fields.fields(key)
-    return {name: _number(inner, name) for name in FIGURES if name in inner.names()}
-
-
 def _finite(value: object) -> object:
     """The value, also within a mapping, with None for what is not finite."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_nan(value: object) -> object:
+    """The value with NaN for null, also within a mapping."""
+    if isinstance(value, dict):
+        return {key: _with_nan(each) for key, each in value.items()}
+    return math.nan if value is None else value

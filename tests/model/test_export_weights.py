@@ -386,9 +386,9 @@ def test_the_marker_knows_a_changed_file(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"format_version": 2, "run": "r", "is_run": true, "step": null, "files": []}']
+    ["", "[]", "{}", '{"format_version": 2, "run": "r", "step": null, "files": []}']
     + [
-        '{"format_version": 1, "run": "r", "is_run": true, "step": null, "files": '
+        '{"format_version": 2, "run": "r", "is_run": true, "step": null, "files": '
         f'[{{"name": "{name}", "num_bytes": 1, "modified_ns": 1, "xxh3_128": ""}}]}}'
         for name in ("../a", "/a", "a/../../b", "")
     ],

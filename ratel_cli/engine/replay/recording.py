@@ -142,7 +142,8 @@ class _TimingRecorder(Recorder):
         return most
 
     def _call(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        stop = _start_clock(_gpu_of((args, kwargs)))
+        devices = (tensor.device for tensor in tensors_in((args, kwargs)))
+        stop = _start_clock(next((each for each in devices if each.type not in ("cpu", "meta")), None))
         result = super()._call(func, args, kwargs)
         seconds = stop()
         self._notes.append((self._path[-1], _flops(func, args, kwargs, result), seconds))
@@ -153,11 +154,6 @@ class _TimingRecorder(Recorder):
 
     def _leave(self, *_: object) -> None:
         self._path.pop()
-
-
-def _gpu_of(arguments: object) -> torch.device | None:
-    """The GPU that an operator computes on; None if it has no argument there."""
-    return next((tensor.device for tensor in tensors_in(arguments) if tensor.device.type not in ("cpu", "meta")), None)
 
 
 def _start_clock(gpu: torch.device | None) -> Callable[[], Callable[[], float]]:

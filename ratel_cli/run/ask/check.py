@@ -129,7 +129,10 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
     Raises EnvironmentFailure.
     """
     does_not_fit = any(isinstance(each, DoesNotFit) for each in found)
-    if any(isinstance(each, NotEnoughSpace) or (_is_of_machine(each) and not does_not_fit) for each in found):
+    if any(
+        isinstance(each, NotEnoughSpace) or (isinstance(each, EnvironmentFailure) and not (each.key or does_not_fit))
+        for each in found
+    ):
         return  # it came to all of it
     if config.base_model is None:
         return
@@ -150,11 +153,6 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         )
         errors.attempt(("storage",), check)
     errors.raise_all()
-
-
-def _is_of_machine(error: RatelError) -> bool:
-    """Whether the machine as a whole cannot do it, not what one key names."""
-    return isinstance(error, EnvironmentFailure) and not error.key
 
 
 def _errors_of(work: Callable[[], None]) -> list[RatelError]:

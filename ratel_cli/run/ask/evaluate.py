@@ -89,7 +89,9 @@ def _evaluate(
     context: RunContext, streamed: StreamedModel[LanguageBase], rows: TrainingData, data: str, *, is_packed: bool
 ) -> EvaluationReport:
     config, spec = context.config, streamed.spec
-    chunk_tokens = tokens_per_chunk(spec.vocab_size, _chunk_bytes(config))
+    chunk_tokens = tokens_per_chunk(
+        spec.vocab_size, LOGITS_CHUNK_BYTES if config.head_chunk == "auto" else config.head_chunk
+    )
     memory = _fit(context, streamed, rows, chunk_tokens, is_packed=is_packed)
     num_batches = -(-rows.num_sequences // _batch_size(config))
     total, start = NOTHING_EVALUATED, perf_counter()
@@ -161,7 +163,3 @@ def _batches(rows: TrainingData) -> Iterator[MicroBatch]:
 
 def _batch_size(config: RunConfig) -> int:
     return 1 if config.split is None else config.split[0]
-
-
-def _chunk_bytes(config: RunConfig) -> int:
-    return LOGITS_CHUNK_BYTES if config.head_chunk == "auto" else config.head_chunk

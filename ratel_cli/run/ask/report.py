@@ -55,7 +55,7 @@ def report_of(config: RunConfig) -> RunReport:
         plan=plan,
         hardware=_noted(run_dir / HARDWARE_NAME, _hardware, notes),
         facts=read_facts(run_dir),
-        changed_keys=_changed_keys(config),
+        changed_keys=dump(config.model_dump(mode="json", exclude_defaults=True)),
         config_text=to_yaml(config),
         gpu_limit_bytes=config.limits.gpu_memory,
         endurance_tb=config.storage.endurance_tb,
@@ -121,8 +121,3 @@ def _hardware(path: Path) -> HardwareProfile | None:
         return load_hardware(path) if path.is_file() else None
     except RatelError:
         return None
-
-
-def _changed_keys(config: RunConfig) -> str:
-    """The keys that are not at their defaults, as YAML."""
-    return dump(config.model_dump(mode="json", exclude_defaults=True))

@@ -17,7 +17,7 @@ from pathlib import Path
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.json_fields import JsonFields
+from ratel_cli.json_fields import read_as
 from ratel_cli.run.files.run_directory import ORIGIN_NAME, REFERENCE_NAME, find_run, run_directory
 from ratel_cli.run.files.run_files import is_users, list_run_files, remove_run_file, write_run_file
 
@@ -106,10 +106,7 @@ def read_origin(config: RunConfig) -> OriginRecord | None:
     if is_users(config.output_dir, ORIGIN_NAME):
         return None
     try:
-        fields = JsonFields(json.loads(_path(config).read_text(encoding="utf-8")))
-        return OriginRecord(
-            run=fields.text("run"), step=fields.integer("step"), fresh_optimizer=fields.flag("fresh_optimizer")
-        )
+        return read_as(OriginRecord, json.loads(_path(config).read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, printable
 from ratel_cli.model.marker import DeletedStore, Marker, check_output, holds_nothing, read_marker, write_marker
 from ratel_cli.run.files.run_directory import (
     METRICS_NAME,
@@ -96,7 +96,7 @@ def missing_store(config: RunConfig) -> str:
     deleted = deleted_store(config)
     if deleted is None:
         return f"there is no store in {place_of(config)}"
-    return f"the store in {place_of(config)} was deleted by `ratel clean --store` ({deleted.when})"
+    return f"the store in {place_of(config)} was deleted by `ratel clean --store` ({printable(deleted.when)})"
 
 
 def deleted_store(config: RunConfig) -> DeletedStore | None:

@@ -88,21 +88,19 @@ def with_recent_rates(measured: HardwareProfile, target: ProfileTarget) -> Hardw
         recent = load_hardware(file) if is_recent else None
     except (OSError, BadInput):
         recent = None
-    best = measured if recent is None else _best_rates(measured, recent)
+    best = measured
+    if recent is not None:
+        best = replace(
+            measured,
+            gpu=_with_best_rates(measured.gpu, recent.gpu),
+            link=measured.link and recent.link and _with_best_rates(measured.link, recent.link),
+            nvme=_with_best_rates(measured.nvme, recent.nvme),
+            host=_with_best_rates(measured.host, recent.host),
+        )
     if best != recent:
         with suppress(OSError):  # the next command does without
             write_user_cache(file, to_text(best))
     return best
-
-
-def _best_rates(measured: HardwareProfile, recent: HardwareProfile) -> HardwareProfile:
-    return replace(
-        measured,
-        gpu=_with_best_rates(measured.gpu, recent.gpu),
-        link=measured.link and recent.link and _with_best_rates(measured.link, recent.link),
-        nvme=_with_best_rates(measured.nvme, recent.nvme),
-        host=_with_best_rates(measured.host, recent.host),
-    )
 
 
 def _with_best_rates(measured: _Rates, recent: _Rates) -> _Rates:

@@ -6,14 +6,14 @@ Invariant: it is durable when it is written, in place of the one before; while i
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.files import replace_file, sync_path
-from ratel_cli.json_fields import JsonFields
+from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.run.files.run_directory import run_directory
 from ratel_cli.run.files.run_files import list_run_files
 
@@ -41,15 +41,6 @@ class ReshardingRecord:
         """Whether the new stores count."""
         return bool(self.store_ids)
 
-    def to_json(self) -> dict[str, object]:
-        """The content of the file."""
-        return {
-            "format_version": _FORMAT_VERSION,
-            "made": list(map(str, self.made)),
-            "deleted": list(map(str, self.deleted)),
-            "store_ids": list(self.store_ids),
-        }
-
 
 def is_moving(config: RunConfig) -> bool:
     """Whether a change to another number of ranks has still to be ended: the stores of all ranks are not in their
@@ -72,8 +63,9 @@ def write_resharding(config: RunConfig, record: ReshardingRecord) -> None:
     """Durable when it returns, in place of what was there. Raises EnvironmentFailure."""
     path = _path(config)
     try:
+        content = {"format_version": _FORMAT_VERSION, **asdict(record)}
         list_run_files(config.output_dir, [RESHARDING_NAME, NEW_RESHARDING_NAME])
-        replace_file(path, (json.dumps(record.to_json(), indent=2) + "\n").encode())
+        replace_file(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
     except OSError as error:
         raise EnvironmentFailure(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -89,14 +81,10 @@ def read_resharding(config: RunConfig) -> ReshardingRecord | None:
     nobody knows which stores count."""
     path = _path(config)
     try:
-        fields = JsonFields(json.loads(path.read_bytes()))
-        if fields.integer("format_version") != _FORMAT_VERSION:
+        content = json.loads(path.read_bytes())
+        if JsonFields(content).integer("format_version") != _FORMAT_VERSION:
             raise ValueError("made by another version")
-        return ReshardingRecord(
-            made=tuple(map(Path, fields.texts("made"))),
-            deleted=tuple(map(Path, fields.texts("deleted"))),
-            store_ids=tuple(fields.texts("store_ids")),
-        )
+        return read_as(ReshardingRecord, content)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

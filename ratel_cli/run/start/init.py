@@ -103,7 +103,10 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
     found = None if is_open else _look_at_model(text.config, log)
     sketches = [] if found is None else _look_at_data(text, data, found, log)
     missing = f"not given; put it where {output} has {MODEL_PLACEHOLDER}" if is_open else text.config.base_model
-    rows = [("model", missing or "" if found is None else _model_words(found))]
+    about = missing or ""
+    if found is not None:
+        about = f"{found.spec.architecture}: {format_count(found.spec.num_parameters)} parameters"
+    rows = [("model", about)]
     rows += [("data", f"{sketch.described}; {_rows_words(sketch)}") for sketch in sketches]
     if not data:
         rows.append(("data", f"not given; put its path where {output} has {DATA_PLACEHOLDER}"))
@@ -331,10 +334,6 @@ def _plan_words(forecast: Forecast | None) -> str:
     return (
         f"fits; {seconds} per step, {format_token_rate(prediction.tokens_per_second)}, mostly {prediction.bottleneck}"
     )
-
-
-def _model_words(model: _Model) -> str:
-    return f"{model.spec.architecture}: {format_count(model.spec.num_parameters)} parameters"
 
 
 def _rows_words(sketch: DataSketch) -> str:
