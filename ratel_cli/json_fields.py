@@ -40,10 +40,6 @@ class JsonFields:
         """The keys, in their order."""
         return list(self._values)
 
-    def optional(self, key: str) -> object:
-        """The value as it is; None if the key is missing."""
-        return self._values.get(key)
-
     def integer(self, key: str) -> int:
         """A whole number of any sign."""
         return checked_integer(self.value(key), key)
@@ -63,10 +59,6 @@ class JsonFields:
     def text(self, key: str) -> str:
         """A string."""
         return checked_text(self.value(key), key)
-
-    def texts(self, key: str) -> list[str]:
-        """A list of strings."""
-        return [checked_text(item, key) for item in self.items(key)]
 
     def flag(self, key: str) -> bool:
         """True or false."""

@@ -48,7 +48,16 @@ def measure(
     if nvme_rates is None:
         nvme = measure_drives(paths, queue, pool, budget=budget, progress=progress)
     else:
-        nvme = _assume(paths, *nvme_rates)
+        read_rate, write_rate = nvme_rates
+        nvme = Nvme(
+            paths=tuple(map(str, paths)),
+            num_devices=len({path.stat().st_dev for path in paths}),
+            read_bytes_per_second=read_rate,
+            write_bytes_per_second=write_rate,
+            mixed_bytes_per_second=alternating_bytes_per_second(read_rate, write_rate),
+            weights=(1,) * len(paths),
+            free_bytes=free_bytes(paths),
+        )
     progress("matrix products")
     gpu = measure_device(dtype, device, budget.seconds)
     link = None
@@ -66,18 +75,6 @@ def measure(
         num_cores=num_cores(),
     )
     return HardwareProfile(gpu=gpu, link=link, nvme=nvme, host=host)
-
-
-def _assume(paths: Sequence[Path], read_bytes_per_second: float, write_bytes_per_second: float) -> Nvme:
-    return Nvme(
-        paths=tuple(map(str, paths)),
-        num_devices=len({path.stat().st_dev for path in paths}),
-        read_bytes_per_second=read_bytes_per_second,
-        write_bytes_per_second=write_bytes_per_second,
-        mixed_bytes_per_second=alternating_bytes_per_second(read_bytes_per_second, write_bytes_per_second),
-        weights=(1,) * len(paths),
-        free_bytes=free_bytes(paths),
-    )
 
 
 def _memory_rate(pool: BufferPool, num_bytes: int, seconds: float) -> float:

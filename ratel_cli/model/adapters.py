@@ -86,7 +86,13 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
             cast_adapter_dtype(model, _NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         if ParamWrapper.__name__ in str(error):
-            raise _of_experts(model) from error
+            # Stacks of experts are no modules: PEFT adds their adapters to their matrices in forward.
+            raise BadInput(
+                f"adapter: the experts of {type(model).__name__} would get one, which can have no dropout and no DoRA,"
+                " and their matrices must not be quantised",
+                "set lora_dropout: 0, peft_use_dora: false and quantize_moe_experts: false, or name the other modules, "
+                "such as lora_target_modules: [q_proj, k_proj, v_proj, o_proj]",
+            ) from error
         message = f"adapter: {type(model).__name__}: {first_line(error)}"
         raise _about("lora_target_modules", message, "lora_target_modules names modules by their ends") from error
     for module in saved:
@@ -256,16 +262,6 @@ def _unused_children(model: PreTrainedModel, inside: str, task: Task) -> list[st
     children = [f"{inside}.{name}" for name, child in decoder.named_children() if list(child.parameters())]
     unused = [child for child in children if not any(name.startswith(f"{child}.") for name in used)]
     return [rf"{re.escape(child)}(\..*)?" for child in unused]
-
-
-def _of_experts(model: PreTrainedModel) -> BadInput:
-    """The error for stacks of experts, which are no modules: PEFT adds their adapters to their matrices in forward."""
-    return BadInput(
-        f"adapter: the experts of {type(model).__name__} would get one, which can have no dropout and no DoRA, and"
-        " their matrices must not be quantised",
-        "set lora_dropout: 0, peft_use_dora: false and quantize_moe_experts: false, or name the other modules, such as "
-        "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]",
-    )
 
 
 def _linear_names(model: PreTrainedModel) -> tuple[str, ...]:

@@ -222,7 +222,12 @@ class DecoderModel(CutModel[MicroBatch]):
         tokens = torch.randint(0, self.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         comparison = None
         if self.preference is not None and size % 2 == 0:
-            comparison = _any_comparison(size, num_tokens)
+            comparison = Comparison(
+                is_answer=torch.ones(shape, dtype=torch.bool),
+                reference=torch.zeros(size),
+                is_good=torch.ones(size // 2, dtype=torch.bool),
+                num_good=size // 2,
+            )
         parts = torch.arange(num_tokens).tensor_split(num_samples)
         positions = torch.cat([torch.arange(len(part)) for part in parts]).expand(shape).contiguous()
         return replace(
@@ -294,13 +299,3 @@ class DecoderModel(CutModel[MicroBatch]):
         if self.task != "seq2seq" or batch.decoder_ids is not None:
             return batch
         return replace(batch, decoder_ids=self.decoder_ids(batch.targets))
-
-
-def _any_comparison(num_rows: int, num_tokens: int) -> Comparison:
-    """Rows `[num_rows, num_tokens]` that are compared, of which all is the answer."""
-    return Comparison(
-        is_answer=torch.ones(num_rows, num_tokens, dtype=torch.bool),
-        reference=torch.zeros(num_rows),
-        is_good=torch.ones(num_rows // 2, dtype=torch.bool),
-        num_good=num_rows // 2,
-    )

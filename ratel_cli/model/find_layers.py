@@ -24,7 +24,7 @@ from ratel_cli.model.carried import tensors_of
 from ratel_cli.model.cut_model import placeholder
 from ratel_cli.model.hooked import check_parameters, find_module_blocks, main_dtype
 from ratel_cli.model.layer_runner import LayerRunner
-from ratel_cli.model.probe import ModuleUsage, probe_module
+from ratel_cli.model.probe import probe_module
 from ratel_cli.model.spec import LayerTraits, ModelSpec, check_depth
 from ratel_cli.model.stack import SampleLoss, StackModel
 from ratel_cli.model.trials import carried_bytes
@@ -77,7 +77,12 @@ def find_layers(
     )
     runner.takes_positions = True  # an input of this name is one of the module's own
     usage = probe_module(runner, {each.name: each.unbound for each in placed}, example.inputs)
-    _reject_passing(module, usage)
+    if usage.passing:  # gradients would be added in another order
+        raise BadInput(
+            f"{type(module).__name__}: what is behind its layers uses what is made before them of {min(usage.passing)},"
+            " and not only the output of the last layer; such a module cannot be streamed",
+            "hook it: ratel.hook",
+        )
     segments: list[list[PlacedParameter]] = [[] for _ in range(len(layers) + 2)]
     for each in placed:
         is_before, is_after, own = each.name in usage.before, each.name in usage.after, layers_of[each.name]
@@ -125,16 +130,6 @@ def find_layers(
         looks_up_rows=False,
     )
     return StackModel(module, runner, spec, [each.parameters for each in cut], example, traits, loss)
-
-
-def _reject_passing(module: nn.Module, usage: ModuleUsage) -> None:
-    """Raise BadInput if what is before the layers is used behind them: gradients would be added in another order."""
-    if usage.passing:
-        raise BadInput(
-            f"{type(module).__name__}: what is behind its layers uses what is made before them of {min(usage.passing)},"
-            " and not only the output of the last layer; such a module cannot be streamed",
-            "hook it: ratel.hook",
-        )
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -69,7 +69,11 @@ def probe_usage(
             finished = layer_runner.finish(torch.zeros_like(embedded.hidden), inputs)
             logits = _logits(layer_runner, finished)
         reject_between_layers(layer_runner, embedded, inputs)
-        _reject_other_tokens(layer_runner, embedded)
+    if SAMPLE_TOKENS not in embedded.hidden.shape[1:3]:
+        raise BadInput(
+            f"{type(layer_runner.model).__name__}: its layers get other tokens than the model; such models cannot be"
+            " streamed"
+        )
     after = _used_for(logits, parameters)
     handed = {each.untyped_storage()._cdata for call in embedded.calls for each in call.tensors}
     usage = Usage(
@@ -176,15 +180,6 @@ def reject_between_layers(layer_runner: LayerRunner, embedded: Embedded, inputs:
         raise BadInput(
             f"{type(layer_runner.model).__name__}: its layers receive the first hidden states besides their own; such"
             " models cannot be streamed"
-        )
-
-
-def _reject_other_tokens(layer_runner: LayerRunner, embedded: Embedded) -> None:
-    """Raise BadInput if hidden states are not those of the model's tokens."""
-    if SAMPLE_TOKENS not in embedded.hidden.shape[1:3]:
-        raise BadInput(
-            f"{type(layer_runner.model).__name__}: its layers get other tokens than the model; such models cannot be"
-            " streamed"
         )
 
 

@@ -101,7 +101,13 @@ def build_skeleton(
             model = _construct(config, attn_implementation, task, dtype=DTYPES[dtype])
             _compute_buffers(model)
     except Exception as error:
-        raise _not_built(config, error) from error
+        raise BadInput(
+            f"config.json: transformers cannot build a {config.model_type} language model from it: "
+            f"{type(error).__name__}: {_fact(error)}",
+            "install the package that transformers asks for"
+            if isinstance(error, ImportError)
+            else "check the values in the model's config.json",
+        ) from error
     _reject_empty_parameters(model)
     keep_in_fp32(model)
     model.train()
@@ -147,16 +153,6 @@ def _compute_buffers(model: PreTrainedModel) -> None:
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]  # transformers' mark of what is done
     model.initialize_weights()
-
-
-def _not_built(config: PretrainedConfig, error: Exception) -> BadInput:
-    return BadInput(
-        f"config.json: transformers cannot build a {config.model_type} language model from it: "
-        f"{type(error).__name__}: {_fact(error)}",
-        "install the package that transformers asks for"
-        if isinstance(error, ImportError)
-        else "check the values in the model's config.json",
-    )
 
 
 def _fact(error: Exception) -> str:

@@ -98,14 +98,16 @@ class StandIns(OperatorMode):
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if func.is_view:
             return func(*args, **kwargs)
-        if isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs = {**kwargs, "dtype": _wide(kwargs["dtype"])}
+        dtype = kwargs.get("dtype")
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            kwargs = {**kwargs, "dtype": _DTYPE}
         if func._schema.is_mutable:
             return func(*args, **kwargs)
         args, kwargs = tree_map(_widened, args), tree_map(_widened, kwargs)
         result: object = self._product(func, args, kwargs)
         if result is None:
-            _check_size(func, args)
+            if any(tensor.numel() > _MOST_ELEMENTS for tensor in tensors_in(args)) and func not in _READS_ROWS:
+                raise RuntimeError(f"{func} on a tensor of this size")
             result = func(*args, **kwargs)
         return tree_map(_widened, result)
 
@@ -178,15 +180,6 @@ def _fast_length(length: int) -> int:
         if rest == 1:
             return length
         length += 1
-
-
-def _check_size(func: TorchOperator, args: tuple[object, ...]) -> None:
-    if any(tensor.numel() > _MOST_ELEMENTS for tensor in tensors_in(args)) and func not in _READS_ROWS:
-        raise RuntimeError(f"{func} on a tensor of this size")
-
-
-def _wide(dtype: object) -> object:
-    return _DTYPE if isinstance(dtype, torch.dtype) and dtype.is_floating_point else dtype
 
 
 def _widened(leaf: object) -> object:

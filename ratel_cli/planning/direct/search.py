@@ -99,17 +99,14 @@ def _searched(layers: Sequence[DirectLayer], width: int | None) -> list[tuple[Ac
 
 def _next_states(layer: DirectLayer, states: Iterable[_State]) -> list[_State]:
     found: list[_State] = []
+    # To upload for backward only what that makes faster.
+    modes: tuple[AccessMode, ...] = ACCESS_MODES if layer.backward < layer.direct_backward else ("GFGB", "DHA")
     for seconds, ahead, moved, chain in states:
-        for mode in _choices(layer):
+        for mode in modes:
             forward, then_ahead = after_forward(layer, mode, ahead)
             spent = seconds + forward + backward_seconds(layer, mode)
             found.append((spent, then_ahead, moved + (layer.upload if mode == "DFGB" else 0.0), (mode, chain)))
     return found
-
-
-def _choices(layer: DirectLayer) -> tuple[AccessMode, ...]:
-    """The modes that are worth trying: to upload for backward only what that makes faster."""
-    return ACCESS_MODES if layer.backward < layer.direct_backward else ("GFGB", "DHA")
 
 
 def _undominated(states: list[_State]) -> list[_State]:

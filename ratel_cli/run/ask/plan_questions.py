@@ -6,11 +6,9 @@ Each answer has lines for people and content for `--json`. docs/planning.md says
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.forecast.advice import with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
 from ratel_cli.planning.papers.in_memory import compare_in_memory
@@ -168,8 +166,8 @@ def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
         )
     rows = [("SSDs", "price", "tokens/s", "per $1000")]
     content: list[dict[str, object]] = []
-    for count, hardware in _machines(machine):
-        each = forecaster.forecast(replace(forecast.setting, hardware=hardware))
+    for count in _DRIVE_COUNTS:
+        each = forecaster.forecast(replace(forecast.setting, hardware=with_drives(machine, count)))
         dollars = prices.dollars(num_ssds=count)
         if not each.fits:
             rows.append((str(count), f"${dollars}", "", "does not fit"))
@@ -193,8 +191,3 @@ def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
         lines=aligned(rows),
         content=content,
     )
-
-
-def _machines(hardware: HardwareProfile) -> Iterator[tuple[int, HardwareProfile]]:
-    for count in _DRIVE_COUNTS:
-        yield count, with_drives(hardware, count)

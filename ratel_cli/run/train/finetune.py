@@ -212,7 +212,8 @@ def _find(
     context = replace(context, layout=layout_of(ranks, config.storage.paths))
     share = share_of(hardware, context.layout, network=measured_network(ranks))
     if change is not None:
-        _check_fits(context, inputs, share)
+        planner = make_planner(context, inputs.model.spec, share)
+        planner.plan(estimated_profile(planner, inputs.model))  # fails before their stores are made if no step fits
         change.make(context, inputs.model.spec, inputs.source, identity)
     if begins.ranks_before and not dry_run:
         share_origin(ranks, config)
@@ -249,12 +250,6 @@ def _find(
         meter=meter,
         planner=make_planner(context, inputs.model.spec, share),
     )
-
-
-def _check_fits(context: RunContext, inputs: Inputs, share: HardwareProfile) -> None:
-    """Raise DoesNotFit if a step of this number of ranks fits in no way: before their stores are made."""
-    planner = make_planner(context, inputs.model.spec, share)
-    planner.plan(estimated_profile(planner, inputs.model))
 
 
 def _export(
