@@ -58,6 +58,7 @@ _THINKING: Mapping[Prompt, Mapping[str, bool]] = {
 }
 
 ChatMessage = dict[str, object]
+_QUESTION: list[ChatMessage] = [{"role": "user", "content": _STAND_IN}]
 CharSpan = tuple[int, int]
 """Characters [start, end) of a text."""
 Prompt = Literal["none", "plain", "quiet", "thinks"]
@@ -164,7 +165,8 @@ def find_turns(render: Render, messages: list[ChatMessage], marks: Marks | None 
         end = _end_of_turn(render, messages[: index + 1], text, start, marks)
         if start is None or end is None:
             first, last = _find_by_stand_in(render, messages, index, text, marks)
-            start, end = first if start is None else start, last if end is None else end
+            header_end = _last_header_end(render, text, (spans[-1][1] if spans else 0, first))
+            start, end = header_end if start is None else start, last if end is None else end
         if start > end or (spans and start < spans[-1][1]):
             raise RenderFailure(
                 f"assistant turn {index + 1} cannot be located: the chat template changes the order of the turns"
@@ -385,6 +387,17 @@ def _start_of_turn(render: Render, before: list[ChatMessage], text: str, marks: 
     return start, None if quiet == start else quiet
 
 
+def _last_header_end(render: Render, text: str, span: CharSpan) -> int:
+    """Where the last header of a turn ends in these characters, as the prompt behind a question has it; else their end.
+
+    For a turn that no prompt can be made for, such as one before which nothing stands.
+    """
+    question, asked = _rendered(render, _QUESTION), _rendered(render, _QUESTION, "plain")
+    header = asked[len(question) :] if question and asked and asked.startswith(question) else ""
+    place = text.rfind(header, *span)
+    return span[1] if place < 0 else place + len(header)
+
+
 def _end_of_header(render: Render, before: list[ChatMessage], text: str, marks: Marks) -> int | None:
     """Where the text leaves the prompt behind these messages, after some of it; None if it has nothing of it."""
     plain, asked = _rendered(render, before), _rendered(render, before, "plain")
@@ -437,7 +450,8 @@ def _without_reasoning(messages: list[ChatMessage]) -> list[list[ChatMessage]]:
 
 def _before_prompt(render: Render, messages: list[ChatMessage], marks: Marks) -> str:
     """What a template makes of messages that end with a turn, up to the prompt for the next one; empty if unknown."""
-    plain, asked = _rendered(render, messages[:-1]), _rendered(render, messages[:-1], "plain")
+    before = messages[:-1] or _QUESTION
+    plain, asked = _rendered(render, before), _rendered(render, before, "plain")
     followed = _rendered(render, messages, "plain")
     if plain is None or asked is None or followed is None:
         return ""

@@ -111,6 +111,17 @@ def test_a_turn_without_text_out_of_place() -> None:
     assert _located(REASONING, messages) == ["</>\n", "<think></think>two</>\n"]
 
 
+def test_a_turn_before_which_nothing_stands() -> None:
+    """There is no conversation before it whose prompt it could follow: the header is that behind a question."""
+    end = "{{ '<return>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<end>' }}"
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}<final>{% endif %}{{ m.content }}"
+        + end
+        + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert _located(template, _turns("a", "one", "b", "two")[1:]) == ["<final>one<end>", "<final>two<return>"]
+
+
 @pytest.mark.parametrize(
     ("template", "found"),
     [("{% generation %}", True), ("{%- generation -%}", True), ("{{ generation }}", False), ("", False)],

@@ -1,7 +1,7 @@
 """Where the turns of sixty families' chat templates begin and end, and which stop token each teaches.
 
 The templates are those that TRL has, read from its package, and ours of further shapes. The oracle renders each
-conversation with and without each turn. TRL's own training templates mark the turns, too: a second oracle.
+conversation with and without each turn.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ TOOLS: list[object] = [{
 }]  # fmt: skip
 
 
-def _said(role: str, content: str, **others: object) -> Message:
+def said(role: str, content: str, **others: object) -> Message:
     return {"role": role, "content": content, **others}
 
 
-ASK, MORE = _said("user", "Zask"), _said("user", "Zmore")
-ONE, TWO, CALL = _said("assistant", "Zone"), _said("assistant", "Ztwo"), _said("assistant", "", tool_calls=CALLS)
-RESULT = _said("tool", "Zresult", tool_call_id="call00001", name="look")
+ASK, MORE = said("user", "Zask"), said("user", "Zmore")
+ONE, TWO, CALL = said("assistant", "Zone"), said("assistant", "Ztwo"), said("assistant", "", tool_calls=CALLS)
+RESULT = said("tool", "Zresult", tool_call_id="call00001", name="look")
 THINKS: dict[str, object] = {"reasoning_content": "Zwhy"}
 CONVERSATIONS: dict[str, list[Message]] = {
     "one turn": [ASK, ONE],
-    "several": [ASK, ONE, MORE, TWO, _said("user", "Zagain"), _said("assistant", "Zthree")],
-    "system": [_said("system", "Zsystem"), ASK, ONE, MORE, TWO],
+    "several": [ASK, ONE, MORE, TWO, said("user", "Zagain"), said("assistant", "Zthree")],
+    "system": [said("system", "Zsystem"), ASK, ONE, MORE, TWO],
     "tools": [ASK, CALL, RESULT, ONE, MORE, TWO],
     "two calls": [ASK, CALL, RESULT, CALL, RESULT, ONE],
     "thinking": [ASK, ONE | THINKS, MORE, TWO | THINKS],
@@ -118,7 +118,8 @@ def _forms(calls: bool) -> tuple[Form, ...]:
     )
 
 
-def _rendered(family: Family, messages: list[Message], form: Form, *, prompt: str, has_tools: bool) -> str:
+def in_form(messages: list[Message], form: Form) -> list[Message]:
+    """The messages in a form that a template may read."""
     in_parts, as_text, blank = form
     given = cast(list[Message], json.loads(json.dumps(messages)))
     for message in given:
@@ -128,8 +129,13 @@ def _rendered(family: Family, messages: list[Message], form: Form, *, prompt: st
             message["content"] = message["content"] or blank
         if in_parts and isinstance(message["content"], str):
             message["content"] = [{"type": "text", "text": message["content"]}]
+    return given
+
+
+def rendered(family: Family, messages: list[Message], form: Form, *, prompt: str, has_tools: bool) -> str:
+    """What the family's template makes of messages in a form, and of the prompt for the next turn."""
     texts, _ = render_jinja_template(
-        conversations=[given],
+        conversations=[in_form(messages, form)],
         tools=TOOLS if has_tools else None,
         chat_template=family.template,
         add_generation_prompt=prompt != "none",
@@ -139,13 +145,13 @@ def _rendered(family: Family, messages: list[Message], form: Form, *, prompt: st
     return cast(str, texts[0])
 
 
-def _fitting(family: Family, messages: list[Message]) -> Form:
+def fitting(family: Family, messages: list[Message]) -> Form:
     """The form in which the template writes all that it is given. Raises Unfit."""
     has_calls = any("tool_calls" in each for each in messages)
     wanted = [cast(str, each["content"]) for each in messages] + (["Zparis", "look"] if has_calls else [])
     for form in _forms(has_calls):
         try:
-            text = _rendered(family, messages, form, prompt="none", has_tools=has_calls)
+            text = rendered(family, messages, form, prompt="none", has_tools=has_calls)
         except Exception:  # noqa: BLE001  a template may raise anything
             continue
         is_foreign = "'type': 'text'" in text or '"type": "text"' in text or "{'city'" in text or '\\"city' in text
@@ -154,7 +160,8 @@ def _fitting(family: Family, messages: list[Message]) -> Form:
     raise Unfit
 
 
-def _answer(family: Family, messages: list[Message]) -> dict[str, object]:
+def answer(family: Family, messages: list[Message]) -> dict[str, object]:
+    """Ratel's answer: the text and the spans of its turns, or an error."""
     marks = {*re.findall(r"<[^<>\s'\"{}]+>|\]~b\]|\[e~\[|\[\|[a-z]+\|\]", family.template), *family.stops, *family.ends}
     template = ChatTemplate(family.template, family.variables, marks=Marks(sorted(marks), family.stops))
     tools = TOOLS if any("tool_calls" in each for each in messages) else None
@@ -172,18 +179,18 @@ def _is_stopped(family: Family, turn: str) -> bool:
 def test_a_turn_is_what_the_model_must_write(name: str) -> None:
     family, num_found = ALL[name], 0
     for what, messages in CONVERSATIONS.items():
-        reply, has_calls = _answer(family, messages), any("tool_calls" in each for each in messages)
+        reply, has_calls = answer(family, messages), any("tool_calls" in each for each in messages)
         if has_calls and name == FORGETS_TO_STOP:
             continue
         try:
-            form = _fitting(family, messages)
+            form = fitting(family, messages)
         except Unfit:
             remarks = cast(list[tuple[str, str]], reply.get("remarks", []))
             assert "error" in reply or "lost" in {kind for kind, _ in remarks}, what
             continue
 
         def render(some: list[Message], prompt: str, form: Form = form, has_tools: bool = has_calls) -> str:
-            return _rendered(family, some, form, prompt=prompt, has_tools=has_tools)
+            return rendered(family, some, form, prompt=prompt, has_tools=has_tools)
 
         assert "error" not in reply, (what, reply)
         text = render(messages, "none")
