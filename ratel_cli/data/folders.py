@@ -1,6 +1,7 @@
 """Finds which files of a directory are the rows of a split: those that `datasets` reads.
 
-A README's `configs` name them, or the names of files and directories do, such as `train-0.jsonl` and `test/`.
+A README's `configs` name them, or the names of files and directories do, such as `train-0.jsonl` and `test/`, or what
+`save_to_disk` of `datasets` wrote beside them.
 Invariants: files that are not read are named in a notice, and a split that is not there is an error. Nothing outside
 the directory is read, whatever a README names, and nothing is fetched.
 """
@@ -8,6 +9,7 @@ the directory is read, whatever a README names, and nothing is fetched.
 from __future__ import annotations
 
 import glob
+import json
 import posixpath
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +20,7 @@ import yaml
 from ratel_cli.errors import BadInput, excerpt, printable
 
 _MOST_CARD_BYTES = 8 << 20
+_SPLITS, _STATE = "dataset_dict.json", "state.json"
 _METADATA = re.compile(r"\s*---\s*\n(.*?)\n---\s", re.DOTALL)
 _OF_SHARD = re.compile(r"(?:.*/)?(.+)-[0-9]{5}-of-[0-9]{5}")
 
@@ -41,16 +44,44 @@ def files_of_split(
             f"{printable(str(card))}: its `configs` cannot be read: {excerpt(str(error), 100)}",
             hint="write them as `datasets` reads them, or name the files in `path` by a pattern",
         ) from error
-    if split not in splits:
-        raise BadInput(
-            f"{label}: there is no split {split!r}; its files are of: {excerpt(', '.join(splits) or 'no split')}",
-            hint=f"set `split` to what there is, or name the files in `path` by a pattern: {label}/**/*.ENDING",
-        )
+    _check_split(label, split, splits)
     chosen = [below[each] for each in splits[split]]
     if unread := sorted({*files} - {*chosen}):
         names = excerpt(", ".join(str(path.relative_to(root)) for path in unread))
         notice(f"{label}: split {split!r} has {len(chosen)} of {len(files)} files; these are not read: {names}")
     return chosen
+
+
+def is_saved(root: Path) -> bool:
+    """Whether a directory has a dataset that `save_to_disk` of `datasets` wrote, or several as splits."""
+    return (root / _SPLITS).is_file() or ((root / _STATE).is_file() and (root / "dataset_info.json").is_file())
+
+
+def saved_files(root: Path, *, split: str) -> list[Path]:
+    """The files of such a dataset in their order, those of a split if it has several. Raises BadInput.
+
+    One that has no splits is what the default split stands for.
+    """
+    described, known = root / _STATE, ["train"]
+    try:
+        if (root / _SPLITS).is_file():
+            described, known = root / split / _STATE, json.loads((root / _SPLITS).read_bytes())["splits"]
+        _check_split(printable(str(root)), split, known)
+        names = [each["filename"] for each in json.loads(described.read_bytes())["_data_files"]]
+        if not all(Path(each).name == each for each in names):
+            raise ValueError("it names files elsewhere")
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise BadInput(f"{printable(str(described))}: cannot be read: {excerpt(str(error), 100)}") from error
+    return [described.with_name(each) for each in names]
+
+
+def _check_split(label: str, split: str, splits: Collection[str]) -> None:
+    """Raise BadInput if a directory has no such split."""
+    if split not in splits:
+        raise BadInput(
+            f"{label}: there is no split {split!r}; its files are of: {excerpt(', '.join(splits) or 'no split')}",
+            hint=f"set `split` to what there is, or name the files in `path` by a pattern: {label}/**/*.ENDING",
+        )
 
 
 def _of_card(card: Path, name: str | None) -> tuple[str, Mapping[str, Sequence[str]]]:

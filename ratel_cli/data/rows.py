@@ -16,11 +16,11 @@ from functools import partial
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Final, Literal, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 from ratel_cli.data.csv_rows import read_csv
 from ratel_cli.data.drafts import TrainOnEos
-from ratel_cli.data.folders import files_of_split
+from ratel_cli.data.folders import files_of_split, is_saved, saved_files
 from ratel_cli.data.lines import Progress, Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
 from ratel_cli.data.splits import Part, parse_split
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
@@ -165,7 +165,10 @@ def open_source(
     if paths is not None:
         is_folder = os.path.isdir(root := Path(source.path).expanduser())
         split, part = _split(source, is_stream=is_stream, notice=(lambda text: None) if is_folder else notice)
-        paths = files_of_split(root, paths, split=split, name=source.name, notice=notice) if is_folder else paths
+        if is_folder and is_saved(root):
+            paths = saved_files(root, split=split)
+        elif is_folder:
+            paths = files_of_split(root, paths, split=split, name=source.name, notice=notice)
     if source.text_unit == "file" and not any(_suffix(path) == ".txt" for path in paths or ()):
         notice(f"{printable(source.path)}: text_unit: file is ignored, because there is no text file (.txt)")
     if paths is None:
@@ -197,10 +200,8 @@ def _local_files(path_text: str) -> list[Path] | None:
     label = printable(path_text)
     # Methods of Path would raise for names that are too long.
     if os.path.isdir(path):
-        if (path / "dataset_dict.json").is_file() or {"state.json", "dataset_info.json"} <= {*os.listdir(path)}:
-            raise BadInput(f"{label}: this is a dataset that `save_to_disk` of `datasets` wrote", hint=_SAVED_HINT)
         found = sorted(item for item in path.rglob("*") if _suffix(item) in _READERS and _is_visible_data(item, path))
-        if not found:
+        if not found and not is_saved(path):
             raise BadInput(f"{label}: there are no data files in this directory", hint=_KNOWN_FILES)
         return found
     if os.path.exists(path):
@@ -247,9 +248,10 @@ def _is_visible_data(item: Path, root: Path) -> bool:
 
 
 def _suffix(path: Path) -> str:
-    """The ending that says what is in a file. A parquet file is compressed inside, and read from its end."""
+    """The ending that says what is in a file. A parquet file is compressed inside, and read from its end; one of Arrow
+    is mapped."""
     inner = uncompressed_name(path).suffix.lower()
-    return path.suffix.lower() if inner == ".parquet" else inner
+    return path.suffix.lower() if inner in (".parquet", ".arrow") else inner
 
 
 def _known(path: Path) -> Path:
@@ -290,23 +292,46 @@ def _reader(path: Path, text_unit: TextUnit) -> Reader:
     return read_text_file if suffix == ".txt" and text_unit == "file" else _READERS[suffix]
 
 
-def _read_parquet(path: Path, label: str, *, progress: Progress) -> Iterator[Row | Reject]:
-    import pyarrow  # type: ignore[import-untyped]
+def _parquet_batches(path: Path) -> Iterator[tuple[Any, int]]:
+    """The rows of a parquet file, and how many of its bytes they end at."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    line = 0
+    line, num_bytes = 0, path.stat().st_size
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH):
+            line += len(batch)
+            yield batch, num_bytes * line // file.metadata.num_rows
+
+
+def _arrow_batches(path: Path) -> Iterator[tuple[Any, int]]:
+    """The rows of a stream of Arrow, and how many of its bytes they end at. Each is checked: a damaged one has values
+    outside the file."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        for batch in stream:
+            batch.validate(full=True)
+            for first in range(0, len(batch), _ROWS_PER_BATCH):
+                yield batch.slice(first, _ROWS_PER_BATCH), file.tell()
+
+
+def _read_table(
+    batches_of: Callable[[Path], Iterator[tuple[Any, int]]], kind: str, path: Path, label: str, *, progress: Progress
+) -> Iterator[Row | Reject]:
+    import pyarrow
+
+    line = position = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
-            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH):
-                progress(num_bytes * (line + len(batch)) // num_rows - num_bytes * line // num_rows)
-                for record in cast(list[dict[str, object]], batch.to_pylist()):
-                    line += 1
-                    yield Row(file=label, line=line, record=_without_padding(record))
+        for batch, end in batches_of(path):
+            progress(end - position)
+            position = end
+            for record in cast(list[dict[str, object]], batch.to_pylist()):
+                line += 1
+                yield Row(file=label, line=line, record=_without_padding(record))
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # a fault of the drive; Arrow's own errors about a file have no errno
-        raise BadInput(f"{label}: not a usable parquet file: {excerpt(str(error))}") from error
+        raise BadInput(f"{label}: not a usable {kind} file: {excerpt(str(error))}") from error
 
 
 def _open_hub(source: DatasetSource, *, is_stream: bool, open_bar: OpenBar) -> RowSource:
@@ -358,15 +383,14 @@ def _unpadded(value: object) -> object:
 _READERS: dict[str, Reader] = {
     ".jsonl": read_json_lines,
     ".json": read_json,
-    ".parquet": _read_parquet,
+    ".parquet": partial(_read_table, _parquet_batches, "parquet"),
+    ".arrow": partial(_read_table, _arrow_batches, "Arrow"),
     ".txt": read_text_lines,
     ".csv": partial(read_csv, delimiter=","),
     ".tsv": partial(read_csv, delimiter="\t"),
 }
-_KNOWN_FILES = f"data files end in {', '.join(_READERS)}, all but parquet also with {' or '.join(SUFFIXES)} behind it"
-_SAVED_HINT = (
-    "write its rows as parquet: load_from_disk(DIRECTORY).to_parquet(FILE), of a DatasetDict load_from_disk(DIRECTORY)"
-    "[SPLIT].to_parquet(FILE)"
+_KNOWN_FILES = (
+    f"data files end in {', '.join(_READERS)}, all but parquet and arrow also with {' or '.join(SUFFIXES)} behind it"
 )
 _NO_PATHS = {
     "\0": "a path cannot contain a NUL byte",
