@@ -4,7 +4,8 @@
 
 Later versions must read what is there, so it is made once, by the version whose files it stands for, and never again by
 another. A run is an archive with all that a user has: the base model, the data, the config, the output directory, the
-store with its last generation and a saved one, snapshots, and the cache of tokens. Beside these lies what a reader must
+store with its last generation and a saved one, snapshots, and the cache of tokens; that of a hooked module has only its
+store. Beside these lies what a reader must
 find: hashes of the tensors that are exported, and the state from which plain PyTorch goes on (`state.safetensors`: fp32
 weights and moments by parameter).
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,6 +29,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+import ratel_cli
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.model.stored_weights import StoredWeights
@@ -36,10 +39,13 @@ from ratel_cli.store.store import Progress
 from tests.e2e.latents import save_denoiser, write_latents
 from tests.e2e.preferences import pairs, write
 from tests.e2e.runs import ratel, run_until_killed, save_base, start_ranks, wait, write_config, write_rows
+from tests.golden.loop import built
 
 NUM_APPLIED, SAVED = 3, 2
 """Steps that were committed with an update: in float16 the first ones overflow. And a step that is saved."""
 STATE, EXPECTED = "state.safetensors", "expected.json"
+LOOP, LOOP_STORE = "a loop", "state"
+"""The run of a hooked module, and its store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +92,27 @@ _ALL: Mapping[str, object] = {
 
 def main(directory: Path, names: list[str]) -> None:
     """Make the archives, each in a process of its own whose working directory is that of the run."""
-    for name in names or RUNS:
+    for name in names or (*RUNS, LOOP):
         with tempfile.TemporaryDirectory(prefix="ratel-golden-") as place:
             path = {**os.environ, "PYTHONPATH": str(Path.cwd()), "XDG_CACHE_HOME": str(Path(place, "cache"))}
             subprocess.run([sys.executable, "-m", "tests.golden.make", "--here", name], cwd=place, env=path, check=True)
             with tarfile.open(directory / f"{name.replace(' ', '-')}.tar.xz", "w:xz", preset=9) as archive:
                 archive.add(place, ".")
+
+
+def make_loop_here() -> None:
+    """Make the run of a hooked module in the working directory."""
+    command = [sys.executable, "-m", "tests.golden.loop", LOOP_STORE, str(NUM_APPLIED + 1)]
+    assert subprocess.run(command, check=False).returncode == 9
+    state = {}
+    with tempfile.TemporaryDirectory() as place:
+        net = built()
+        with ratel_cli.hook(net, storage=[shutil.copytree(LOOP_STORE, Path(place, "copy"))]) as hooked:
+            assert hooked.num_steps == NUM_APPLIED
+            for name, tensors in hooked.state():
+                names = {"weight": "weight", "exp_avg": "m32", "exp_avg_sq": "v32"}
+                state |= {f"{name} {names[key]}": each for key, each in tensors.items() if key in names}
+    save_file(state, STATE)
 
 
 def make_here(name: str) -> None:
@@ -164,6 +185,6 @@ def state_of(config: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--here":
-        make_here(sys.argv[2])
+        make_loop_here() if sys.argv[2] == LOOP else make_here(sys.argv[2])
     else:
         main(Path(sys.argv[1]), sys.argv[2:])

@@ -19,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import ratel_cli
 from tests.e2e.latents import denoised_by_pytorch, latents_of
 from tests.e2e.preferences import pairs, recipe
 from tests.e2e.runs import (
@@ -32,10 +33,11 @@ from tests.e2e.runs import (
     succeed_ranks,
 )
 from tests.e2e.trained import LORA_IN_PEFT, named_as_exported
-from tests.golden.make import EXPECTED, RUNS, SAVED, STATE, hashes_of
+from tests.golden.loop import LEARNING_RATE, WEIGHT_DECAY, batches, built, loss_of, train
+from tests.golden.make import EXPECTED, LOOP, LOOP_STORE, NUM_APPLIED, RUNS, SAVED, STATE, hashes_of
 from tests.quantised import dequantised_weights
 from tests.ranks.oracle import cuts_of
-from tests.reference import Begun, train_in_memory
+from tests.reference import Begun, Recipe, train_in_memory, train_module
 from tests.trl_oracle import tune
 
 DATA = Path(__file__).with_name("data")
@@ -53,17 +55,23 @@ def unpacked(name: str, place: Path) -> Path:
     return place / "run.yaml"
 
 
-def state_of(place: Path) -> tuple[dict[str, torch.Tensor], Begun]:
-    """The fp32 weights by parameter, and what training goes on from."""
-    expected = json.loads((place / EXPECTED).read_text())
+def kept_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The fp32 weights by parameter, and its moments."""
     weights: dict[str, torch.Tensor] = {}
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    for key, values in load_file(place / STATE).items():
+    for key, values in load_file(path).items():
         name, kind = key.split(" ")
         if kind == "weight":
             weights[name] = values
         else:
             moments.setdefault(name, {})[kind] = values.abs() if kind == "v32" else values  # its sign is a tie's bit
+    return weights, moments
+
+
+def state_of(place: Path) -> tuple[dict[str, torch.Tensor], Begun]:
+    """The fp32 weights by parameter, and what training goes on from."""
+    expected = json.loads((place / EXPECTED).read_text())
+    weights, moments = kept_in(place / STATE)
     return weights, Begun(step=expected["step"], num_updates=expected["num_updates"], moments=moments)
 
 
@@ -194,3 +202,27 @@ def test_tokens_of_before_serve_another_run(tmp_path: Path, monkeypatch: pytest.
     (line,) = (tmp_path / "again" / "run" / "metrics.jsonl").read_text().splitlines()
     after = json.loads(line)
     assert after["tokens"] == before["tokens"] and after["loss"] == pytest.approx(before["loss"], rel=1e-3)
+
+
+def test_a_hooked_module_of_before_goes_on(tmp_path: Path) -> None:
+    """What its loop had committed is what it was; further steps are those of plain PyTorch from there."""
+    unpacked(LOOP, tmp_path)
+    weights, moments = kept_in(tmp_path / STATE)
+    plain, module = built(), built()
+    begun = Begun(step=NUM_APPLIED, num_updates=NUM_APPLIED, moments=moments)
+    recipe = Recipe(dtype=torch.bfloat16, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, begun=begun)
+    wanted = train_module(plain, lambda batch: loss_of(plain, batch), weights, batches(), recipe, decayed=list(weights))
+    with ratel_cli.hook(module, storage=[tmp_path / LOOP_STORE]) as state:
+        state.verify()
+        assert state.num_steps == NUM_APPLIED
+        names = {"weight": "weight", "exp_avg": "m32", "exp_avg_sq": "v32"}
+        found = {
+            f"{name} {names[key]}": each for name, of in state.state() for key, each in of.items() if key != "step"
+        }
+        kept = load_file(tmp_path / STATE)
+        assert found.keys() == kept.keys() and all(torch.equal(found[key], kept[key]) for key in kept)
+        assert tuple(train(module, state)) == wanted.losses
+        state.save(tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    trained = plain.state_dict()
+    assert exported.keys() == trained.keys() and all(torch.equal(exported[key], trained[key]) for key in trained)
