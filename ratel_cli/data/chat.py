@@ -143,10 +143,8 @@ class ChatRenderer(Closing):
 
     def render_prompt(self, messages: Sequence[ChatMessage]) -> str:
         """Render one conversation with the prompt for its next turn. Raises what `render` raises."""
-        no_turns = list[int]()
-        locate = {"what": "prompt"}
         reply = self._answer(
-            {"messages": list(messages), "tools": None, "variables": {}, "locate": locate, "muted": no_turns}
+            {"messages": list(messages), "tools": None, "variables": {}, "locate": {"what": "prompt"}, "muted": []}
         )
         return cast(str, reply["text"])
 

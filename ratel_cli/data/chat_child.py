@@ -81,6 +81,12 @@ def has_generation_tag(template: str) -> bool:
     return _GENERATION_TAG.search(template) is not None
 
 
+def num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 class Marks:
     """The tokens that stand for themselves in a text, and which of them end what a model writes.
 
@@ -517,7 +523,7 @@ def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, t
     before, after = around
     results = [*messages[: index + 1], *({**each, "content": stand_in} for each in messages[index + 1 :])]
     if messages[index].get("tool_calls") and (other := _rendered(render, results)) is not None:
-        start, shared = len(before), len(_common_start(other, text))
+        start, shared = len(before), num_shared(other, text)
         if start <= shared < len(text) - len(after):  # the results of calls stand within the turn: it ends before them
             return start, marks.last_stop(text, (start, shared)) or start
     # What else a turn has may stand behind its words: its calls.
@@ -538,15 +544,9 @@ def _around_stand_in(
     changed = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
     before, found, after = render(changed, "none").partition(stand_in)
     if _has_more(messages[index]) and not _has_more({**message, "content": ""}):
-        before = _common_start(before, text)
+        before = text[: num_shared(before, text)]
     fits = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
     return (before, after) if found and fits else None
-
-
-def _common_start(one: str, other: str) -> str:
-    """The longest text that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
 def _has_more(message: ChatMessage) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock
 from typing import Protocol
 
 from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat
-from ratel_cli.data.drafts import ChatDraft, Unusable
+from ratel_cli.data.drafts import ChatDraft, Unusable, unless_unusable
 from ratel_cli.errors import EnvironmentFailure
 
 ALONE = 2048
@@ -90,7 +91,7 @@ class ChatPool(Closing):
     def _render(self, questions: Sequence[tuple[ChatDraft, bool]]) -> Answers:
         child = self._free_child()
         try:
-            return [_answer(child, draft, locate=locate) for draft, locate in questions]
+            return [unless_unusable(partial(child.render, draft, locate=locate)) for draft, locate in questions]
         finally:
             self._free.put(child)
 
@@ -115,10 +116,3 @@ class ChatPool(Closing):
             self._told.add(text)
         if is_new:
             self._notice(text)
-
-
-def _answer(child: ChatRenderer, draft: ChatDraft, *, locate: bool) -> RenderedChat | Unusable:
-    try:
-        return child.render(draft, locate=locate)
-    except Unusable as unusable:
-        return unusable

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.chat_child import ChatMessage, num_shared
 from ratel_cli.data.conversations import (
     TurnOptions,
     further_input,
@@ -201,16 +201,12 @@ def _shared(conversations: Sequence[list[ChatMessage]]) -> int:
 def _shared_text(texts: Sequence[str]) -> int:
     """How many characters both texts begin with, without a space at their end, which belongs to the answers; as in TRL,
     each has one more."""
-    pairs = enumerate(zip(*texts, strict=False))
-    start = next((at for at, (one, other) in pairs if one != other), None)
-    if start is None:
-        return max(0, min(map(len, texts)) - 1)
+    start = num_shared(texts[0], texts[1])
+    if start == min(map(len, texts)):
+        return max(0, start - 1)
     return start - 1 if texts[0][start - 1 : start] == " " else start
 
 
 def _last_answer(turns: Sequence[ChatMessage]) -> int:
     """Where the assistant turns at the end of a conversation begin."""
-    at = len(turns)
-    while at and turns[at - 1]["role"] == "assistant":
-        at -= 1
-    return at
+    return next((at for at in range(len(turns), 0, -1) if turns[at - 1]["role"] != "assistant"), 0)

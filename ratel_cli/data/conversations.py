@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ratel_cli.data.chat_child import ChatMessage
-from ratel_cli.data.drafts import ChatDraft, TrainOnEos, Unusable
+from ratel_cli.data.drafts import ChatDraft, TrainOnEos, Unusable, of_type
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.media import is_media
 from ratel_cli.data.remarks import Remark
@@ -198,27 +198,21 @@ def messages_in(
         return [_turn(role, checked_text(turns, column))]
     if role is not None and isinstance(turns, dict):
         turns = [turns]
-    if not isinstance(turns, list):
-        raise Unusable(f"{printable(column)!r} must be an array of messages, not {json_name(turns)}")
-    if not turns:
+    if not (listed := of_type(turns, list, f"{printable(column)!r} must be an array of messages")):
         raise Unusable("the conversation has no messages")
-    return [_message(turn, f"message {index + 1}", options) for index, turn in enumerate(turns)]
+    return [_message(turn, f"message {index + 1}", options) for index, turn in enumerate(listed)]
 
 
 def _variables_in(record: Mapping[str, object]) -> Mapping[str, object]:
     """What else the chat template gets for this row: an object, or its JSON text. Raises Unusable."""
     found = _structured(record, _VARIABLES)
-    if found is not None and not isinstance(found, dict):
-        raise Unusable(f"{_VARIABLES!r} must be an object, not {json_name(found)}")
-    return found or {}
+    return {} if found is None else of_type(found, dict, f"{_VARIABLES!r} must be an object")
 
 
 def tools_in(record: Mapping[str, object], column: str) -> list[object] | None:
     """The tools of a row: an array, or its JSON text. Raises Unusable."""
     tools = _structured(record, column)
-    if tools is None or isinstance(tools, list):
-        return tools or None
-    raise Unusable(f"{printable(column)!r} must be an array, not {json_name(tools)}")
+    return None if tools is None else of_type(tools, list, f"{printable(column)!r} must be an array") or None
 
 
 def text_in(record: dict[str, object], column: str) -> str:
@@ -242,9 +236,8 @@ def checked_text(value: object, what: str) -> str:
 
 def _message(turn: object, where: str, options: TurnOptions) -> ChatMessage:
     """Check role and content, and rename keys such as ShareGPT's `from` and `value`. Others stay, for the template."""
-    if not isinstance(turn, dict):
-        raise Unusable(f"{where} must be an object, not {json_name(turn)}")
-    message: ChatMessage = {key: value for key, value in turn.items() if value is not None}
+    given = of_type(turn, dict, f"{where} must be an object")
+    message: ChatMessage = {key: value for key, value in given.items() if value is not None}
     names = {} if "role" in message else {"role": "from", "content": "value"}
     for name, key in {**names, **options.properties}.items():
         if key != name and key in message:
@@ -295,9 +288,7 @@ def content_text(content: object, where: str, *, drops_media: bool = False) -> s
     texts = []
     for number, part in enumerate(content, start=1):
         place = f"part {number} of the content of {where}"
-        if not isinstance(part, dict):
-            raise Unusable(f"{place} must be an object with a type and a text, not {json_name(part)}")
-        kind = part.get("type") or "text"
+        kind = of_type(part, dict, f"{place} must be an object with a type and a text").get("type") or "text"
         if drops_media and is_media(str(kind)):
             continue
         if kind not in _TEXT_PARTS:
@@ -356,11 +347,8 @@ def with_system_prompt(record: dict[str, object], options: TurnOptions, turns: l
 
 def history_in(record: Mapping[str, object], column: str) -> list[ChatMessage]:
     """Earlier turns: pairs of question and answer; none if there is no such column. Raises Unusable."""
-    rounds = _structured(record, column) or []
-    name = printable(column)
-    if not isinstance(rounds, list):
-        raise Unusable(f"{name!r} must be an array of pairs, not {json_name(rounds)}")
-    turns: list[ChatMessage] = []
+    name, turns = printable(column), list[ChatMessage]()
+    rounds = of_type(_structured(record, column) or [], list, f"{name!r} must be an array of pairs")
     for number, pair in enumerate(rounds, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
             raise Unusable(f"round {number} of {name!r} must be a pair of question and answer")

@@ -6,12 +6,15 @@ row that cannot become one raised `Unusable` with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.lines import json_name
 from ratel_cli.data.remarks import Remark
+
+T = TypeVar("T")
 
 TrainOnEos = Literal["all", "turn", "last", "none"]
 """Which EOS tokens behind turns have loss: all, those of trained turns, the last of the conversation, or none."""
@@ -25,6 +28,21 @@ ExcessLengthStrategy = Literal["truncate", "drop", "raise"]
 
 class Unusable(Exception):
     """Why one row cannot be trained on."""
+
+
+def of_type(value: object, wanted: type[T], must_be: str) -> T:
+    """The value, if it is what it must be. Raises Unusable."""
+    if not isinstance(value, wanted):
+        raise Unusable(f"{must_be}, not {json_name(value)}")
+    return value
+
+
+def unless_unusable(make: Callable[[], T]) -> T | Unusable:
+    """What `make` returns, or why it does not."""
+    try:
+        return make()
+    except Unusable as unusable:
+        return unusable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

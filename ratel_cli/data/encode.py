@@ -7,12 +7,13 @@ inference. A sample has at most `sequence_len` tokens, and at least one label wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ratel_cli.closing import Closing
+from ratel_cli.data.chat_child import num_shared
 from ratel_cli.data.chat_encoder import FinishChats
 from ratel_cli.data.choose_chat_encoder import choose_chat_encoder
 from ratel_cli.data.drafts import (
@@ -98,7 +99,9 @@ class SampleEncoder(Closing):
 
     def begin(self, drafts: Sequence[Draft]) -> Begun:
         """Begin with the conversations of drafts while other drafts are finished. Raises what `encode` raises."""
-        parts = [part for draft in drafts for part in _parts_of(draft)]
+        parts: list[Draft] = []
+        for draft in drafts:
+            parts += draft.answers if isinstance(draft, ComparedDraft) else [draft]
         chats = [part for part in parts if isinstance(part, ChatDraft)]
         return Begun(drafts=drafts, parts=parts, finish_chats=self._chats.begin(chats) if chats else None)
 
@@ -118,23 +121,16 @@ class SampleEncoder(Closing):
         ]
 
     def _finish_parts(self, begun: Begun) -> list[Encoded | Unusable]:
-        texts = [draft for draft in begun.parts if isinstance(draft, TextDraft)]
-        text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(begun)
-        row_answers = self._rows.rows([draft for draft in begun.parts if isinstance(draft, RowDraft)])
-        pair_answers = self._rows.pairs([draft for draft in begun.parts if isinstance(draft, PairDraft)])
+        answers_of: Mapping[type[Draft], Iterator[Encoded | Unusable]] = {
+            TextDraft: self._encode_texts([draft for draft in begun.parts if isinstance(draft, TextDraft)]),
+            ChatDraft: self._encode_chats(begun),
+            RowDraft: self._rows.rows([draft for draft in begun.parts if isinstance(draft, RowDraft)]),
+            PairDraft: self._rows.pairs([draft for draft in begun.parts if isinstance(draft, PairDraft)]),
+            TokensDraft: map(self._encode_tokens, [draft for draft in begun.parts if isinstance(draft, TokensDraft)]),
+        }
         answers: list[Encoded | Unusable] = []
         for draft in begun.parts:
-            if isinstance(draft, TextDraft):
-                answer = next(text_answers)
-            elif isinstance(draft, ChatDraft):
-                answer = next(chat_answers)
-            elif isinstance(draft, RowDraft):
-                answer = next(row_answers)
-            elif isinstance(draft, PairDraft):
-                answer = next(pair_answers)
-            else:
-                assert isinstance(draft, TokensDraft)
-                answer = self._encode_tokens(draft)
+            answer = next(answers_of[type(draft)])
             if isinstance(answer, Encoded) and draft.remarks:
                 answer = replace(answer, remarks=(*draft.remarks, *answer.remarks))
             if isinstance(answer, Encoded) and self._lacks_rows:
@@ -143,13 +139,14 @@ class SampleEncoder(Closing):
         return answers
 
     def _encode_texts(self, drafts: Sequence[TextDraft]) -> Iterator[Encoded | Unusable]:
-        prompts = self._tokenise([draft.prompt for draft in drafts])
-        answers = self._tokenise([draft.prompt + draft.answer if draft.is_cut else draft.answer for draft in drafts])
+        prompts = token_ids(self._tokenizer, [draft.prompt for draft in drafts])
+        whole = [draft.prompt + draft.answer if draft.is_cut else draft.answer for draft in drafts]
+        answers = token_ids(self._tokenizer, whole)
         for draft, prompt, answer in zip(drafts, prompts, answers, strict=True):
             if not (draft.answer.strip() or (draft.is_cut and draft.prompt.strip())):
                 yield Unusable("the text to train on is empty")
                 continue
-            num_before = _num_shared(prompt, answer) if draft.is_cut else 0
+            num_before = num_shared(prompt, answer) if draft.is_cut else 0
             head, tail = answer[:num_before] if draft.is_cut else [*prompt], answer[num_before:]
             if (head or answer)[: len(self._prefix)] != self._prefix:
                 head = [*self._prefix, *head]
@@ -217,16 +214,3 @@ class SampleEncoder(Closing):
             where = f" within the first {self._sequence_len} tokens" if excess_tokens else ""
             return Unusable(f"all masked: no token has loss{where}")
         return Encoded(samples=(sample,), excess_tokens=excess_tokens)
-
-    def _tokenise(self, texts: list[str]) -> list[list[int]]:
-        return token_ids(self._tokenizer, texts)
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
-
-
-def _parts_of(draft: Draft) -> Sequence[Draft]:
-    return draft.answers if isinstance(draft, ComparedDraft) else (draft,)

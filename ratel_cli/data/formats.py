@@ -31,8 +31,8 @@ from ratel_cli.data.drafts import (
     TokensDraft,
     TrainOnInputs,
     Unusable,
+    of_type,
 )
-from ratel_cli.data.lines import json_name
 from ratel_cli.data.media import has_mark, has_media_parts, media_column, without_marks
 from ratel_cli.data.rows import DEFAULTS, DatasetSource, Media
 from ratel_cli.data.unread import has_verdict, reject_preferences, unread_columns
@@ -460,9 +460,7 @@ def _check_not_packed(record: dict[str, object]) -> None:
 def _integers(record: dict[str, object], column: str) -> list[int]:
     if column not in record:
         raise Unusable(f"the field {column!r} is missing")
-    values = record[column]
-    if not isinstance(values, list):
-        raise Unusable(f"{column!r} must be an array of token ids, not {json_name(values)}")
+    values = of_type(record[column], list, f"{column!r} must be an array of token ids")
     if not set(map(type, values)) <= {int}:
         raise Unusable(f"{column!r} must contain only whole numbers")
     if values and (min(values) < -100 or max(values) > _INT32_MAX):

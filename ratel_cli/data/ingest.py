@@ -17,7 +17,7 @@ from operator import sub
 from pathlib import Path
 from typing import TypeVar
 
-from ratel_cli.data.drafts import Draft, ExcessLengthStrategy, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import Draft, ExcessLengthStrategy, TrainOnInputs, Unusable, unless_unusable
 from ratel_cli.data.encode import Begun, SampleEncoder
 from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
@@ -293,10 +293,8 @@ class _Ingestion:
                     if isinstance(answer, Encoded):
                         self._add(row, answer)
                         left = None if left is None else left - bool(answer.samples)
-                    elif isinstance(answer, Reject):
-                        self._reject(answer)
                     else:
-                        self._reject(Reject(file=row.file, line=row.line, reason=str(answer)))
+                        self._reject(answer if isinstance(answer, Reject) else _rejected(row, answer))
                 share = group.share if most is None or left is None else max(group.share, 1 - left / most)
                 yield len(group.rows), min(1.0, share)
 
@@ -320,10 +318,8 @@ class _Ingestion:
                         row_format = self._decide(source, row)
                     if row.note is not None:
                         self._note(row.note)
-                    try:
-                        drafts.append(row_format.draft(row.record))
-                    except Unusable as unusable:
-                        drafts.append(Reject(file=row.file, line=row.line, reason=str(unusable)))
+                    draft = unless_unusable(partial(row_format.draft, row.record))
+                    drafts.append(_rejected(row, draft) if isinstance(draft, Unusable) else draft)
                 begun = self._encoder.begin([draft for draft in drafts if not isinstance(draft, Reject)])
                 share = num_bytes / source.num_bytes if source.num_bytes else 0.0
                 yield _Group(rows=group, drafts=drafts, begun=begun, share=share)
@@ -376,6 +372,10 @@ class _Ingestion:
         if self._writer.num_samples == 0:
             paths = ", ".join(printable(source.source.path) for source in sources)
             raise BadInput(f"there is no sample: {f'no rows in {paths}' if paths else 'no dataset is given'}")
+
+
+def _rejected(row: Row | Reject, why: Unusable) -> Reject:
+    return Reject(file=row.file, line=row.line, reason=str(why))
 
 
 def reject_too_many(num_rejected: int, num_rows: int, first: Sequence[Reject], *, shown_by: str | None) -> None:

@@ -61,14 +61,13 @@ def read_json_lines(
     Blank lines are skipped. CRLF and a byte order mark at the start are accepted. Raises OSError, and BadInput if a
     compressed file is damaged; so do the other readers.
     """
-    with open_after_bom(path, progress) as file:
-        for line, raw, ended in bounded_lines(file, max_row_bytes):
-            try:
-                text = decode_line(raw, max_row_bytes)
-                if text.strip(_SPACE):
-                    yield Row(file=label, line=line, record=_parse(text, ended=ended))
-            except BadLine as bad:
-                yield Reject(file=label, line=line, reason=str(bad))
+    return _read_lines(
+        path,
+        label,
+        max_row_bytes,
+        progress,
+        lambda text, ended: _parse(text, ended=ended) if text.strip(_SPACE) else None,
+    )
 
 
 def read_text_lines(
@@ -78,12 +77,25 @@ def read_text_lines(
 
     Blank lines are skipped. Raises OSError.
     """
+    return _read_lines(
+        path, label, max_row_bytes, progress, lambda text, _: {"text": text.rstrip("\r\n")} if text.strip() else None
+    )
+
+
+def _read_lines(
+    path: Path,
+    label: str,
+    max_row_bytes: int,
+    progress: Progress,
+    record_of: Callable[[str, bool], dict[str, object] | None],
+) -> Iterator[Row | Reject]:
+    """`record_of` gets the text of a line, and whether a newline ends it; None: the line is no row."""
     with open_after_bom(path, progress) as file:
-        for line, raw, _ in bounded_lines(file, max_row_bytes):
+        for line, raw, ended in bounded_lines(file, max_row_bytes):
             try:
-                text = decode_line(raw, max_row_bytes)
-                if text.strip():
-                    yield Row(file=label, line=line, record={"text": text.rstrip("\r\n")})
+                record = record_of(decode_line(raw, max_row_bytes), ended)
+                if record is not None:
+                    yield Row(file=label, line=line, record=record)
             except BadLine as bad:
                 yield Reject(file=label, line=line, reason=str(bad))
 
@@ -185,13 +197,13 @@ def json_name(value: object) -> str:
 
 def _looks_like_json_lines(path: Path, max_row_bytes: int) -> bool:
     with open_after_bom(path) as file:
-        for _, raw, _ in bounded_lines(file, max_row_bytes):
-            if raw.strip():
-                break
-        else:
-            return False
+        return is_object(next((raw for _, raw, _ in bounded_lines(file, max_row_bytes) if raw.strip()), b""))
+
+
+def is_object(text: str | bytes) -> bool:
+    """Whether this is the JSON text of an object."""
     try:
-        return isinstance(json.loads(raw), dict)
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.chat_encoder import ChatEncoder, EncodedChat, FinishChats, IsWhole
-from ratel_cli.data.drafts import ChatDraft, Unusable
+from ratel_cli.data.drafts import ChatDraft, Unusable, unless_unusable
 from ratel_cli.data.mistral_messages import request_of
 from ratel_cli.data.mistral_tokenizer import Block, MistralTokenizer
 from ratel_cli.data.remarks import Remark
@@ -47,26 +47,17 @@ class MistralChats(ChatEncoder):
 
     def begin(self, drafts: Sequence[ChatDraft]) -> FinishChats:
         """See ChatEncoder."""
-        return partial(list, map(self._encoded, drafts))
+        return lambda: [unless_unusable(partial(self._encode, draft)) for draft in drafts]
 
     def prompts(self, conversations: Sequence[list[ChatMessage]]) -> list[list[int] | Unusable]:
         """See ChatEncoder."""
-        return [self._prompt(messages) for messages in conversations]
+        return [unless_unusable(partial(self._prompt, messages)) for messages in conversations]
 
     def close(self) -> None:
         """See Closing. Nothing is owned."""
 
-    def _prompt(self, messages: list[ChatMessage]) -> list[int] | Unusable:
-        try:
-            return self._tokenizer.encode_prompt(request_of(messages, None))
-        except Unusable as unusable:
-            return unusable
-
-    def _encoded(self, draft: ChatDraft) -> EncodedChat | Unusable:
-        try:
-            return self._encode(draft)
-        except Unusable as unusable:
-            return unusable
+    def _prompt(self, messages: list[ChatMessage]) -> list[int]:
+        return self._tokenizer.encode_prompt(request_of(messages, None))
 
     def _encode(self, draft: ChatDraft) -> EncodedChat:
         request = request_of(draft.messages, draft.tools)

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ratel_cli.data.chat_child import ChatMessage
-from ratel_cli.data.drafts import Unusable
-from ratel_cli.data.lines import json_name
+from ratel_cli.data.drafts import Unusable, of_type
 from ratel_cli.data.remarks import Remark
 from ratel_cli.errors import printable
 
@@ -55,7 +54,10 @@ def _message(message: ChatMessage, where: str) -> dict[str, object]:
     found = {key: message[key] for key in _KEYS[role] if message.get(key) is not None}
     calls = found.get("tool_calls")
     if calls is not None:
-        found["tool_calls"] = [dict(_object(call, f"a tool call of {where}")) for call in _array(calls, where)]
+        listed = of_type(calls, list, f"the tool calls of {where} must be an array")
+        found["tool_calls"] = [
+            dict(of_type(call, dict, f"a tool call of {where} must be an object")) for call in listed
+        ]
     thought = next((each for key in _REASONING_KEYS if (each := message.get(key))), None)
     if role == "assistant" and isinstance(thought, str):
         text = found.get("content")
@@ -68,8 +70,8 @@ def _message(message: ChatMessage, where: str) -> dict[str, object]:
 
 def _tool(tool: object, where: str) -> dict[str, object]:
     """A tool, or the function that it has."""
-    written = _object(tool, where)
-    function = _object(written.get("function", written), where)
+    written = of_type(tool, dict, f"{where} must be an object")
+    function = of_type(written.get("function", written), dict, f"{where} must be an object")
     found = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
     return {"type": "function", "function": {"parameters": _NO_PARAMETERS, **found}}
 
@@ -109,15 +111,3 @@ def _set_ids(messages: Sequence[dict[str, object]]) -> bool:
 
 def _call_id(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:9]
-
-
-def _array(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise Unusable(f"the tool calls of {where} must be an array, not {json_name(value)}")
-    return value
-
-
-def _object(value: object, where: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise Unusable(f"{where} must be an object, not {json_name(value)}")
-    return value

@@ -15,6 +15,7 @@ from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.choose_chat_encoder import choose_chat_encoder
 from ratel_cli.data.conversations import content_text
 from ratel_cli.data.drafts import Unusable
+from ratel_cli.data.lines import is_object
 from ratel_cli.data.tokenise import opening_tokens, token_ids
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, excerpt, printable
@@ -49,7 +50,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     kept = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
     if not kept:
         raise BadInput(f"{name}: there are no prompts: it has no line with text")
-    has_rows = _is_object(kept[0][1]) if path == STDIN else uncompressed_name(path).suffix == ".jsonl"
+    has_rows = is_object(kept[0][1]) if path == STDIN else uncompressed_name(path).suffix == ".jsonl"
     if not has_rows:
         return [line for _, line in kept]
     return [_of_row(line, f"{name}:{number}") for number, line in kept]
@@ -86,13 +87,6 @@ def _content(path: Path) -> bytes:
         with open_to_read(path) as file:
             return file.read(_MOST_BYTES + 1)
     return b"" if sys.stdin is None else sys.stdin.buffer.read(_MOST_BYTES + 1)  # None: it was closed
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _of_row(line: str, place: str) -> Prompt:

@@ -6,8 +6,9 @@ Invariant: a row that is rejected here is rejected by every tokenizer.
 from __future__ import annotations
 
 from contextlib import closing, suppress
+from functools import partial
 
-from ratel_cli.data.drafts import Unusable
+from ratel_cli.data.drafts import Unusable, unless_unusable
 from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.ingest import MAX_SHOWN_REJECTS, reject_too_many
 from ratel_cli.data.lines import Reject, Row
@@ -50,12 +51,6 @@ def _formats(source: DatasetSource, row: Row) -> list[RowFormat]:
 
 def _reject(row: Row, formats: list[RowFormat]) -> Reject | None:
     """Why the row cannot be used; None if it can be in one of the formats."""
-    reasons = []
-    for each in formats:
-        try:
-            each.draft(row.record)
-        except Unusable as unusable:
-            reasons.append(str(unusable))
-        else:
-            return None
-    return Reject(file=row.file, line=row.line, reason=reasons[0])
+    tried = [unless_unusable(partial(each.draft, row.record)) for each in formats]
+    reasons = [str(each) for each in tried if isinstance(each, Unusable)]
+    return Reject(file=row.file, line=row.line, reason=reasons[0]) if len(reasons) == len(tried) else None

@@ -5,6 +5,8 @@ Invariant: everything is counted in the token cache, so it is what a run trains 
 
 from __future__ import annotations
 
+from itertools import accumulate, islice
+
 import numpy as np
 
 from ratel_cli.data.summary import SetStatistics
@@ -52,19 +54,16 @@ def first_samples(
 ) -> list[tuple[str, int, int]]:
     """Which samples to show: one of each dataset in turn. For each the dataset, the number in it, and in the cache,
     where it is `per_sample`."""
-    starts, start = [], 0
     names, counts = _sources(cache, names)
-    for each in counts:
-        starts.append(start)
-        start += per_sample * each.num_samples
-    found: list[tuple[str, int, int]] = []
-    for number in range(max((each.num_samples for each in counts), default=0)):
-        for name, each, first in zip(names, counts, starts, strict=True):
-            if len(found) == num_samples:
-                return found
-            if number < each.num_samples:
-                found.append((name, number + 1, first + per_sample * number))
-    return found
+    starts = accumulate((per_sample * each.num_samples for each in counts), initial=0)
+    sets = [*zip(names, counts, starts, strict=False)]
+    in_turn = (
+        (name, number + 1, first + per_sample * number)
+        for number in range(max((each.num_samples for each in counts), default=0))
+        for name, each, first in sets
+        if number < each.num_samples
+    )
+    return list(islice(in_turn, num_samples))
 
 
 def _sources(cache: TokenCache, names: list[str]) -> tuple[list[str], list[SourceCounts]]:

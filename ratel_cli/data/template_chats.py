@@ -18,7 +18,7 @@ from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import ChatMessage, has_generation_tag
 from ratel_cli.data.chat_encoder import ChatEncoder, EncodedChat, FinishChats, IsWhole
 from ratel_cli.data.chat_pool import ChatPool, Rendering
-from ratel_cli.data.drafts import ChatDraft, Unusable
+from ratel_cli.data.drafts import ChatDraft, Unusable, unless_unusable
 from ratel_cli.data.prompt_tokens import PromptTokens
 from ratel_cli.data.remarks import Remark
 from ratel_cli.data.samples import TokenIds
@@ -56,7 +56,7 @@ class TemplateChats(ChatEncoder):
     def prompts(self, conversations: Sequence[list[ChatMessage]]) -> list[list[int] | Unusable]:
         """See ChatEncoder."""
         with self._renderer(notice=self._notice) as renderer:
-            texts = [_prompt(renderer, messages) for messages in conversations]
+            texts = [unless_unusable(partial(renderer.render_prompt, messages)) for messages in conversations]
         ids = iter(token_ids(self._tokenizer, [text for text in texts if isinstance(text, str)]))
         return [next(ids) if isinstance(text, str) else text for text in texts]
 
@@ -209,13 +209,6 @@ class TemplateChats(ChatEncoder):
                 if mark is not None and mark.content.strip() and written.endswith(mark.content):
                     return (("ends", mark.content),)
         return (("open", ""),)
-
-
-def _prompt(renderer: ChatRenderer, messages: list[ChatMessage]) -> str | Unusable:
-    try:
-        return renderer.render_prompt(messages)
-    except Unusable as unusable:
-        return unusable
 
 
 _MOST_CHILDREN = 16  # that render; each takes 60 MB, and one thread tokenises what they make

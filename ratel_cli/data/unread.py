@@ -6,7 +6,7 @@ that names the column and the way to have it read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ratel_cli.data.remarks import Remark
@@ -60,27 +60,9 @@ def has_verdict(record: Mapping[str, object]) -> bool:
 
 def reject_preferences(source: DatasetSource, record: Mapping[str, object]) -> None:
     """Raise BadInput if the rows are for preference tuning: answers to compare, or answers with a verdict."""
-    names = record.keys()
-    if {*_COMPARED} <= names:
-        what, way = (
-            "pairs of a chosen and a rejected answer, for preference tuning",
-            f"`rl: dpo` learns from both, and {_EVAL}",
-        )
-        hint: str | None = _way_to_chosen(record)
-    elif {*_OPENAI_COMPARED} <= names:
-        what = "pairs of a preferred and another answer, for preference tuning"
-        way = f"`rl: dpo` learns from both in columns prompt, chosen and rejected, and {_EVAL}"
-        hint = "to train on the preferred answers only, write their prompts and them as lists of messages into the "
-        hint += "columns prompt and completion"
-    elif has_verdict(record):
-        what, way = "answers with a verdict, for preference tuning", f"`rl: kto` learns from them, and {_EVAL}"
-        hint = "remove the rows with bad answers, and set the type of the others, such as type: chat_template"
-    elif {"prompt", "completions", "labels"} <= names:
-        what, hint = "solutions with a verdict for each step, for a reward model", None
-        way = "Ratel trains no reward models"
-    else:
-        return
-    raise BadInput(f"{printable(source.path)}: its rows are {what}; {way}", hint=hint)
+    for is_one, what, hint in _FOR_PREFERENCES:
+        if is_one(record):
+            raise BadInput(f"{printable(source.path)}: its rows are {what}", hint=hint(record))
 
 
 def _way_to_chosen(record: Mapping[str, object]) -> str:
@@ -97,3 +79,40 @@ def _way_to_chosen(record: Mapping[str, object]) -> str:
     names = "field_completion: chosen" if prompt == "prompt" else f"field_prompt: {prompt} and field_completion: chosen"
     turns = "; with type: chat_template they are turns of a chat" if isinstance(chosen, str) else ""
     return f"to train on the chosen answers behind their prompts, set {names}{turns}"
+
+
+def _has(*columns: str) -> Callable[[Mapping[str, object]], bool]:
+    return lambda record: {*columns} <= record.keys()
+
+
+_FOR_PREFERENCES: Sequence[
+    tuple[Callable[[Mapping[str, object]], bool], str, Callable[[Mapping[str, object]], str | None]]
+] = (
+    (
+        _has(*_COMPARED),
+        f"pairs of a chosen and a rejected answer, for preference tuning; `rl: dpo` learns from both, and {_EVAL}",
+        _way_to_chosen,
+    ),
+    (
+        _has(*_OPENAI_COMPARED),
+        (
+            "pairs of a preferred and another answer, for preference tuning; `rl: dpo` learns from both in columns "
+            f"prompt, chosen and rejected, and {_EVAL}"
+        ),
+        lambda _: (
+            "to train on the preferred answers only, write their prompts and them as lists of messages into the "
+            "columns prompt and completion"
+        ),
+    ),
+    (
+        has_verdict,
+        f"answers with a verdict, for preference tuning; `rl: kto` learns from them, and {_EVAL}",
+        lambda _: "remove the rows with bad answers, and set the type of the others, such as type: chat_template",
+    ),
+    (
+        _has("prompt", "completions", "labels"),
+        "solutions with a verdict for each step, for a reward model; Ratel trains no reward models",
+        lambda _: None,
+    ),
+)
+"""Rows of each kind: whether a row is one, what they are, and what to do."""
