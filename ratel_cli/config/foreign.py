@@ -64,7 +64,11 @@ _TEMPLATE_WORDS = Foreign(
     reason="the tokenizer's own chat template writes it",
     hint="remove it, or set a template that does it: `chat_template_jinja: FILE`",
 )
-_TEMPLATE = Foreign(fate="noted", reason="the tokenizer's own chat template is used", harmless=("tokenizer_default",))
+_TEMPLATE = Foreign(
+    fate="noted",
+    reason="the tokenizer's own chat template is used; it may write another system prompt, thought or end of a turn",
+    harmless=("tokenizer_default",),
+)
 _TEMPLATE_OF_SET = Foreign(
     fate="undecided",
     reason="Ratel has one chat template for all datasets",

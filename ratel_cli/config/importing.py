@@ -20,6 +20,7 @@ from ratel_cli.config.other_tools import (
     OTHER_MEANINGS,
     defaults_of,
     mask_of_sets,
+    otherwise,
     recognise,
     sets_in,
     write_mask,
@@ -74,49 +75,62 @@ def import_config(path: Path) -> Imported:
     _evaluations(root, tool, dialect)
     write_switch(tool, root)
     for key, reason in OTHER_MEANINGS.get(tool, {}).items():
-        if key in root.content:
-            dialect.drop(root.content.pop(key), reason, quietly=False)
+        if key in root.entries:
+            dialect.drop(root.entries.pop(key), reason, quietly=False)
     if tool == "torchtune":
-        root.content = translate_torchtune(root.content, dialect)
+        root.content = translate_torchtune(root.entries, dialect)
     is_constant = any(
-        key in root.content and root.content[key].value.content == "constant"
+        key in root.entries and root.entries[key].value.content == "constant"
         for key in ("lr_scheduler", "lr_scheduler_type")
     )
     dialect.translate(TOP, root)
-    if root.content.keys() & _ONLY_OURS and all(outcome.fate == "kept" for outcome in dialect.outcomes):
+    if root.entries.keys() & _ONLY_OURS and all(outcome.fate == "kept" for outcome in dialect.outcomes):
         tool, defaults = "Ratel", {}  # axolotl shares the other keys
     has_warmup = tool in ("torchtune", "Ratel") or not is_constant
-    steps = root.content.get("warmup_steps")
-    if steps is not None and steps.value.content and "warmup_ratio" in root.content:
-        dialect.drop(root.content.pop("warmup_ratio"), "`warmup_steps` decides, as it does there")
+    steps = root.entries.get("warmup_steps")
+    if steps is not None and steps.value.content and "warmup_ratio" in root.entries:
+        dialect.drop(root.entries.pop("warmup_ratio"), "`warmup_steps` decides, as it does there")
     _add_defaults(root, defaults, has_warmup=has_warmup)
     _leave_unread(root, tool, dialect)
     _write_masks(root, tool, dialect)
     if tool == "axolotl":
         write_system_column(root)
+    by_default = _say_otherwise(root, tool, dialect)
     missing = _missing(root)
     _check(root, missing, dialect)
     raise_all(findings)
     outcomes = tuple(sorted(dialect.outcomes, key=lambda outcome: outcome.where))
     return Imported(
         tool=tool,
-        text=_text(root, tool, path, outcomes, missing),
-        outcomes=(*outcomes, *(_undecided(key, root.where) for key in missing)),
+        text=_text(root, tool, path, outcomes, missing, by_default),
+        outcomes=(*outcomes, *by_default, *(_undecided(key, root.where) for key in missing)),
     )
+
+
+def _say_otherwise(root: Marked, tool: str, dialect: Dialect) -> tuple[KeyOutcome, ...]:
+    """Say beside keys what the tool does otherwise. Returns a row for each that no user wrote."""
+    by_default = []
+    for key, reason in otherwise(tool, root):
+        entry = root.entries[key]
+        ours = f"{key}: {entry.value.content}"
+        row = KeyOutcome(where=root.where, written=key, value="", fate="translated", ours=ours, reason=reason)
+        rows = [each for each in dialect.outcomes if entry.written and each.where == entry.where]
+        by_default += [] if rows else [row]
+        told = [replace(each, fate=row.fate, ours=each.ours or ours, reason=reason) for each in rows]
+        dialect.outcomes = [*(each for each in dialect.outcomes if each not in rows), *told]
+    return tuple(by_default)
 
 
 def _is_of_a_model(root: Marked) -> bool:
     """Whether this is a model's config.json."""
-    assert isinstance(root.content, dict)
-    if "base_model" in root.content or "model_name_or_path" in root.content:
+    if "base_model" in root.entries or "model_name_or_path" in root.entries:
         return False
-    return "architectures" in root.content or ("model_type" in root.content and recognise(root) == "Ratel")
+    return "architectures" in root.entries or ("model_type" in root.entries and recognise(root) == "Ratel")
 
 
 def _clip_by_default(root: Marked, dialect: Dialect) -> None:
     """An empty `max_grad_norm` is the trainer's default there; here it would turn clipping off."""
-    assert isinstance(root.content, dict)
-    entry = root.content.get("max_grad_norm")
+    entry = root.entries.get("max_grad_norm")
     if entry is not None and entry.value.content is None:
         dialect.read_as(entry, "max_grad_norm: 1.0, the trainer's default")
         entry.value = replace(entry.value, content=1.0)
@@ -124,34 +138,31 @@ def _clip_by_default(root: Marked, dialect: Dialect) -> None:
 
 def _best_by_patience(root: Marked, dialect: Dialect) -> None:
     """axolotl loads the best model at the end of a run that may be stopped early."""
-    assert isinstance(root.content, dict)
-    patience = root.content.get("early_stopping_patience")
+    patience = root.entries.get("early_stopping_patience")
     if patience is not None and patience.value.content:
-        given = root.content.pop("load_best_model_at_end", patience)
+        given = root.entries.pop("load_best_model_at_end", patience)
         dialect.read_as(given, "load_best_model_at_end: true")
-        root.content["load_best_model_at_end"] = replace(
+        root.entries["load_best_model_at_end"] = replace(
             patience, written="load_best_model_at_end", value=replace(patience.value, content=True)
         )
 
 
 def _loraplus(root: Marked, dialect: Dialect) -> None:
     """axolotl gives PEFT's LoRA+ neither a weight decay nor a rate of embeddings. (LLaMA-Factory does decay.)"""
-    assert isinstance(root.content, dict)
-    ratio, decay = (root.content.get(key) for key in ("loraplus_lr_ratio", "weight_decay"))
+    ratio, decay = (root.entries.get(key) for key in ("loraplus_lr_ratio", "weight_decay"))
     if ratio is None or not ratio.value.content:
         return
     if decay is not None and decay.value.content:
         dialect.read_as(decay, "weight_decay: 0, since axolotl decays nothing with LoRA+")
         decay.value = replace(decay.value, content=0)
     for key in ("embedding_lr", "embedding_lr_scale"):
-        if key in root.content:
-            dialect.drop(root.content.pop(key), "axolotl does not use it with `loraplus_lr_ratio`", quietly=False)
+        if key in root.entries:
+            dialect.drop(root.entries.pop(key), "axolotl does not use it with `loraplus_lr_ratio`", quietly=False)
 
 
 def _two_steps(root: Marked, dialect: Dialect) -> None:
     """axolotl makes two steps of a warm-up of one."""
-    assert isinstance(root.content, dict)
-    steps = root.content.get("warmup_steps")
+    steps = root.entries.get("warmup_steps")
     if steps is not None and steps.value.content == 1:
         dialect.read_as(steps, "warmup_steps: 2, as axolotl counts")
         steps.value = replace(steps.value, content=2)
@@ -159,16 +170,15 @@ def _two_steps(root: Marked, dialect: Dialect) -> None:
 
 def _evaluations(root: Marked, tool: str, dialect: Dialect) -> None:
     """`eval_strategy: steps` without `eval_steps` evaluates every `logging_steps`, whose default each tool has."""
-    assert isinstance(root.content, dict)
-    steps, logged = (root.content.get(key) for key in ("eval_steps", "logging_steps"))
-    by_epoch = root.content.get("evals_per_epoch")
+    steps, logged = (root.entries.get(key) for key in ("eval_steps", "logging_steps"))
+    by_epoch = root.entries.get("evals_per_epoch")
     for key in ("eval_strategy", "evaluation_strategy"):
-        entry = root.content.get(key)
+        entry = root.entries.get(key)
         is_given = any(each is not None and each.value.content is not None for each in (steps, logged, by_epoch))
         if entry is not None and entry.value.content == "steps" and not is_given and tool in _LOGGING_STEPS:
             number = _LOGGING_STEPS[tool]
             dialect.read_as(entry, f"eval_steps: {number}, the `logging_steps` of {tool}")
-            root.content["eval_steps"] = replace(
+            root.entries["eval_steps"] = replace(
                 entry, written="eval_steps", value=replace(entry.value, content=number)
             )
             return
@@ -179,8 +189,7 @@ _LOGGING_STEPS: Mapping[str, int] = {"transformers": 500, "LLaMA-Factory": 500, 
 
 def _write_masks(root: Marked, tool: str, dialect: Dialect) -> None:
     """Write out which tokens the tool has its loss on, where the config does not say it."""
-    assert isinstance(root.content, dict)
-    sets, whole = list(mask_of_sets(tool, root)), root.content.get("train_on_inputs")
+    sets, whole = list(mask_of_sets(tool, root)), root.entries.get("train_on_inputs")
     if sets and whole is not None and whole.value.content is True:
         dialect.decide(whole, "axolotl then trains the words of all turns and their EOS tokens, Ratel all tokens")
         return
@@ -197,8 +206,7 @@ def _write_masks(root: Marked, tool: str, dialect: Dialect) -> None:
 def _leave_unread(root: Marked, tool: str, dialect: Dialect) -> None:
     """Leave out what the rows of a set do not have read, and axolotl's `field_system`, which it does not read either:
     its conversations have a column `system`, and other rows none."""
-    assert isinstance(root.content, dict)
-    method = root.content.get("rl")
+    method = root.entries.get("rl")
     name = None if method is None else method.value.content
     compares = None if name is None else "verdicts" if name == "kto" else "pairs"
     defaults = {key: field.default for key, field in DatasetConfig.model_fields.items()}
@@ -226,8 +234,7 @@ def _leave_out(keys: Entries, key: str, reason: str, dialect: Dialect) -> None:
 
 def _add_defaults(root: Marked, defaults: dict[str, Scalar], *, has_warmup: bool) -> None:
     """Write out the tool's defaults. A rate that is `constant` there has no warm-up."""
-    content = root.content
-    assert isinstance(content, dict)
+    content = root.entries
     if not has_warmup:
         for key in ("warmup_steps", "warmup_ratio"):
             content.pop(key, None)
@@ -244,15 +251,12 @@ def _add_defaults(root: Marked, defaults: dict[str, Scalar], *, has_warmup: bool
 
 def _missing(root: Marked) -> tuple[str, ...]:
     """Keys that a run needs and that the other trainer has elsewhere."""
-    content = root.content
-    assert isinstance(content, dict)
-    return tuple(key for key in ("base_model", "datasets") if key not in content)
+    return tuple(key for key in ("base_model", "datasets") if key not in root.entries)
 
 
 def _check(root: Marked, missing: Sequence[str], dialect: Dialect) -> None:
     """Validate the config as it will be once the missing keys are there."""
-    content = root.content
-    assert isinstance(content, dict)
+    content = root.entries
     for key in missing:
         value = Marked(where=root.where, content="missing")
         inner = Marked(where=root.where, content={"path": Entry(where=root.where, written="path", value=value)})
@@ -273,17 +277,25 @@ _MISSING: Mapping[str, str] = {
 }
 
 
-def _text(root: Marked, tool: str, path: Path, outcomes: Sequence[KeyOutcome], missing: Sequence[str]) -> str:
-    """The YAML file: our keys with where they come from, then what was left out and why."""
-    content = root.content
-    assert isinstance(content, dict)
+def _text(
+    root: Marked,
+    tool: str,
+    path: Path,
+    outcomes: Sequence[KeyOutcome],
+    missing: Sequence[str],
+    by_default: Sequence[KeyOutcome],
+) -> str:
+    """The YAML file: our keys with where they come from, then what was left out and why. `by_default`: rows of keys
+    that have a default of the tool."""
+    content = root.entries
     origins = {outcome.where: outcome for outcome in outcomes if outcome.fate == "translated"}
     lines = [editor_line(), f"# Made by `ratel import` from {path.name} ({tool}).", ""]
     lines += [f"# {key}:  # needs a decision: {_MISSING[key]}" for key in missing]
     for key, entry in content.items():
         first, *more = dump({key: plain(entry.value)}).rstrip("\n").split("\n")
         origin = origins.get(entry.where)
-        comment = f"the default of {tool}" if not entry.written else ""
+        remarks = [f"; {row.reason}" for row in by_default if row.ours.partition(":")[0] == key]
+        comment = "".join([f"the default of {tool}", *remarks]) if not entry.written else ""
         if origin is not None:
             comment = f"was `{_key_and_value(origin)}`" + (f"; {origin.reason}" if origin.reason else "")
         if comment and more:  # the first line may end inside a text

@@ -85,13 +85,12 @@ def recognise(root: Marked, *, without: AbstractSet[str] = frozenset()) -> str:
     """The tool that a config is for, by its keys but those `without`; `Ratel` if it has none of another tool's."""
     if is_torchtune(root):
         return "torchtune"
-    assert isinstance(root.content, dict)
-    counts = {tool: len((root.content.keys() & set(signs.split())) - without) for tool, signs in _SIGNS.items()}
+    counts = {tool: len((root.entries.keys() & set(signs.split())) - without) for tool, signs in _SIGNS.items()}
     best = max(counts, key=lambda tool: counts[tool])
     if counts[best]:
         return best
     trainer = ("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "model_name_or_path")
-    return "transformers" if any(key in root.content for key in trainer) else "Ratel"
+    return "transformers" if any(key in root.entries for key in trainer) else "Ratel"
 
 
 def recognise_surely(root: Marked) -> str:
@@ -101,16 +100,15 @@ def recognise_surely(root: Marked) -> str:
 
 def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
     """The defaults of a tool for a config with its keys, where Ratel's are others."""
-    assert isinstance(theirs.content, dict)
-    stage = theirs.content.get("stage")
+    stage = theirs.entries.get("stage")
     is_pretraining = tool == "LLaMA-Factory" and stage is not None and stage.value.content == "pt"
     more: dict[str, Scalar] = {"sample_packing": True} if is_pretraining else {}
-    if tool == "TRL" and theirs.content.keys() & {"rl", "beta"}:
+    if tool == "TRL" and theirs.entries.keys() & {"rl", "beta"}:
         more["learning_rate"] = 1e-6
-    half = theirs.content.get("bf16")
+    half = theirs.entries.get("bf16")
     if tool == "axolotl" and half is not None and half.value.content is None:
         more["dtype"] = "float32"  # its default is `auto`
-    method = theirs.content.get("rl")
+    method = theirs.entries.get("rl")
     if tool == "TRL" and method is not None and method.value.content == "kto":
         more["shuffle"] = False  # its trainer takes no other order
     if tool == "torchtune":
@@ -124,21 +122,47 @@ OTHER_MEANINGS: Mapping[str, Mapping[str, str]] = {
 """By tool: names of ours that mean something else there, and what."""
 
 
+_EXPERTS = "with transformers 5 {} adapts neither the router nor the stacked experts of a mixture, and Ratel does"
+_OTHERWISE: Mapping[str, Mapping[str, str]] = {
+    "axolotl": {
+        "adapter": _EXPERTS.format("axolotl"),
+        "datasets": "axolotl divides a longer text into windows that overlap, each with an EOS token; Ratel's do not",
+    },
+    "LLaMA-Factory": {
+        "adapter": _EXPERTS.format("LLaMA-Factory"),
+        "sequence_len": "LLaMA-Factory shortens prompt and answer in proportion, and Ratel cuts off the end",
+    },
+    "torchtune": {"sequence_len": "torchtune puts an EOS token at the end of what it shortens, and Ratel does not"},
+}
+"""By tool and key of ours: what becomes of it there, where no key of Ratel's gives that."""
+
+
+def otherwise(tool: str, root: Marked) -> Iterator[tuple[str, str]]:
+    """Keys of ours that a config has and that mean something else there, and what."""
+    texts = [each["type"].value.content == "completion" for each in sets_in(root, "datasets") if "type" in each]
+    adapter, sets = root.entries.get("adapter"), root.entries.get("datasets")
+    names_modules = root.entries.keys() & {"lora_target_modules", "lora_target_parameters"}
+    applies = {
+        "sequence_len": "sequence_len" in root.entries and not (texts and all(texts)),
+        "adapter": adapter is not None and adapter.value.content == "lora" and not names_modules,
+        "datasets": sets is not None and sets.written == "pretraining_dataset",
+    }
+    yield from ((key, reason) for key, reason in _OTHERWISE.get(tool, {}).items() if applies[key])
+
+
 def write_switch(tool: str, root: Marked) -> None:
     """Write out what the tool trains by default, under its own name."""
-    assert isinstance(root.content, dict)
     key, value = _SWITCHED_ON.get(tool, ("", None))
-    if key and (key not in root.content or root.content[key].value.content is None):
+    if key and (key not in root.entries or root.entries[key].value.content is None):
         where = replace(root.where, line=2**31)  # behind all that the user wrote
-        root.content[key] = Entry(where=where, written="", value=Marked(where=where, content=value))
+        root.entries[key] = Entry(where=where, written="", value=Marked(where=where, content=value))
 
 
 def other_switch(tool: str, root: Marked) -> Finding | None:
     """A notice if the tool would train an adapter, because no key says what is trained. `root` has its names."""
-    assert isinstance(root.content, dict)
     key, _ = _SWITCHED_ON.get(tool, ("", None))
     ours = {"base_model", "adapter", "unfrozen_parameters"}
-    if not key or root.content.keys() & {key, *ours}:
+    if not key or root.entries.keys() & {key, *ours}:
         return None
     message = f"{tool} trains a LoRA adapter if `{key}` is not set, and Ratel every weight; for that write"
     return Finding(where=root.where, message=f"{message} `{key}: lora`")
@@ -149,23 +173,20 @@ def mask_of_sets(tool: str, root: Marked) -> Iterator[tuple[str, Marked, Entry]]
 
     For each the key that it is in, the set, and its `type`. `root` has our names.
     """
-    assert isinstance(root.content, dict)
-    if "rl" in root.content:
+    if "rl" in root.entries:
         return
     for key in ("datasets", "test_datasets"):
-        sets = root.content[key].value.content if tool == "axolotl" and key in root.content else None
-        for each in sets if isinstance(sets, list) else ():
-            keys = each.content if isinstance(each.content, dict) else {}
+        for each in root.entries[key].value.items if tool == "axolotl" and key in root.entries else ():
+            keys = each.entries
             if "type" in keys and keys["type"].value.content == "chat_template" and not keys.keys() & set(_MASK_KEYS):
                 yield key, each, keys["type"]
 
 
 def write_mask(each: Marked) -> None:
     """Write axolotl's defaults of a mask into a set: the words of the assistant, and the EOS token behind them."""
-    assert isinstance(each.content, dict)
     role = Marked(where=each.where, content="assistant")
     for key, content in (("roles_to_train", [role]), ("train_on_eos", "turn")):
-        each.content[key] = Entry(where=each.where, written="", value=Marked(where=each.where, content=content))
+        each.entries[key] = Entry(where=each.where, written="", value=Marked(where=each.where, content=content))
 
 
 def write_system_column(root: Marked) -> None:
@@ -182,33 +203,29 @@ MASK = "roles_to_train: [assistant], train_on_eos: turn"
 
 def other_length(tool: str, root: Marked) -> Finding | None:
     """A notice if the tool would drop samples that Ratel truncates, because no key says what becomes of them."""
-    assert isinstance(root.content, dict)
-    if tool != "axolotl" or "excess_length_strategy" in root.content:
+    if tool != "axolotl" or "excess_length_strategy" in root.entries:
         return None
     for each in sets_in(root, "datasets"):
         if "type" in each and each["type"].value.content not in ("auto", "completion"):  # plain text is split there too
             message = "Ratel truncates samples that are longer than `sequence_len`, axolotl drops them; for that write"
-            return Finding(where=root.content["datasets"].where, message=f"{message} `excess_length_strategy: drop`")
+            return Finding(where=root.entries["datasets"].where, message=f"{message} `excess_length_strategy: drop`")
     return None
 
 
 def sets_in(root: Marked, *names: str) -> Iterator[Entries]:
     """The keys of each dataset; `names`: only of these keys of the top level."""
-    assert isinstance(root.content, dict)
     for name in names or ("datasets", "test_datasets"):
-        sets = root.content[name].value.content if name in root.content else None
-        for each in sets if isinstance(sets, list) else ():
-            yield each.content if isinstance(each.content, dict) else {}
+        for each in root.entries[name].value.items if name in root.entries else ():
+            yield each.entries
 
 
 def other_mask(tool: str, root: Marked) -> Finding | None:
     """A notice if the tool would have its loss on other tokens than Ratel, because no key says which."""
-    assert isinstance(root.content, dict)
     for _, _, entry in mask_of_sets(tool, root):
         message = "Ratel trains a turn to the end of its last mark, axolotl to the EOS token; for that mask write"
         return Finding(where=entry.where, message=f"{message} `{MASK}` into the dataset")
-    is_trl = tool == "TRL" and "rl" not in root.content
-    if is_trl and "train_on_inputs" not in root.content and "datasets" in root.content:
+    is_trl = tool == "TRL" and "rl" not in root.entries
+    if is_trl and "train_on_inputs" not in root.entries and "datasets" in root.entries:
         message = "Ratel trains the answers in conversations, TRL all of their tokens; for that write"
-        return Finding(where=root.content["datasets"].where, message=f"{message} `train_on_inputs: conversations`")
+        return Finding(where=root.entries["datasets"].where, message=f"{message} `train_on_inputs: conversations`")
     return None

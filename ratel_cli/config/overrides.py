@@ -47,11 +47,9 @@ def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -
         return
     small = Marked(where=where, content={steps[-1]: Entry(where=where, written=steps[-1], value=value)})
     dialect.translate_keys(section, small)
-    assert isinstance(small.content, dict)
-    if isinstance(mapping.content, dict):
-        mapping.content.update(small.content)
+    mapping.entries.update(small.entries)
     if section == TOP:
-        for name, entry in small.content.items():
+        for name, entry in small.entries.items():
             _displace(mapping, name, entry, dialect)
 
 
@@ -59,7 +57,6 @@ def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> t
     """The section and the node that the last part of a dotted key belongs to; None if there is none, with a finding."""
     if not steps:
         return TOP, root
-    assert isinstance(root.content, dict)
     section = canonical_key(TOP, steps[0])
     if section not in SECTIONS:
         if section in SECTIONS[TOP].model_fields:
@@ -69,7 +66,7 @@ def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> t
         dialect.findings.append(finding)
         return None
     empty = Marked(where=where, content={})
-    entry = root.content.setdefault(section, Entry(where=where, written=section, value=empty))
+    entry = root.entries.setdefault(section, Entry(where=where, written=section, value=empty))
     if entry.value.content is None:
         entry.value = empty
     if section == "datasets":
@@ -117,7 +114,7 @@ def _replace_item(datasets: Marked, step: str, value: Marked, where: Where, dial
 
 
 def _item(datasets: Marked, step: str, where: Where, dialect: Dialect) -> Marked | None:
-    items = datasets.content if isinstance(datasets.content, list) else []
+    items = datasets.items
     if not (step.isascii() and step.isdigit()):
         message = f"`{step}` is not the number of a dataset"
         hint = "datasets are numbered from 0: datasets.0.path=a.jsonl"
@@ -132,13 +129,12 @@ def _item(datasets: Marked, step: str, where: Where, dialect: Dialect) -> Marked
 
 def _displace(root: Marked, name: str, entry: Entry, dialect: Dialect) -> None:
     """Drop a key of the file that decides the same thing, with a notice."""
-    assert isinstance(root.content, dict)
     if entry.value.content is None:
         return
     for group in _EITHER_OR:
         for other in group if name in group else ():
-            if other != name and other in root.content and root.content[other].where.layer == 0:
-                displaced = root.content.pop(other)
+            if other != name and other in root.entries and root.entries[other].where.layer == 0:
+                displaced = root.entries.pop(other)
                 if displaced.value.content is not None:
                     message = f"replaces `{displaced.written}` in the file"
                     dialect.notices.append(Finding(where=entry.where, message=message))

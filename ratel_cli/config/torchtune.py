@@ -81,8 +81,10 @@ _OF_REWARDS = (
 """Objects of its recipes for PPO, GRPO and distillation."""
 _PREFERENCES = ("DPO", "SimPO", "RSO", "IPO", "KTO")
 """In the names of losses that compare answers."""
-_WRITES_TURNS = ("llama3", "phi3", "phi4", "qwen2", "qwen3")
+_WRITES_TURNS = ("llama3", "llama4", "phi3", "phi4", "qwen2", "qwen3")
 """Beginnings of the names of tokenizers whose turns have headers; those of others are plain texts."""
+_WRITES_BRACKETS = ("llama2", "mistral")
+"""The same of those whose `prompt_template` puts words of a user between brackets, unless it is null."""
 _ADAPTER_HINT = "name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`"
 _QUANTISER_HINT = "remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`"
 _KEY = re.compile(r"\$\{([\w.]+)\}")
@@ -110,7 +112,7 @@ def translate_torchtune(entries: Entries, report: Report) -> Entries:
         if name in _OF_OPTIMIZER:
             _optimizer(name, entry, flat, translated, report)
         elif name.endswith("_component_") and name.count(".") < 2:
-            _component(name, entry, translated, report, types)
+            _component(name, entry, flat, translated, report, types)
         elif name == "max_steps_per_epoch":
             _steps_per_epoch(entry, flat.get("epochs"), translated, report)
         elif name not in _READ:
@@ -248,7 +250,7 @@ def _text_of(values: Entries, match: re.Match[str]) -> str:
     return match[0] if found is None or isinstance(found.value.content, dict | list) else str(found.value.content)
 
 
-def _component(name: str, entry: Entry, translated: Entries, report: Report, types: set[Plain]) -> None:
+def _component(name: str, entry: Entry, flat: Entries, translated: Entries, report: Report, types: set[Plain]) -> None:
     """Read the name of a Python object."""
     path = _named(entry)
     last = path.rpartition(".")[2]
@@ -258,7 +260,10 @@ def _component(name: str, entry: Entry, translated: Entries, report: Report, typ
             translated["lr_scheduler"] = made(entry, name_of_ours)
             report.read_as(entry, f"lr_scheduler: {name_of_ours}")
         case "tokenizer":
-            _tokenizer(last, entry, translated, report, types)
+            template = flat.get("tokenizer.prompt_template", entry)
+            brackets = () if template.value.content is None else _WRITES_BRACKETS
+            writes_turns = last.startswith((*_WRITES_TURNS, *brackets))
+            _tokenizer(last, entry, translated, report, types, writes_turns=writes_turns)
         case "model" if last.startswith(("lora_", "qlora_", "dora_")):
             _impossible(entry, f"`{path}` trains an adapter", _ADAPTER_HINT, report)
         case "quantizer":
@@ -338,12 +343,14 @@ def defaults_of_optimizer(theirs: Marked) -> Mapping[str, Scalar]:
     return {"adam_beta2": 0.99} if "Lion" in last else {}
 
 
-def _tokenizer(last: str, entry: Entry, translated: Entries, report: Report, types: set[Plain]) -> None:
+def _tokenizer(
+    last: str, entry: Entry, translated: Entries, report: Report, types: set[Plain], *, writes_turns: bool
+) -> None:
     """The tokenizers of torchtune write the turns of a conversation by themselves, without a chat template."""
     if last.startswith("llama3") and "chat_template" in types:
         translated["chat_template"] = made(entry, "llama3")
         report.read_as(entry, "chat_template: llama3")
-    if last.startswith(_WRITES_TURNS) and "alpaca" in types:
+    if writes_turns and "alpaca" in types:
         report.decide(entry, "torchtune writes the Alpaca prompt as a turn of this tokenizer; here it is plain text")
     elif "chat_template" not in translated:
         report.drop(entry, "Ratel takes the tokenizer, and its chat template, as its files describe it")

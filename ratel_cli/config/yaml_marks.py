@@ -71,6 +71,16 @@ class Marked:
     where: Where
     content: Scalar | list[Marked] | dict[str, Entry]
 
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The keys of a mapping; none of another value. What is put into them is in the mapping."""
+        return self.content if isinstance(self.content, dict) else {}
+
+    @property
+    def items(self) -> list[Marked]:
+        """The items of a list; none of another value."""
+        return self.content if isinstance(self.content, list) else []
+
 
 @dataclass(slots=True, kw_only=True)
 class Entry:

@@ -93,7 +93,7 @@ def test_llama_factory_trains_an_adapter_by_default(take: Take, line: str) -> No
     found, config = take(FACTORY + line)
     assert (config.adapter, config.lora_r, config.lora_alpha, config.lora_dropout) == ("lora", 8, 16, 0.0)
     assert config.lora_target_modules == ()
-    assert "adapter: lora  # the default of LLaMA-Factory\n" in found.text
+    assert "adapter: lora  # the default of LLaMA-Factory; " in found.text
     assert all(each.written for each in found.outcomes)
 
 
@@ -269,3 +269,55 @@ def test_a_length_of_generated_text_is_none_of_samples(take: Take) -> None:
     found, config = take(FULL + "max_length: 7\ndisable_shuffling: true\n")
     assert (config.sequence_len, config.shuffle) == (64, False)
     assert fate(found, "max_length") == "noted"
+
+
+TUNE = """\
+model: {_component_: torchtune.models.NAME.NAME_7b}
+tokenizer: {_component_: torchtune.models.NAME.NAME_tokenizer, path: t, max_seq_len: 64TEMPLATE}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: m}
+dataset: {_component_: torchtune.datasets.alpaca_dataset}
+"""
+LORA = "adapter: lora\nlora_r: 8\nlora_target_linear: true\n"
+PRETRAINING = "base_model: m\npretraining_dataset: {path: c4}\nsequence_len: 64\nmicro_batch_size: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        (FULL, "cutoff_len", "shortens prompt and answer in proportion"),
+        (FULL.replace("cutoff_len: 64\n", ""), "sequence_len", "shortens prompt and answer in proportion"),
+        (
+            TUNE.replace("NAME", "gemma").replace("TEMPLATE", "").replace("alpaca_dataset", "wikitext_dataset"),
+            "tokenizer.max_seq_len",
+            "",
+        ),
+        (FACTORY + "finetuning_type: lora\n", "finetuning_type", "stacked experts"),
+        (FACTORY, "adapter", "stacked experts"),
+        (FACTORY + "finetuning_type: lora\nlora_target: q_proj\n", "finetuning_type", ""),
+        (AXOLOTL + LORA, "adapter", "stacked experts"),
+        (AXOLOTL + LORA.replace("linear: true", "modules: [q_proj]"), "adapter", ""),
+        (PRETRAINING, "pretraining_dataset", "windows that overlap"),
+        (TUNE.replace("NAME", "gemma").replace("TEMPLATE", ""), "tokenizer.max_seq_len", "an EOS token at the end"),
+    ],
+)
+def test_what_a_key_does_otherwise_is_said(take: Take, text: str, key: str, words: str) -> None:
+    found, _ = take(text)
+    [outcome] = [each for each in found.outcomes if each.written == key]
+    assert words in outcome.reason if words else not outcome.reason
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "expected"),
+    [
+        ("llama2", "", "undecided"),
+        ("mistral", ", prompt_template: torchtune.models.mistral.MistralChatTemplate", "undecided"),
+        ("mistral", ", prompt_template: null", "ignored"),
+        ("llama3", ", prompt_template: null", "undecided"),
+        ("llama4", "", "undecided"),
+        ("gemma", "", "ignored"),
+    ],
+)
+def test_a_tokenizer_of_torchtune_that_writes_turns(take: Take, name: str, template: str, expected: str) -> None:
+    found, _ = take(TUNE.replace("NAME", name).replace("TEMPLATE", template))
+    assert fate(found, "tokenizer._component_") == expected

@@ -26,10 +26,10 @@ NUM_ROWS = 4848
 """Unpacked samples, in whole batches, since torchtune leaves out others."""
 
 
-def _torchtune(optimizer: dict[str, Plain], accumulation: int, **more: Plain) -> dict[str, Plain]:
+def _torchtune(model: str, optimizer: dict[str, Plain], accumulation: int, **more: Plain) -> dict[str, Plain]:
     return {
-        "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
-        "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "t", "max_seq_len": 512},
+        "model": {"_component_": f"torchtune.models.{model}.{model}_8b"},
+        "tokenizer": {"_component_": f"torchtune.models.{model}.{model}_tokenizer", "path": "t", "max_seq_len": 512},
         "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "m"},
         "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
         "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
@@ -48,12 +48,14 @@ _COSINE: dict[str, Plain] = {
 CONFIGS: Mapping[str, Mapping[str, object]] = {
     **{name: content for name, content in PORTED.items() if name not in IMPOSSIBLE},
     "torchtune: llama3/8B_full_single_device": _torchtune(
-        {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-5}, 1, lr_scheduler=_COSINE
+        "llama3", {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-5}, 1, lr_scheduler=_COSINE
     ),
     "torchtune: llama2/7B_full_low_memory": _torchtune(
-        {"_component_": "bitsandbytes.optim.PagedAdamW", "lr": 1e-5}, 1, lr_scheduler=_COSINE
+        "llama2", {"_component_": "bitsandbytes.optim.PagedAdamW", "lr": 1e-5}, 1, lr_scheduler=_COSINE
     ),
-    "torchtune: qwen3/0.6B_full_single_device": _torchtune({"_component_": "torch.optim.AdamW", "lr": 2e-5}, 8),
+    "torchtune: qwen3/0.6B_full_single_device": _torchtune(
+        "qwen3", {"_component_": "torch.optim.AdamW", "lr": 2e-5}, 8
+    ),
 }
 """Of the last three what decides the length and the rates."""
 TOOLS = ("axolotl", "LLaMA-Factory", "TRL", "torchtune")
