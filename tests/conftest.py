@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import typer.main
 
+from ratel_cli import neighbours
 from ratel_cli.hardware import load
 from ratel_cli.hardware.system_files import SystemFiles
 from tests.environment import fix, restored
@@ -56,9 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each test has the same environment, a cache directory of its own, and a machine on which nobody else works."""
+    """Each test has the same environment, a cache directory of its own, and a machine on which nobody else works. A
+    doctor tries one package there: all of them take ten seconds."""
     silent = SystemFiles(root=tmp_path_factory.getbasetemp() / "no-such-root")
-    with restored(), mock.patch.object(load, "SystemFiles", return_value=silent):
+    few = mock.patch.object(neighbours, "NEIGHBOURS", ("numpy",))
+    with restored(), few, mock.patch.object(load, "SystemFiles", return_value=silent):
         yield
 
 

@@ -31,6 +31,14 @@ from ratel_cli.closing import Closing
 from ratel_cli.commands import forget_run
 from ratel_cli.engine.ranks.launched import RanksEnded, launched_rank
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RatelError
+from ratel_cli.neighbours import (
+    broken_package,
+    leave_out,
+    left_out,
+    missed_package,
+    needs_package,
+    start_without,
+)
 from ratel_cli.training.stopping import STOPPED
 
 EXIT_BUG = 1
@@ -156,7 +164,7 @@ def _run(arguments: Sequence[str] | None) -> int | None:
 
 def _run_command(arguments: Sequence[str] | None) -> int | None:
     try:
-        code = app(args=None if arguments is None else list(arguments), prog_name="ratel", standalone_mode=False)
+        code = _called(arguments)
         _flush_output()
     except BrokenPipeError:
         raise
@@ -179,6 +187,27 @@ def _run_command(arguments: Sequence[str] | None) -> int | None:
     if code == EXIT_INTERRUPTED:
         return None  # typer returns this code for KeyboardInterrupt
     return code if isinstance(code, int) else 0
+
+
+def _called(arguments: Sequence[str] | None) -> object:
+    """What the command returns. Without an installed package that does not load, it starts again if it can."""
+    if arguments is None:
+        leave_out()
+        if left_out() and not launched_rank():
+            from ratel_cli.console import RunLog
+
+            for each in left_out():
+                RunLog().warn(f"{each.words}; it is left out. {each.remedy}")
+    try:
+        return app(args=None if arguments is None else list(arguments), prog_name="ratel", standalone_mode=False)
+    except Exception as error:
+        missed = missed_package(error)
+        package = missed or broken_package(error)
+        if package is None:
+            raise
+        if arguments is None and missed is None and not package.is_needed:
+            start_without(package)
+        raise needs_package(package) from error
 
 
 def _flush_output(more: str = "") -> None:

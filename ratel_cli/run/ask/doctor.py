@@ -34,6 +34,7 @@ from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.io.probe import probe_directory
 from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.neighbours import packages_that_fail
 from ratel_cli.run.files.places import Places
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.settings import new_geometry
@@ -51,6 +52,7 @@ def examine(
         check_huge_pages(files),
     ]
     diagnoses += [check_locked_memory(_locked_limit(), platform.release()), check_clock(files)]
+    diagnoses += _packages()
     with ExitStack() as resources:
         queue, uring_failure = _open_queue(resources)
         needs_uring = any(config.storage.engine == "io_uring" for config in places.configs)
@@ -67,6 +69,17 @@ def examine(
         drives = dict.fromkeys(drive.name for mount in mounts for drive in mount.drives)
         diagnoses += check_gpu(files, look(), environment=os.environ, kernel=platform.release(), drives=tuple(drives))
     return diagnoses
+
+
+def _packages() -> Iterator[Diagnosis]:
+    """Of what is installed beside Ratel: whether it loads."""
+    failed = packages_that_fail()
+    for each in failed:
+        yield Diagnosis(
+            what="packages", verdict="broken" if each.is_needed else "slow", reason=each.words, remedy=each.remedy
+        )
+    if not failed:
+        yield Diagnosis(what="packages", verdict="ok", reason="all that a run may import can be imported")
 
 
 def _open_queue(resources: ExitStack) -> tuple[IoQueue, str | None]:
