@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.describe import facts_of, meaning_of
-from ratel_cli.config.foreign import FOREIGN, FOREIGN_PREFIXES, Foreign
+from ratel_cli.config.foreign import LISTED, Foreign
 from ratel_cli.config.json_schema import SCHEMA_FILE, schema_text
 
 DESTINATION = Path(__file__).parents[1] / "docs" / "config.md"
@@ -115,10 +115,9 @@ def _entry(section: str, name: str) -> str:
 def _rejected_rows() -> Iterator[str]:
     """One row for each fate and reason."""
     keys: dict[Foreign, list[str]] = {}
-    for key, foreign in FOREIGN.items():
-        keys.setdefault(replace(foreign, harmless=()), []).append(f"`{key}`")
-    for prefix, foreign in FOREIGN_PREFIXES.items():
-        keys.setdefault(replace(foreign, harmless=()), []).append(f"`{prefix}…`")
+    for key, foreign in LISTED.items():
+        if not key.startswith("datasets."):
+            keys.setdefault(replace(foreign, harmless=()), []).append(f"`{key.replace('*', '…')}`")
     for foreign, names in sorted(keys.items(), key=lambda row: list(_FATES).index(row[0].fate)):
         yield f"| {', '.join(names)} | {_FATES[foreign.fate]} | {foreign.reason} | {foreign.hint} |"
 

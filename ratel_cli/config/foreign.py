@@ -43,178 +43,82 @@ class Foreign:
         return self.fate
 
 
-def _ignored(reason: str) -> Foreign:
-    return Foreign(fate="ignored", reason=reason)
-
-
-_PROCESSES = _ignored("it is about processes and how they share a batch; Ratel has `--ranks`")
-_SHOWN = _ignored("it is about what is logged and shown")
-_KERNELS = Foreign(fate="ignored", reason="it names kernels; the results are the same; see `attn_implementation`")
-_LOADER = Foreign(fate="ignored", reason="Ratel prepares the data once, by itself")
-_PADDING = Foreign(fate="ignored", reason="packing fills the sequences; see `sample_packing`")
-_TRACKER = Foreign(
-    fate="noted",
-    reason="`report_to` names the trackers, and the environment has their settings, such as WANDB_ENTITY",
-)
-_HUB = Foreign(fate="noted", reason="with `hub_model_id` Ratel uploads the model once, at the end; otherwise nothing")
-_SHARDING = Foreign(fate="noted", reason="Ratel streams the model through one device and needs no sharding")
-_ENGINE = Foreign(fate="noted", reason="Ratel has an engine of its own; see `storage` and `limits`")
-_TEMPLATE_WORDS = Foreign(
-    fate="undecided",
-    reason="the tokenizer's own chat template writes it",
-    hint="remove it, or set a template that does it: `chat_template_jinja: FILE`",
-)
-_TEMPLATE = Foreign(
-    fate="noted",
-    reason="the tokenizer's own chat template is used; it may write another system prompt, thought or end of a turn",
-    harmless=("tokenizer_default",),
-)
-_TEMPLATE_OF_SET = Foreign(
-    fate="undecided",
-    reason="Ratel has one chat template for all datasets",
-    hint="move it out of the dataset: `chat_template` or `chat_template_jinja`",
-)
-_FP8 = Foreign(fate="noted", reason="Ratel computes in `dtype`, which is more exact")
-
-_ADAPTER = Foreign(
-    fate="impossible",
-    reason="it belongs to a kind of adapter that Ratel does not train",
-    hint="remove it; `adapter: lora` trains one",
-)
-_QUANTISED = Foreign(
-    fate="impossible",
-    reason="it quantises the model in a way that Ratel does not",
-    hint="remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`",
-)
-_FREEZING = Foreign(
-    fate="impossible",
-    reason="it trains a part of the weights, which `unfrozen_parameters` names here",
-    hint="remove it, and name them; without them Ratel trains every weight",
-)
-_OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it, or see `optimizer`")
-_REWARDS = Foreign(
-    fate="impossible", reason="it belongs to training on rewards, or to a reward model", hint=instead_of("grpo")
-)
-_METHOD = Foreign(
-    fate="impossible", reason="it is another training method", hint="remove it; see `rl` for answers that are compared"
-)
-_COMPARING = Foreign(
-    fate="impossible",
-    reason="it makes another loss of answers that are compared",
-    hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
-)
-_LOSS = Foreign(
-    fate="impossible",
-    reason="it is another loss",
-    hint="remove it; there are `use_dft_loss`, `label_smoothing_factor` and the losses of `rl`",
-)
-_MODEL = Foreign(
-    fate="undecided",
-    reason="Ratel takes the model as its config.json describes it",
-    hint="remove it, and write it into config.json of a copy of the model",
-)
-_SELECTION = Foreign(
-    fate="undecided", reason="Ratel trains on every sample", hint="remove it, and filter the data beforehand"
-)
-_ORDER = Foreign(
-    fate="undecided",
-    reason="Ratel reads the rows in the order that `seed` gives, or in their own with `shuffle: false`",
-    hint="remove it, or see `shuffle`",
-)
-_MIXTURE = Foreign(
-    fate="undecided",
-    reason="Ratel trains on all rows of all sets once in an epoch, in one mixed order",
-    hint="remove it, or set `weight` of the sets",
-)
-_OTHER_PACKING = Foreign(
-    fate="undecided",
-    reason="Ratel packs whole samples, which do not see each other, and truncates what is longer",
-    hint="remove it; see `sample_packing`",
-)
-
-
-def _but(foreign: Foreign, *harmless: Plain, default: Plain = False) -> Foreign:
-    """The same, with values that change nothing."""
-    return replace(foreign, harmless=harmless, default=default)
-
-
 _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
-        _ignored("the files of the model say which classes it has"),
+        Foreign(fate="ignored", reason="the files of the model say which classes it has"),
         """model_type tokenizer_type processor_type is_llama_derived_model is_falcon_derived_model
-        is_mistral_derived_model is_qwen_derived_model cls_model_config tokenizer_use_fast use_fast_tokenizer use_fast
-        use_fast_processor model_class is_encoder_decoder type_of_model""",
+        is_mistral_derived_model is_qwen_derived_model cls_model_config tokenizer_use_fast use_fast_tokenizer
+        use_fast use_fast_processor model_class is_encoder_decoder type_of_model""",
     ),
     (
-        _ignored("it says how a model is loaded, and where to; its numbers are the same"),
+        Foreign(fate="ignored", reason="it says how a model is loaded, and where to; its numbers are the same"),
         """use_cache low_cpu_mem_usage device_map max_memory gpu_memory_limit cache_dir base_model_ignore_patterns
         experimental_skip_move_to_device""",
     ),
     (
-        _PROCESSES,
+        Foreign(fate="ignored", reason="it is about processes and how they share a batch; Ratel has `--ranks`"),
         """local_rank world_size _n_gpu n_gpu ddp use_ray ray_scope ray_num_workers resources_per_worker mp_parameters
         average_tokens_across_devices split_batches accelerator_config parallelism_config sharded_ddp env
-        data_shared_file_system seed_worker dist_timeout""",
+        data_shared_file_system seed_worker dist_timeout ray_*""",
     ),
     (
-        _SHOWN,
+        Foreign(fate="ignored", reason="it is about what is logged and shown"),
         """debug log_level log_level_replica log_on_each_node logging_strategy logging_first_step
         logging_nan_inf_filter logging_dir disable_tqdm plot_loss include_num_input_tokens_seen
         include_tokens_per_second include_mfu include_tkps skip_memory_metrics profiler_steps profiler_steps_start
         tpu_metrics_debug print_param_status telemetry trackio_space_id trackio_bucket_id trackio_static_space_id
         log_completions log_completions_hub_repo log_multimodal log_unique_prompts num_completions_to_print
-        ignore_bias_buffers""",
+        ignore_bias_buffers mfu_* profiler_* gradio_*""",
     ),
     (
-        _ignored("it is about the files of checkpoints, and of a run that goes on"),
+        Foreign(fate="ignored", reason="it is about the files of checkpoints, and of a run that goes on"),
         """save_safetensors save_only_model save_first_step save_on_each_node restore_callback_states_from_checkpoint
         ignore_data_skip enable_jit_checkpoint overwrite_cache tokenizer_save_jinja_files dynamic_checkpoint
         num_dataset_shards_to_save axolotl_config_path save_ckpt_as_hf""",
     ),
     (
-        _ignored("it says how and when evaluations are computed; what is trained is the same"),
+        Foreign(fate="ignored", reason="it says how and when evaluations are computed; what is trained is the same"),
         """do_train do_eval eval_do_concat_batches prediction_loss_only include_for_metrics include_inputs_for_metrics
-        eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval bf16_full_eval
-        per_device_eval_batch_size eval_batch_size use_logits_to_keep compute_accuracy label_names
+        eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval
+        bf16_full_eval per_device_eval_batch_size eval_batch_size use_logits_to_keep compute_accuracy label_names
         remove_unused_columns length_column_name""",
     ),
-    (_ignored("Ratel checks every key of a config"), "strict"),
+    (Foreign(fate="ignored", reason="Ratel checks every key of a config"), "strict"),
     (
-        _ignored("the environment has the tokens of the hub"),
+        Foreign(fate="ignored", reason="the environment has the tokens of the hub"),
         "hf_use_auth_token hf_hub_token hub_token push_to_hub_token ms_hub_token om_hub_token",
     ),
     (
-        _ignored("it belongs to other hardware, or to older releases of its tool"),
+        Foreign(fate="ignored", reason="it belongs to other hardware, or to older releases of its tool"),
         """past_index tpu_num_cores use_mps_device use_ipex jit_mode_eval xpu_backend fp16_opt_level
-        half_precision_backend fp16_backend torchdistx_path use_habana use_lazy_mode gaudi_config_name use_hpu_graphs
-        use_v2_trainer push_to_hub_model_id push_to_hub_organization""",
+        half_precision_backend fp16_backend torchdistx_path use_habana use_lazy_mode gaudi_config_name
+        use_hpu_graphs use_v2_trainer push_to_hub_model_id push_to_hub_organization""",
     ),
     (
-        _ignored("it frees memory, or shrinks batches that do not fit; Ratel plans its memory"),
+        Foreign(fate="ignored", reason="it frees memory, or shrinks batches that do not fit; Ratel plans its memory"),
         "gc_steps gc_collect_steps torch_empty_cache_steps auto_find_batch_size large_head_attention",
     ),
-    (_ignored("Ratel adds no tokens to a vocabulary"), "mean_resizing_embeddings"),
-    (_ignored("what fills up a row has no loss"), "pad_token padding_value"),
-    (_ignored("Ratel computes the loss in fp32"), "upcast_lmhead_output embeddings_skip_upcast"),
+    (Foreign(fate="ignored", reason="Ratel adds no tokens to a vocabulary"), "mean_resizing_embeddings"),
+    (Foreign(fate="ignored", reason="what fills up a row has no loss"), "pad_token padding_value"),
+    (Foreign(fate="ignored", reason="Ratel computes the loss in fp32"), "upcast_lmhead_output embeddings_skip_upcast"),
     (
-        _ignored("text has no images"),
+        Foreign(fate="ignored", reason="text has no images"),
         """crop_to_patches image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
         use_audio_in_video audio_sampling_rate""",
     ),
-    (_ignored("no embedding has an adapter here"), "loraplus_lr_embedding"),
+    (Foreign(fate="ignored", reason="no embedding has an adapter here"), "loraplus_lr_embedding"),
     (
-        _ignored("`seed` gives the order of the rows"),
+        Foreign(fate="ignored", reason="`seed` gives the order of the rows"),
         """data_seed full_determinism shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset
         buffer_size streaming_multipack_buffer_size pretrain_multipack_buffer_size""",
     ),
-    (_ignored("`device: auto` takes the GPU if there is one"), "use_cpu no_cuda"),
+    (Foreign(fate="ignored", reason="`device: auto` takes the GPU if there is one"), "use_cpu no_cuda"),
     (
         Foreign(fate="noted", reason="no text is generated while Ratel trains"),
         """do_sample temperature top_p top_k min_p num_beams max_new_tokens repetition_penalty length_penalty
         skip_special_tokens generation_kwargs cache_implementation generation_config infer_backend infer_dtype
-        vllm_enforce_eager vllm_maxlen vllm_gpu_util vllm_config
-        vllm_max_lora_rank sglang_maxlen sglang_mem_fraction sglang_tp_size
-        sglang_config sample_backend""",
+        vllm_enforce_eager vllm_maxlen vllm_gpu_util vllm_config vllm_max_lora_rank sglang_maxlen
+        sglang_mem_fraction sglang_tp_size sglang_config sample_backend""",
     ),
     (
         Foreign(fate="noted", reason="Ratel exports the model in the form of its base; see `ratel export`"),
@@ -230,33 +134,41 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         enable_activation_checkpointing layer_offloading selective_checkpointing""",
     ),
     (
-        _KERNELS,
+        Foreign(fate="ignored", reason="it names kernels; the results are the same; see `attn_implementation`"),
         """flash_attention flash_attn attn attention xformers_attention sdp_attention eager_attention flex_attention
         flex_attn_compile_kwargs flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp
-        flash_attn_fuse_qkv flash_attn_fuse_cross_entropy flash_optimum attn_needs_dtype_cast
-        attn_supports_packing attn_uses_flash_lib cut_cross_entropy enable_cce use_cce cce chunked_cross_entropy
+        flash_attn_fuse_qkv flash_attn_fuse_cross_entropy flash_optimum attn_needs_dtype_cast attn_supports_packing
+        attn_uses_flash_lib cut_cross_entropy enable_cce use_cce cce chunked_cross_entropy
         chunked_cross_entropy_num_chunks use_liger_kernel use_liger enable_liger_kernel liger_kernel_config
         use_unsloth use_kernels use_scattermoe use_sonicmoe moe_kernels use_kernel use_hub_kernels use_v1_kernels
         kernel_name use_flash_attention_2 torch_compile torch_compile_backend torch_compile_mode
-        torch_compile_dynamic torchdynamo compile experts_implementation padding_free loss_kernel
-        fused_attn_kernel use_dsv4_kernels gemma4_hybrid_attn_impl kernel_config""",
+        torch_compile_dynamic torchdynamo compile experts_implementation padding_free loss_kernel fused_attn_kernel
+        use_dsv4_kernels gemma4_hybrid_attn_impl kernel_config flash_attn_* liger_* cut_cross_entropy_* unsloth_*
+        torch_compile_*""",
     ),
     (
-        _LOADER,
+        Foreign(fate="ignored", reason="Ratel prepares the data once, by itself"),
         """dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory push_dataset_to_hub
-        preprocessing_num_workers preprocessing_batch_size batching_workers
-        dataset_batch_size tokenized_path overwrite_prepared_data trust_remote_code_for_data num_proc
-        preprocess_iterable""",
+        preprocessing_num_workers preprocessing_batch_size batching_workers dataset_batch_size tokenized_path
+        overwrite_prepared_data trust_remote_code_for_data num_proc preprocess_iterable dataloader_*
+        datasets.ds_type datasets.preprocess_shards datasets.trust_remote_code datasets.columns datasets.ranking
+        datasets.num_proc datasets.format_kwargs""",
     ),
     (
-        _PADDING,
+        Foreign(fate="ignored", reason="packing fills the sequences; see `sample_packing`"),
         """pad_to_sequence_len pad_to_multiple_of eval_sample_packing eval_packing sample_packing_group_size
-        sample_packing_bin_size sample_packing_mp_start_method sample_packing_eff_est
-        multipack_real_batches neat_packing batch_flattening total_num_tokens total_supervised_tokens
-        sample_packing_drop_attention_mask pretraining_sample_concatenation num_of_sequences""",
+        sample_packing_bin_size sample_packing_mp_start_method sample_packing_eff_est multipack_real_batches
+        neat_packing batch_flattening total_num_tokens total_supervised_tokens sample_packing_drop_attention_mask
+        pretraining_sample_concatenation num_of_sequences sample_packing_*""",
     ),
-    (_but(_ORDER, "random"), "train_sampling_strategy"),
-    (_ORDER, "group_by_length sample_packing_sequentially curriculum_sampling"),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel reads the rows in the order that `seed` gives, or in their own with `shuffle: false`",
+            hint="remove it, or see `shuffle`",
+        ),
+        "train_sampling_strategy group_by_length sample_packing_sequentially curriculum_sampling",
+    ),
     (
         Foreign(
             fate="undecided",
@@ -265,23 +177,31 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         ),
         "dataloader_drop_last",
     ),
-    (_but(_OTHER_PACKING, "normal", "padding_free"), "batching_strategy"),
-    (_but(_MIXTURE, "concat"), "mix_strategy"),
-    (_MIXTURE, "interleave_probs"),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel packs whole samples, which do not see each other, and truncates what is longer",
+            hint="remove it; see `sample_packing`",
+        ),
+        "batching_strategy packing_strategy pretrain_multipack_attn",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel trains on all rows of all sets once in an epoch, in one mixed order",
+            hint="remove it, or set `weight` of the sets",
+        ),
+        "mix_strategy interleave_probs",
+    ),
     (
         Foreign(fate="undecided", reason="Ratel makes the tokens of rows by itself", hint="remove it"),
         "skip_prepare_dataset dataset_kwargs",
     ),
-    (_but(_OTHER_PACKING, "bfd"), "packing_strategy"),
-    (_but(_OTHER_PACKING, default=True), "pretrain_multipack_attn"),
     (
         Foreign(fate="undecided", reason="Ratel computes everything in `dtype`, norms too", hint="remove it"),
         "upcast_layernorm fp32_norms fp32_norm_classes cast_lm_head_to_fp32",
     ),
-    (
-        Foreign(fate="undecided", reason="padding has no loss here", hint="remove it", default=True),
-        "ignore_pad_token_for_loss",
-    ),
+    (Foreign(fate="undecided", reason="padding has no loss here", hint="remove it"), "ignore_pad_token_for_loss"),
     (
         Foreign(
             fate="undecided",
@@ -303,24 +223,29 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         "peft_layers_pattern",
     ),
     (
-        Foreign(
-            fate="impossible",
-            reason="Ratel trains adapters of language models alone",
-            hint="remove it",
-            harmless=("CAUSAL_LM",),
-        ),
+        Foreign(fate="impossible", reason="Ratel trains adapters of language models alone", hint="remove it"),
         "lora_task_type",
     ),
-    (_TRACKER, "use_wandb use_mlflow use_comet use_swanlab use_tensorboard use_otel_metrics use_trackio"),
-    (_HUB, "push_to_hub"),
     (
-        _SHARDING,
+        Foreign(
+            fate="noted",
+            reason="`report_to` names the trackers, and the environment has their settings, such as WANDB_ENTITY",
+        ),
+        """use_wandb use_mlflow use_comet use_swanlab use_tensorboard use_otel_metrics use_trackio wandb_* mlflow_*
+        comet_* swanlab_* trackio_* otel_*""",
+    ),
+    (
+        Foreign(fate="noted", reason="with `hub_model_id` Ratel uploads the model once, at the end; otherwise nothing"),
+        "push_to_hub hub_*",
+    ),
+    (
+        Foreign(fate="noted", reason="Ratel streams the model through one device and needs no sharding"),
         """fsdp sequence_parallel_degree sequence_parallel_size sequence_parallel_mode context_parallel_size
-        context_parallel_dim expert_parallel_size dp_shard_size dp_replicate_size dp_world_size data_parallel_shard_dim
-        data_parallel_replicate_dim ring_attn_func heads_k_stride custom_sharded_layers pipeline_parallel_size
-        tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size sequence_parallel
-        use_distributed_optimizer overlap_param_gather overlap_grad_reduce dist_config dp_size cp_size cp_mode
-        mp_replicate_size mp_shard_size""",
+        context_parallel_dim expert_parallel_size dp_shard_size dp_replicate_size dp_world_size
+        data_parallel_shard_dim data_parallel_replicate_dim ring_attn_func heads_k_stride custom_sharded_layers
+        pipeline_parallel_size tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+        sequence_parallel use_distributed_optimizer overlap_param_gather overlap_grad_reduce dist_config dp_size
+        cp_size cp_mode mp_replicate_size mp_shard_size fsdp_* ddp_* alst_* expert_parallel_*""",
     ),
     (
         Foreign(
@@ -330,9 +255,9 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         "tensor_parallel_size tensor_parallel tensor_parallel_dim",
     ),
     (
-        _ENGINE,
-        """deepspeed deepspeed_config zero_optimization zero_stage offload_optimizer offload_param aio accelerate_config
-        use_megatron use_kt unsloth optimizer_in_bwd optimizer_overlap_backward""",
+        Foreign(fate="noted", reason="Ratel has an engine of its own; see `storage` and `limits`"),
+        """deepspeed deepspeed_config zero_optimization zero_stage offload_optimizer offload_param aio
+        accelerate_config use_megatron use_kt unsloth optimizer_in_bwd optimizer_overlap_backward deepspeed_* kt_*""",
     ),
     (
         Foreign(
@@ -341,8 +266,22 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         ),
         "trust_remote_code",
     ),
-    (_TEMPLATE, "template"),
-    (_TEMPLATE_WORDS, "tool_format default_system default_system_message chat_template_kwargs"),
+    (
+        Foreign(
+            fate="noted",
+            reason="the tokenizer's own chat template is used; it may write another system prompt, thought or end of a "
+            "turn",
+        ),
+        "template datasets.conversation datasets.roles_kwargs",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="the tokenizer's own chat template writes it",
+            hint="remove it, or set a template that does it: `chat_template_jinja: FILE`",
+        ),
+        "tool_format default_system default_system_message chat_template_kwargs datasets.split_thinking",
+    ),
     (
         Foreign(
             fate="undecided",
@@ -352,9 +291,9 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         "chat_template_path",
     ),
     (
-        _FP8,
-        """fp8 fp8_backend fp8_recipe fp8_format fp8_enable_fsdp_float8_all_gather fp8_config enable_fp8 enable_fp8_fsdp
-        enable_fp8_training""",
+        Foreign(fate="noted", reason="Ratel computes in `dtype`, which is more exact"),
+        """fp8 fp8_backend fp8_recipe fp8_format fp8_enable_fsdp_float8_all_gather fp8_config enable_fp8
+        enable_fp8_fsdp enable_fp8_training fp8_*""",
     ),
     (
         Foreign(fate="noted", reason="only evaluations end a run of Ratel early; see `early_stopping_patience`"),
@@ -362,8 +301,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (
         Foreign(
-            fate="noted",
-            reason="a run is resumed by itself; `--resume no` starts over and `--resume STEP` goes back",
+            fate="noted", reason="a run is resumed by itself; `--resume no` starts over and `--resume STEP` goes back"
         ),
         "resume_from_checkpoint auto_resume_from_checkpoints",
     ),
@@ -375,39 +313,45 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         Foreign(
             fate="noted",
             reason="Ratel evaluates the loss, and the accuracy of classes and of answers that are compared, on "
-            "`val_set_size` "
-            "or `test_datasets`",
+            "`val_set_size` or `test_datasets`",
         ),
         """eval_table_size eval_max_new_tokens eval_table_max_new_tokens callbacks benchmarks do_causal_lm_eval
         eval_causal_lm_metrics do_bench_eval bench_dataset bench_split dataset_test_split eval_on_each_dataset
         test_split eval_strategy_best predict_with_generate generate_samples num_generation_samples
         generation_max_length generation_num_beams""",
     ),
-    (_but(_ADAPTER, "full", "none"), "peft adapter_name_or_path"),
     (
-        _but(
-            Foreign(
-                fate="impossible",
-                reason="it trains a part of the weights, or an adapter",
-                hint="name the part in `unfrozen_parameters`; `adapter: lora` trains an adapter",
-            ),
-            "full",
-            "none",
+        Foreign(
+            fate="impossible",
+            reason="it belongs to a kind of adapter that Ratel does not train",
+            hint="remove it; `adapter: lora` trains one",
         ),
-        "finetuning_type peft_config",
+        """peft adapter_name_or_path freeze_base_model pissa_init use_llama_pro lora_model_dir lora_init
+        kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size lora_* qlora* peft_*""",
     ),
     (
-        _ADAPTER,
-        """freeze_base_model pissa_init use_llama_pro lora_model_dir lora_init kt_use_lora_experts kt_lora_expert_num
-        kt_lora_expert_intermediate_size""",
+        Foreign(
+            fate="impossible",
+            reason="it trains a part of the weights, or an adapter",
+            hint="name the part in `unfrozen_parameters`; `adapter: lora` trains an adapter",
+        ),
+        "finetuning_type peft_config",
     ),
     (
         Foreign(fate="noted", reason="Ratel computes with PEFT's modules"),
         "lora_qkv_kernel lora_o_kernel lora_mlp_kernel lora_embedding_kernel lora_on_cpu lora_fan_in_fan_out",
     ),
     (Foreign(fate="noted", reason="Ratel exports the adapter; `ratel merge` adds it to its base"), "merge_lora"),
-    (_but(_QUANTISED, "bnb", "bitsandbytes"), "quantization_method"),
-    (_but(_QUANTISED, "nf4"), "quantization_type bnb_4bit_quant_type"),
+    (
+        Foreign(
+            fate="impossible",
+            reason="it quantises the model in a way that Ratel does not",
+            hint="remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`",
+        ),
+        """quantization_method quantization_type bnb_4bit_quant_type bnb_config_kwargs quantization_bit
+        quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4 use_bnb use_onebitllms
+        quant_config bnb_*""",
+    ),
     (
         Foreign(
             fate="undecided",
@@ -417,51 +361,59 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         "bnb_4bit_compute_dtype",
     ),
     (
-        _ignored("a model that is quantised already says so itself"),
+        Foreign(fate="ignored", reason="a model that is quantised already says so itself"),
         "bnb_4bit_quant_storage gptq gptq_disable_exllama gptq_groupsize gptq_model_v1",
     ),
     (
-        _QUANTISED,
-        """bnb_config_kwargs quantization_bit quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4
-        use_bnb use_onebitllms quant_config""",
-    ),
-    (_but(_FREEZING, True), "freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules"),  # text uses none
-    (
-        _FREEZING,
-        """freeze_language_model freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_badam
-        lisa_n_layers lisa_step_interval lisa_layers_attribute mixture_of_depths""",
-    ),
-    (
-        _OPTIMIZER,
-        """use_galore use_apollo use_adam_mini use_lomo optim_target_modules adam_beta3 adam_epsilon2
-        torchao_optimizer dion_learning_rate dion_momentum dion_lr dion_rank_fraction dion_rank_multiple_of
-        muon_momentum muon_learning_rate use_dion""",
-    ),
-    (_but(_REWARDS, "sft", "pt", 0), "stage"),
-    (
-        _REWARDS,
-        """reward_model process_reward_model trl vllm reward_model_path reward_model_name_or_path reward_model_adapters
-        reward_model_quantization_bit reward_model_type reward_funcs reward_weights reward_clip_range scale_rewards
-        normalize_advantages multi_objective_aggregation num_generations num_generations_eval num_iterations
-        generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches total_episodes kl_coef cliprange
-        vf_coef cliprange_value whiten_rewards response_length epsilon_high importance_sampling_level
-        mask_truncated_completions off_policy_mask_threshold top_entropy_quantile entropy_coef entropy_coef_delta
-        entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy use_bias_correction_kl
-        max_tool_calling_iterations sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos
-        vespo_lambda_neg vespo_lambda_pos center_rewards_coefficient train_on_last_step_only use_vllm
-        use_transformers_continuous_batching use_transformers_paged transformers_continuous_batching_config
-        ds3_gather_for_generation""",
+        Foreign(
+            fate="impossible",
+            reason="it trains a part of the weights, which `unfrozen_parameters` names here",
+            hint="remove it, and name them; without them Ratel trains every weight",
+        ),
+        """freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules freeze_language_model
+        freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_badam lisa_n_layers
+        lisa_step_interval lisa_layers_attribute mixture_of_depths""",
     ),
     (
-        _METHOD,
+        Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it, or see `optimizer`"),
+        """use_galore use_apollo use_adam_mini use_lomo optim_target_modules adam_beta3 adam_epsilon2 torchao_optimizer
+        dion_learning_rate dion_momentum dion_lr dion_rank_fraction dion_rank_multiple_of muon_momentum
+        muon_learning_rate use_dion galore_* apollo_* badam_* muon_* dion_*""",
+    ),
+    (
+        Foreign(
+            fate="impossible", reason="it belongs to training on rewards, or to a reward model", hint=instead_of("grpo")
+        ),
+        """stage reward_model process_reward_model trl vllm reward_model_path reward_model_name_or_path
+        reward_model_adapters reward_model_quantization_bit reward_model_type reward_funcs reward_weights
+        reward_clip_range scale_rewards normalize_advantages multi_objective_aggregation num_generations
+        num_generations_eval num_iterations generation_batch_size steps_per_generation num_ppo_epochs
+        num_mini_batches total_episodes kl_coef cliprange vf_coef cliprange_value whiten_rewards response_length
+        epsilon_high importance_sampling_level mask_truncated_completions off_policy_mask_threshold
+        top_entropy_quantile entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target
+        use_adaptive_entropy use_bias_correction_kl max_tool_calling_iterations sapo_temperature_neg
+        sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos center_rewards_coefficient
+        train_on_last_step_only use_vllm use_transformers_continuous_batching use_transformers_paged
+        transformers_continuous_batching_config ds3_gather_for_generation grpo_* ppo_* vllm_* reward_*""",
+    ),
+    (
+        Foreign(
+            fate="impossible",
+            reason="it is another training method",
+            hint="remove it; see `rl` for answers that are compared",
+        ),
         """diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_online_server relora relora_steps
         relora_prune_ratio relora_prune_method relora_cpu_offload ebft mtp_enabled distill
-        teacher_model_name_or_path do_predict""",
+        teacher_model_name_or_path do_predict mtp_* kd_*""",
     ),
     (
-        _COMPARING,
+        Foreign(
+            fate="impossible",
+            reason="it makes another loss of answers that are compared",
+            hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
+        ),
         """rpo_alpha pref_loss pref_ftx pref_bco_weight reference_free dpo_use_weighting use_weighting loss_weights
-        ld_alpha f_divergence_type f_alpha_divergence_coef discopop_tau""",
+        ld_alpha f_divergence_type f_alpha_divergence_coef discopop_tau dpo_* kto_*""",
     ),
     (
         Foreign(
@@ -472,12 +424,14 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         """ref_model ref_model_name_or_path ref_model_adapters ref_model_quantization_bit sync_ref_model
         ref_model_mixup_alpha ref_model_sync_steps""",
     ),
-    (_but(_LOSS, "nll", "chunked_nll", "cross_entropy", "ce"), "loss_type"),
-    (_but(_LOSS, 0), "router_aux_loss_coef moe_aux_loss_coef aux_loss_coef"),
     (
-        _LOSS,
-        """use_eaft_loss use_eaft eaft_alpha eaft_k use_asft_loss asft_alpha use_dft dft_loss eaft
-        liger_use_token_scaling""",
+        Foreign(
+            fate="impossible",
+            reason="it is another loss",
+            hint="remove it; there are `use_dft_loss`, `label_smoothing_factor` and the losses of `rl`",
+        ),
+        """loss_type router_aux_loss_coef moe_aux_loss_coef aux_loss_coef use_eaft_loss use_eaft eaft_alpha eaft_k
+        use_asft_loss asft_alpha use_dft dft_loss eaft liger_use_token_scaling""",
     ),
     (
         Foreign(fate="impossible", reason="it trains on images or sound", hint="remove it; Ratel trains on text"),
@@ -488,7 +442,6 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
             fate="undecided",
             reason="answers without a thought are rendered as the tokenizer's chat template does it",
             hint="remove it, or set a template that closes an empty thought: `chat_template_jinja: FILE`",
-            default=True,
         ),
         "enable_thinking",
     ),
@@ -502,19 +455,24 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         split_special_tokens tokenizer_config tokenizer_name_or_path tokenizer_path eos_token
         new_special_tokens_config init_special_tokens""",
     ),
-    (_but(_MODEL, "main"), "revision"),
     (
-        _MODEL,
-        """rope_scaling rope_theta overrides_of_model_config overrides_of_model_kwargs model_init_kwargs
-        base_model_config model_config model_config_type model_kwargs s2_attention shift_attn
-        sage_attention llama4_linearized_experts use_attentive_kernels yarn model_quantization_config
-        model_quantization_config_kwargs""",
+        Foreign(
+            fate="undecided",
+            reason="Ratel takes the model as its config.json describes it",
+            hint="remove it, and write it into config.json of a copy of the model",
+        ),
+        """revision rope_scaling rope_theta overrides_of_model_config overrides_of_model_kwargs model_init_kwargs
+        base_model_config model_config model_config_type model_kwargs s2_attention shift_attn sage_attention
+        llama4_linearized_experts use_attentive_kernels yarn model_quantization_config
+        model_quantization_config_kwargs datasets.revision""",
     ),
-    (_but(_SELECTION, 0, 1, 2), "min_sample_len"),
     (
-        _SELECTION,
-        """dataset_exact_deduplication filter max_train_samples skip_train_samples dataset_shard_num
-        dataset_shard_idx""",
+        Foreign(
+            fate="undecided", reason="Ratel trains on every sample", hint="remove it, and filter the data beforehand"
+        ),
+        """min_sample_len dataset_exact_deduplication filter max_train_samples skip_train_samples dataset_shard_num
+        dataset_shard_idx datasets.shards datasets.shards_idx datasets.message_field_training_detail
+        datasets.train_on_eot datasets.skip datasets.drop_exceeded_length""",
     ),
     (
         Foreign(
@@ -525,14 +483,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         "mask_history train_on_last_turn_only",
     ),
     (
-        _but(
-            Foreign(
-                fate="undecided",
-                reason="Ratel truncates long samples at their end",
-                hint="remove it, or shorten the data",
-            ),
-            "keep_start",
-            "right",
+        Foreign(
+            fate="undecided", reason="Ratel truncates long samples at their end", hint="remove it, or shorten the data"
         ),
         "truncation_mode truncation_side",
     ),
@@ -542,16 +494,14 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
             reason="Ratel has no such schedule, and no such group of weights with a rate of its own",
             hint="remove it; see `lr_scheduler_kwargs`, `loraplus_lr_ratio` and `embedding_lr`",
         ),
-        """lr_groups lr_quadratic_warmup
-        cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optimizer_kwargs
-        lr_div_factor""",
+        """lr_groups lr_quadratic_warmup cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps
+        lr_scheduler_groups optimizer_kwargs lr_div_factor""",
     ),
     (
         Foreign(
             fate="undecided",
             reason="Ratel has no delay: earlier evaluations count for the best step and the patience, too",
             hint="remove it",
-            default=0,
         ),
         "eval_delay",
     ),
@@ -573,92 +523,116 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         "batch_size train_batch_size global_batch_size",
     ),
     (Foreign(fate="impossible", reason="YAML merge keys are not supported", hint="write the keys out"), "<<"),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel has one chat template for all datasets",
+            hint="move it out of the dataset: `chat_template` or `chat_template_jinja`",
+        ),
+        "datasets.chat_template",
+    ),
+    (
+        Foreign(
+            fate="undecided",
+            reason="Ratel reads all files of a set",
+            hint="name the files in `path`, each in a set of its own, or the configuration in `name`",
+        ),
+        "datasets.data_dir datasets.data_files datasets.subset",
+    ),
 )
-FOREIGN: Mapping[str, Foreign] = {key: foreign for foreign, keys in _GROUPS for key in keys.split()}
-"""By key: what becomes of it. A key of Ratel's own is not among them."""
-FOREIGN_PREFIXES: Mapping[str, Foreign] = {
-    "lora_": _ADAPTER,
-    "qlora": _ADAPTER,
-    "peft_": _ADAPTER,
-    "bnb_": _QUANTISED,
-    "galore_": _OPTIMIZER,
-    "apollo_": _OPTIMIZER,
-    "badam_": _OPTIMIZER,
-    "muon_": _OPTIMIZER,
-    "dion_": _OPTIMIZER,
-    "dpo_": _COMPARING,
-    "grpo_": _REWARDS,
-    "kto_": _COMPARING,
-    "ppo_": _REWARDS,
-    "vllm_": _REWARDS,
-    "reward_": _REWARDS,
-    "mtp_": _METHOD,
-    "kd_": _METHOD,
-    "fsdp_": _SHARDING,
-    "ddp_": _SHARDING,
-    "alst_": _SHARDING,
-    "deepspeed_": _ENGINE,
-    "kt_": _ENGINE,
-    "ray_": _PROCESSES,
-    "mfu_": _SHOWN,
-    "profiler_": _SHOWN,
-    "gradio_": _SHOWN,
-    "expert_parallel_": _SHARDING,
-    "flash_attn_": _KERNELS,
-    "liger_": _KERNELS,
-    "cut_cross_entropy_": _KERNELS,
-    "unsloth_": _KERNELS,
-    "torch_compile_": _KERNELS,
-    "fp8_": _FP8,
-    "wandb_": _TRACKER,
-    "mlflow_": _TRACKER,
-    "comet_": _TRACKER,
-    "swanlab_": _TRACKER,
-    "trackio_": _TRACKER,
-    "otel_": _TRACKER,
-    "hub_": _HUB,
-    "dataloader_": _LOADER,
-    "sample_packing_": _PADDING,
+"""Each fate with its keys; those of a dataset begin with `datasets.`, and `*` ends the beginning of names."""
+_HARMLESS: Mapping[str, tuple[Plain, ...]] = {
+    "train_sampling_strategy": ("random",),
+    "batching_strategy": (
+        "normal",
+        "padding_free",
+    ),
+    "mix_strategy": ("concat",),
+    "packing_strategy": ("bfd",),
+    "lora_task_type": ("CAUSAL_LM",),
+    "template": ("tokenizer_default",),
+    "peft": (
+        "full",
+        "none",
+    ),
+    "adapter_name_or_path": (
+        "full",
+        "none",
+    ),
+    "finetuning_type": (
+        "full",
+        "none",
+    ),
+    "peft_config": (
+        "full",
+        "none",
+    ),
+    "quantization_method": (
+        "bnb",
+        "bitsandbytes",
+    ),
+    "quantization_type": ("nf4",),
+    "bnb_4bit_quant_type": ("nf4",),
+    "freeze_vision_tower": (True,),
+    "freeze_multi_modal_projector": (True,),
+    "freeze_mm_modules": (True,),
+    "stage": (
+        "sft",
+        "pt",
+        0,
+    ),
+    "loss_type": (
+        "nll",
+        "chunked_nll",
+        "cross_entropy",
+        "ce",
+    ),
+    "router_aux_loss_coef": (0,),
+    "moe_aux_loss_coef": (0,),
+    "aux_loss_coef": (0,),
+    "revision": ("main",),
+    "min_sample_len": (
+        0,
+        1,
+        2,
+    ),
+    "truncation_mode": (
+        "keep_start",
+        "right",
+    ),
+    "truncation_side": (
+        "keep_start",
+        "right",
+    ),
+    "datasets.revision": ("main",),
+    "datasets.chat_template": ("tokenizer_default",),
+    "datasets.conversation": ("tokenizer_default",),
+    "datasets.roles_kwargs": ("tokenizer_default",),
 }
-"""By prefix: what becomes of keys that begin with it and are not listed above."""
-
-FOREIGN_IN_DATASETS: Mapping[str, Foreign] = {
-    key: foreign
-    for foreign, keys in (
-        (_LOADER, "ds_type preprocess_shards trust_remote_code columns ranking num_proc format_kwargs"),
-        (_but(_MODEL, "main"), "revision"),
-        (_but(_TEMPLATE_OF_SET, "tokenizer_default"), "chat_template"),
-        (_TEMPLATE, "conversation roles_kwargs"),
-        (_TEMPLATE_WORDS, "split_thinking"),
-        (
-            _SELECTION,
-            """shards shards_idx message_field_training_detail train_on_eot
-            skip drop_exceeded_length""",
-        ),
-        (
-            Foreign(
-                fate="undecided",
-                reason="Ratel reads all files of a set",
-                hint="name the files in `path`, each in a set of its own, or the configuration in `name`",
-            ),
-            "data_dir data_files subset",
-        ),
-    )
+"""By key: values that change nothing, in addition to empty ones and the default."""
+_DEFAULTS: Mapping[str, Plain] = {
+    "pretrain_multipack_attn": True,
+    "ignore_pad_token_for_loss": True,
+    "enable_thinking": True,
+    "eval_delay": 0,
+}
+"""By key: what the other trainer has if it is not there, where that is not `false`."""
+LISTED: Mapping[str, Foreign] = {
+    key: replace(foreign, harmless=_HARMLESS.get(key, ()), default=_DEFAULTS.get(key, False))
+    for foreign, keys in _GROUPS
     for key in keys.split()
 }
-"""The same for the keys of one dataset."""
+"""By a name of `_GROUPS`: what becomes of it."""
+FOREIGN: Mapping[str, Foreign] = {key: foreign for key, foreign in LISTED.items() if not {"*", "."} & set(key)}
+"""By key of the top level: what becomes of it. A key of Ratel's own is not among them."""
 
 
 def foreign_key(section: str, key: str) -> Foreign | None:
     """What becomes of another trainer's key in a section; None if no trainer's key is known by this name."""
-    if section == "datasets":
-        return FOREIGN_IN_DATASETS.get(key)
-    if section:
-        return None
-    listed = FOREIGN.get(key)
-    if listed is not None:
+    listed = LISTED.get(f"{section}.{key}" if section else key)
+    if listed is not None or section:
         return listed
-    return next((foreign for prefix, foreign in FOREIGN_PREFIXES.items() if key.startswith(prefix)), None)
+    return next((each for name, each in LISTED.items() if name[-1] == "*" and key.startswith(name[:-1])), None)
 
 
 def kernel_plugins(names: Sequence[Plain]) -> Iterator[str]:
