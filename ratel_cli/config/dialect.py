@@ -26,6 +26,7 @@ from ratel_cli.config.aliases import (
 )
 from ratel_cli.config.describe import describe_value
 from ratel_cli.config.foreign import foreign_key
+from ratel_cli.config.reporting import keys_of_set
 from ratel_cli.config.their_datasets import each_file, translate_dataset
 from ratel_cli.config.translations import translate_top_level
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, plain, show
@@ -99,8 +100,7 @@ class Dialect:
             marked.content = [each for item in marked.content for each in each_file(item)]
 
     def _spread_item(self, item: Marked) -> None:
-        if isinstance(item.content, str):
-            item.content = {"path": Entry(where=item.where, written="path", value=replace(item))}
+        keys_of_set(item)
 
     def translate_keys(self, section: str, marked: Marked) -> None:
         """Translate some keys of a section; for the section `datasets`, the keys of one dataset."""
@@ -186,9 +186,9 @@ class Dialect:
         value = _OTHER_DEFAULTS.get(key) or f"`{key}: {describe_value(SECTIONS[TOP].model_fields[key].default)}`"
         self._empty[entry.where] = (entry.written, value)
 
-    def reject(self, finding: Finding, key: str) -> None:
-        """Report that an entry is wrong; `key` is our name for it."""
-        self._find(finding, TOP, key)
+    def reject(self, where: Where, message: str, key: str, *, hint: str | None = None) -> None:
+        """Report that what stands there is wrong; `key` is our name for it."""
+        self._find(Finding(where=where, message=message, hint=hint), TOP, key)
 
     def _translate_entry(self, section: str, key: str, entry: Entry) -> bool:
         """Translate one entry. False if it must be dropped."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar
+from ratel_cli.config.yaml_marks import Entry, Marked, Scalar, Where
 
 Entries = dict[str, Entry]
 
@@ -28,8 +28,15 @@ class Report(Protocol):
     def drop_empty(self, entry: Entry) -> None:
         """The entry, of one of our keys, has no value, so that key has its default."""
 
-    def reject(self, finding: Finding, key: str) -> None:
-        """The entry is wrong; `key` is our name for it."""
+    def reject(self, where: Where, message: str, key: str, *, hint: str | None = None) -> None:
+        """What stands there is wrong; `key` is our name for it."""
+
+
+def keys_of_set(item: Marked) -> Entries:
+    """The keys of a set, of which a bare path becomes one; none of what is no set."""
+    if isinstance(item.content, str):
+        item.content = {"path": Entry(where=item.where, written="path", value=replace(item))}
+    return item.entries
 
 
 def made(entry: Entry, content: Scalar) -> Entry:

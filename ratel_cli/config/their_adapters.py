@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from ratel_cli.config.key_groups import OF_ADAPTER
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, Scalar, plain, show
+from ratel_cli.config.yaml_marks import Entry, Marked, Plain, Scalar, plain, show
 
 _ADAPTER_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
 _PREFIXES = ("lora_", "loraplus_", "qlora", "peft_", "adapter", "use_peft")
@@ -79,9 +79,12 @@ def _adapter_that_is_on(entries: Entries, report: Report, switches: Mapping[str,
     for key, on, of_tool in _TOOLS:
         if key in switches and switches[key].value.content == on:
             if on == "qlora" and ("load_in_4bit" not in entries or entries["load_in_4bit"].value.content is not True):
-                message = "`adapter: qlora` without `load_in_4bit: true`"
-                hint = "add it; for a model that is not quantised: `adapter: lora`"
-                report.reject(Finding(where=switches[key].where, message=message, hint=hint), "adapter")
+                report.reject(
+                    switches[key].where,
+                    "`adapter: qlora` without `load_in_4bit: true`",
+                    "adapter",
+                    hint="add it; for a model that is not quantised: `adapter: lora`",
+                )
             report.read_as(entries.pop(key), "adapter: lora")
             entries.setdefault("adapter", made(switches[key], "lora"))
             tool = of_tool
@@ -125,8 +128,12 @@ def _adapted_modules(entries: Entries, report: Report, tool: _Tool) -> None:
     entry = entries.get("lora_target_modules")
     if entry is None or entry.value.content is None:
         if tool == "TRL":
-            message = "which modules get an adapter is not said; TRL leaves that to PEFT, by the type of the model"
-            report.reject(_modules_finding(entries["adapter"], message), "lora_target_modules")
+            report.reject(
+                entries["adapter"].where,
+                "which modules get an adapter is not said; TRL leaves that to PEFT, by the type of the model",
+                "lora_target_modules",
+                hint="name them: `lora_target_modules: [q_proj, v_proj]`",
+            )
     elif plain(entry.value) in ("all", "all-linear", ["all"], ["all-linear"]):
         report.drop(entries.pop("lora_target_modules"), "all linear layers have an adapter by default")
 
@@ -138,7 +145,3 @@ def _divide(entries: Entries, key: str, report: Report) -> None:
     content = [Marked(where=entry.value.where, content=name) for name in names]
     entries[key] = replace(entry, value=Marked(where=entry.value.where, content=content))
     report.read_as(entry, f"{key}: [{', '.join(names)}]")
-
-
-def _modules_finding(entry: Entry, message: str) -> Finding:
-    return Finding(where=entry.where, message=message, hint="name them: `lora_target_modules: [q_proj, v_proj]`")

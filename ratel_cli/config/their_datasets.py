@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ratel_cli.config.aliases import canonical_key
 from ratel_cli.config.dataset_info import FILE_NAME, describe_set, read_dataset_info
-from ratel_cli.config.reporting import Entries, Report, made
+from ratel_cli.config.reporting import Entries, Report, keys_of_set, made
 from ratel_cli.config.sections import DatasetConfig
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, marked, plain, show
+from ratel_cli.config.yaml_marks import Entry, Marked, Plain, marked, plain, show
 
 
 def translate_datasets(entries: Entries, report: Report) -> None:
@@ -74,10 +74,8 @@ def _thinking(entries: Entries, report: Report) -> None:
         if named == read or not isinstance(read, str):
             report.drop(entry, "the template gets every key of a message")
             continue
-        mapping = entries.get("message_property_mappings")
-        content = mapping.value.content if mapping is not None else None
-        inner = {**(content if isinstance(content, dict) else {}), read: made(entry, str(named))}
-        value = Marked(where=entry.value.where, content=inner)
+        mapping = entries.get("message_property_mappings", entry)
+        value = Marked(where=entry.value.where, content={**mapping.value.entries, read: made(entry, str(named))})
         entries["message_property_mappings"] = replace(entry, value=value)
         report.read_as(entry, f"message_property_mappings: {{{read}: {named}}}")
 
@@ -85,12 +83,9 @@ def _thinking(entries: Entries, report: Report) -> None:
 def _custom_prompt(entries: Entries) -> None:
     """The columns in axolotl's `type` as a mapping. As a type it stays an error: its prompt has words of its own, by
     default the instruction and the input with a space behind each."""
-    entry = entries.get("type")
-    content = None if entry is None else entry.value.content
-    if isinstance(content, dict):
-        for key in ("field_instruction", "field_input", "field_output"):
-            if key in content:
-                entries.setdefault(key, content[key])
+    columns = entries["type"].value.entries if "type" in entries else {}
+    for key in sorted(columns.keys() & {"field_instruction", "field_input", "field_output"}):
+        entries.setdefault(key, columns[key])
 
 
 def _reject_several(entries: Entries, report: Report) -> None:
@@ -101,8 +96,12 @@ def _reject_several(entries: Entries, report: Report) -> None:
             report.drop(entries.pop(names[0]), "it is empty")
         for key in given[1:]:
             entry = entries.pop(key)
-            message = f"`{key}` and `{given[0]}` are both set, and both name the data"
-            report.reject(Finding(where=entry.where, message=message, hint=f"name all of it in `{names[0]}`"), key)
+            report.reject(
+                entry.where,
+                f"`{key}` and `{given[0]}` are both set, and both name the data",
+                key,
+                hint=f"name all of it in `{names[0]}`",
+            )
 
 
 _NAMES_OF_DATA = (
@@ -158,23 +157,18 @@ def _one_each(entries: Entries, key: str, ours: str, sets: Sequence[Marked], rep
         return
     del entries[key]
     for each, value in zip(sets, values, strict=True):
-        assert isinstance(each.content, dict)
         if value.content is not None:
-            each.content[ours] = replace(entry, value=value)
+            each.entries[ours] = replace(entry, value=value)
     report.read_as(entry, f"datasets: - {ours}: {', '.join(show(plain(value)) for value in values)}")
 
 
 def _as_texts(value: Marked) -> None:
     """The sets of axolotl's `pretraining_dataset` are plain texts, whose column has a key of its own."""
-    sets = value.content if isinstance(value.content, list) else [value]
-    for each in sets:
-        if isinstance(each.content, str):
-            each.content = {"path": Entry(where=each.where, written="path", value=replace(each))}
-        if isinstance(each.content, dict):
-            texts = Marked(where=each.where, content="completion")
-            each.content.setdefault("type", Entry(where=each.where, written="type", value=texts))
-            if "text_column" in each.content:
-                each.content.setdefault("field", replace(each.content.pop("text_column"), written="text_column"))
+    for each in value.items or [value]:
+        keys, texts = keys_of_set(each), Marked(where=each.where, content="completion")
+        keys.setdefault("type", Entry(where=each.where, written="type", value=texts))
+        if "text_column" in keys:
+            keys.setdefault("field", replace(keys.pop("text_column"), written="text_column"))
 
 
 def _one_dataset(entries: Entries, report: Report) -> None:
@@ -232,15 +226,17 @@ def _looked_up(
     try:
         info = read_dataset_info(folder)
     except (OSError, ValueError) as error:
-        message = f"{folder / FILE_NAME}: cannot be read: {str(error).splitlines()[0]}"
-        report.reject(Finding(where=entry.value.where, message=message), "datasets")
+        report.reject(
+            entry.value.where, f"{folder / FILE_NAME}: cannot be read: {str(error).splitlines()[0]}", "datasets"
+        )
         return None
     if info is None or str(name.content) not in info:
         return name
     described = describe(info[str(name.content)], folder)
     if isinstance(described, str):
-        message = f"`{entry.written}`: {show(name.content)} cannot be used: {described}"
-        report.reject(Finding(where=entry.value.where, message=message), "datasets")
+        report.reject(
+            entry.value.where, f"`{entry.written}`: {show(name.content)} cannot be used: {described}", "datasets"
+        )
         return None
     return marked(described, name.where)
 
@@ -261,15 +257,10 @@ _COMPANIONS: Mapping[str, str] = {
 def _add_to_datasets(entries: Entries, given: Entries, report: Report) -> None:
     """Put keys about all datasets into each dataset that has no such key."""
     datasets = entries.get("datasets")
-    content = None if datasets is None else datasets.value.content
-    items = content if isinstance(content, list) else [datasets.value] if datasets is not None and content else []
+    items = [] if datasets is None or not datasets.value.content else datasets.value.items or [datasets.value]
     for key, written in given.items():
-        several = written.value.content
-        is_one = isinstance(several, list) and len(several) == 1
-        entry = replace(written, value=several[0]) if is_one and isinstance(several, list) else written
+        several = written.value.items
+        entry = replace(written, value=several[0]) if len(several) == 1 else written
         for item in items:
-            if isinstance(item.content, str):
-                item.content = {"path": Entry(where=item.where, written="path", value=replace(item))}
-            if isinstance(item.content, dict):
-                item.content.setdefault(_COMPANIONS[key], entry)
+            keys_of_set(item).setdefault(_COMPANIONS[key], entry)
         report.read_as(entry, f"datasets: - {_COMPANIONS[key]}: {show(plain(entry.value))}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ratel_cli.config.reporting import Entries, Report, made
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, plain, show
+from ratel_cli.config.yaml_marks import Entry, Marked, plain, show
 
 _WITHOUT_REFERENCE = ("orpo", "simpo")
 _HINT = "`rl` is dpo, ipo, orpo, simpo or kto"
@@ -17,7 +17,6 @@ _HINT = "`rl` is dpo, ipo, orpo, simpo or kto"
 
 def translate_preferences(entries: Entries, report: Report) -> None:
     """Find the method, by whatever key says it, and rewrite what belongs to it."""
-    _empty_method(entries, report)
     _stage(entries, report)
     _trl_method(entries, report)
     entry = entries.get("rl")
@@ -29,21 +28,16 @@ def translate_preferences(entries: Entries, report: Report) -> None:
             report.drop(entries.pop(key), reason)
     smoothing = entries.pop("label_smoothing", None)
     if smoothing is not None and smoothing.value.content:
-        message = "`label_smoothing` assumes that some verdicts are wrong, which no loss of `rl` does"
-        report.reject(Finding(where=smoothing.where, message=message, hint="set it to 0"), "rl")
+        report.reject(
+            smoothing.where,
+            "`label_smoothing` assumes that some verdicts are wrong, which no loss of `rl` does",
+            "rl",
+            hint="set it to 0",
+        )
     elif smoothing is not None:
         report.drop(smoothing, "it is 0")
-    datasets = entries.get("datasets")
-    sets = None if datasets is None else datasets.value.content
-    for each in sets if isinstance(sets, list) else ():
-        if isinstance(each.content, dict):
-            _dataset(each.content, entries, report)
-
-
-def _empty_method(entries: Entries, report: Report) -> None:
-    entry = entries.get("rl")
-    if entry is not None and entry.value.content in (False, ""):
-        report.drop(entries.pop("rl"), "answers are imitated")
+    for each in entries["datasets"].value.items if "datasets" in entries else ():
+        _dataset(each.entries, entries, report)
 
 
 def _stage(entries: Entries, report: Report) -> None:
@@ -61,7 +55,7 @@ def _stage(entries: Entries, report: Report) -> None:
         if name == "orpo":
             message = "`pref_loss: orpo` has the cross-entropy of answers alone, and `rl: orpo` that of prompts, too"
         assert loss is not None
-        report.reject(Finding(where=loss.where, message=message, hint=_HINT), "rl")
+        report.reject(loss.where, message, "rl", hint=_HINT)
         return
     entries["rl"] = replace(made(stage, method), written="rl")
     report.read_as(stage, f"rl: {method}")
@@ -71,8 +65,9 @@ def _stage(entries: Entries, report: Report) -> None:
         entries.setdefault("cpo_alpha", replace(made(stage, 0.0), written="cpo_alpha"))
     ftx = entries.pop("pref_ftx", None)
     if ftx is not None and ftx.value.content:
-        message = "`pref_ftx` adds the cross-entropy of each chosen answer to the loss"
-        report.reject(Finding(where=ftx.where, message=message, hint="set it to 0"), "rl")
+        report.reject(
+            ftx.where, "`pref_ftx` adds the cross-entropy of each chosen answer to the loss", "rl", hint="set it to 0"
+        )
     elif ftx is not None:
         report.drop(ftx, "it is 0")
 
@@ -89,8 +84,12 @@ def _trl_method(entries: Entries, report: Report) -> None:
     of_cpo = next((entries[key] for key in ("cpo_alpha", "simpo_gamma") if key in entries), None)
     if of_cpo is not None and name != "simpo":
         shown = "its default" if name is None else f"`{name}`"
-        message = f"`{of_cpo.written}` belongs to TRL's CPO, which with {shown} as its loss has no reference model"
-        report.reject(Finding(where=of_cpo.where, message=message, hint=_HINT), "rl")
+        report.reject(
+            of_cpo.where,
+            f"`{of_cpo.written}` belongs to TRL's CPO, which with {shown} as its loss has no reference model",
+            "rl",
+            hint=_HINT,
+        )
         for key in ("beta", "loss_type"):
             entries.pop(key, None)
         return
@@ -98,9 +97,12 @@ def _trl_method(entries: Entries, report: Report) -> None:
         method = _LOSSES[str(name)]
         entries["rl"] = replace(made(entries["beta"], method), written="rl")
         return
-    message = "`beta` belongs to learning from preferences, and no key says by which method"
-    hint = "write it into the config: `rl: dpo`, `orpo` or `kto`"
-    report.reject(Finding(where=entries["beta"].where, message=message, hint=hint), "rl")
+    report.reject(
+        entries["beta"].where,
+        "`beta` belongs to learning from preferences, and no key says by which method",
+        "rl",
+        hint="write it into the config: `rl: dpo`, `orpo` or `kto`",
+    )
     del entries["beta"]
 
 
@@ -117,8 +119,12 @@ def _loss_type(entries: Entries, report: Report, method: Entry) -> None:
             method.value = made(method, _LOSSES[str(name)]).value
             report.read_as(entries.pop(key), f"rl: {_LOSSES[str(name)]}")
         else:
-            message = f"`{key}: {show(plain(entry.value))}` is another loss than that of `rl: {current}`"
-            report.reject(Finding(where=entries.pop(key).where, message=message, hint=_HINT), "rl")
+            report.reject(
+                entries.pop(key).where,
+                f"`{key}: {show(plain(entry.value))}` is another loss than that of `rl: {current}`",
+                "rl",
+                hint=_HINT,
+            )
 
 
 def _only(value: object) -> object:
@@ -191,9 +197,12 @@ def _user_defined(entries: Entries, content: Entries, report: Report) -> None:
         column = columns.get(f"field_{role}")
         names = {role, "" if column is None else str(column.value.content)}
         if str(each.value.content).strip() not in {f"{{{name}}}" for name in names}:
-            message = f"`{key}` writes more than the text of its column"
-            hint = "write the words into the data, or set `type: chat_template`"
-            report.reject(Finding(where=each.where, message=message, hint=hint), "datasets")
+            report.reject(
+                each.where,
+                f"`{key}` writes more than the text of its column",
+                "datasets",
+                hint="write the words into the data, or set `type: chat_template`",
+            )
     system = columns.pop("field_system", None)
     if system is not None:
         report.drop(system, "without `prompt_format` no text has it", quietly=False)

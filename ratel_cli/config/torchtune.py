@@ -15,7 +15,7 @@ from dataclasses import replace
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.torchtune_data import translate_sets
 from ratel_cli.config.unsupported import instead_of
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, Scalar, plain, show
+from ratel_cli.config.yaml_marks import Entry, Marked, Plain, Scalar, plain, show
 
 _READ: Mapping[str, str] = {
     "checkpointer.checkpoint_dir": "base_model",
@@ -87,6 +87,7 @@ _WRITES_BRACKETS = ("llama2", "mistral")
 """The same of those whose `prompt_template` puts words of a user between brackets, unless it is null."""
 _ADAPTER_HINT = "name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`"
 _QUANTISER_HINT = "remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`"
+_COMPARED_HINT = "import a config without it, and write `rl` and the answers that are compared into the new file"
 _KEY = re.compile(r"\$\{([\w.]+)\}")
 _NO_KEY = "Ratel has no such key"
 _SETS = {"dataset": "datasets", "dataset_val": "test_datasets"}
@@ -265,17 +266,21 @@ def _component(name: str, entry: Entry, flat: Entries, translated: Entries, repo
             writes_turns = last.startswith((*_WRITES_TURNS, *brackets))
             _tokenizer(last, entry, translated, report, types, writes_turns=writes_turns)
         case "model" if last.startswith(("lora_", "qlora_", "dora_")):
-            _impossible(entry, f"`{path}` trains an adapter", _ADAPTER_HINT, report)
+            report.reject(entry.where, f"`{path}` trains an adapter", name, hint=_ADAPTER_HINT)
         case "quantizer":
-            _impossible(entry, f"`{path}` quantises the model", _QUANTISER_HINT, report)
+            report.reject(entry.where, f"`{path}` quantises the model", name, hint=_QUANTISER_HINT)
         case _ if name.partition(".")[0] in _OF_REWARDS:
-            _impossible(entry, f"`{path}` belongs to training on rewards, or to a teacher", instead_of("grpo"), report)
+            report.reject(
+                entry.where, f"`{path}` belongs to training on rewards, or to a teacher", name, hint=instead_of("grpo")
+            )
         case "loss" if any(part in last for part in _PREFERENCES):
-            hint = "import a config without it, and write `rl` and the answers that are compared into the new file"
-            _impossible(entry, f"`{path}` compares answers", hint, report)
+            report.reject(entry.where, f"`{path}` compares answers", name, hint=_COMPARED_HINT)
         case "loss" if "CrossEntropy" not in last and "CE" not in last:
-            _impossible(
-                entry, f"`{path}` is another loss", "remove it; other losses are `use_dft_loss` and `rl`", report
+            report.reject(
+                entry.where,
+                f"`{path}` is another loss",
+                name,
+                hint="remove it; other losses are `use_dft_loss` and `rl`",
             )
         case "loss":
             report.drop(entry, "it is the cross entropy, as here")
@@ -369,7 +374,3 @@ def _leftover(name: str, entry: Entry, report: Report) -> None:
         report.drop(entry, "`mixed_precision.enabled` decides")
     else:
         report.decide(entry, _UNDECIDED.get(top, _NO_KEY))
-
-
-def _impossible(entry: Entry, message: str, hint: str, report: Report) -> None:
-    report.reject(Finding(where=entry.where, message=message, hint=hint), entry.written)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ratel_cli.config.reporting import Entries, Report, made
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, plain, show
+from ratel_cli.config.yaml_marks import Entry, Marked, plain, show
 
 _Kind = Literal["alpaca", "instruct", "chat", "text", "unknown"]
 
@@ -121,9 +121,12 @@ def _builder(component: Entry | None, report: Report) -> _Builder:
         report.read_as(component, ours if builder.path is None else f"{ours}, path: {builder.path}")
         return builder
     if any(part in name for part in _NO_TEXT):
-        message = f"`{name}` is no text to imitate"
-        hint = "use data with prompts and answers"
-        report.reject(Finding(where=component.where, message=message, hint=hint), component.written)
+        report.reject(
+            component.where,
+            f"`{name}` is no text to imitate",
+            component.written,
+            hint="use data with prompts and answers",
+        )
     else:
         report.decide(component, "Ratel does not know this set; name its files or its hub id, and its `type`")
     return _Builder(kind="unknown")

@@ -18,7 +18,7 @@ from ratel_cli.config.their_adapters import open_mappings, translate_adapter
 from ratel_cli.config.their_datasets import translate_datasets
 from ratel_cli.config.their_preferences import translate_preferences
 from ratel_cli.config.their_quantisation import translate_quantisation
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, Scalar, marked, plain, show
+from ratel_cli.config.yaml_marks import Entry, Marked, Plain, Scalar, marked, plain, show
 
 
 def translate_top_level(entries: Entries, report: Report) -> None:
@@ -46,8 +46,12 @@ def _precision(entries: Entries, report: Report) -> None:
         report.drop(entries.pop(name), "`dtype` is what the model computes in")
     elif given is not None:
         if dtype == "float16" and given in ("bfloat16", "bf16"):
-            message = f"`{entry.written}` and `{name}: {given}` contradict each other"
-            report.reject(Finding(where=entry.where, message=message, hint="remove one of them"), "dtype")
+            report.reject(
+                entry.where,
+                f"`{entry.written}` and `{name}: {given}` contradict each other",
+                "dtype",
+                hint="remove one of them",
+            )
         else:
             report.drop(entry, "`dtype` sets the precision")
         return
@@ -63,12 +67,14 @@ def _chosen_precision(flags: Entries, report: Report) -> tuple[str, Entry] | Non
         if content in (True, "auto", "full"):
             wanted.setdefault(_PRECISIONS[key], entry)
         elif content not in (None, False, ""):
-            message = f"`{key}` must be true, false or auto, not {show(plain(entry.value))}"
-            report.reject(Finding(where=entry.value.where, message=message), "dtype")
+            report.reject(
+                entry.value.where, f"`{key}` must be true, false or auto, not {show(plain(entry.value))}", "dtype"
+            )
     if len(wanted) > 1:
         first, second = wanted.values()
-        message = f"`{first.written}` and `{second.written}` are both set"
-        report.reject(Finding(where=second.where, message=message, hint="remove one of them"), "dtype")
+        report.reject(
+            second.where, f"`{first.written}` and `{second.written}` are both set", "dtype", hint="remove one of them"
+        )
         return None
     off = flags.get("bf16")
     if not wanted and off is not None and off.value.content in (False, 0):
@@ -139,8 +145,11 @@ def _strategies(entries: Entries, report: Report) -> None:
         elif content in ("steps", "best", None, ""):
             report.drop(entry, f"`{steps}` decides this", quietly=content != "best")
         else:
-            message = f"`{strategy}` must be `no`, `steps` or `epoch`, not {show(plain(entry.value))}"
-            report.reject(Finding(where=entry.value.where, message=message), steps)
+            report.reject(
+                entry.value.where,
+                f"`{strategy}` must be `no`, `steps` or `epoch`, not {show(plain(entry.value))}",
+                steps,
+            )
 
 
 def _evaluates_as_it_logs(entries: Entries) -> bool:
@@ -157,18 +166,23 @@ def _delay(entries: Entries, report: Report) -> None:
         report.drop(entries.pop("eval_delay"), "nothing follows from an evaluation here")
 
 
-def _main_branch(entries: Entries, report: Report) -> None:
-    """`main`, which others' configs often name, is what is read anyway, also of a directory."""
-    for key in ("revision_of_model", "model_revision"):
-        if key in entries and entries[key].value.content == "main":
-            report.drop(entries.pop(key), "it is the default")
+def _without_meaning(entries: Entries, report: Report) -> None:
+    """Values of keys of ours that others' configs often have, and that mean what a config without the key means."""
+    for key, (values, reason) in _WITHOUT_MEANING.items():
+        if key in entries and plain(entries[key].value) in values:
+            report.drop(entries.pop(key), reason)
 
 
-def _steps_without_end(entries: Entries, report: Report) -> None:
-    """`max_steps: -1` means that the epochs decide."""
-    entry = entries.get("max_steps")
-    if entry is not None and entry.value.content == -1:
-        report.drop(entries.pop("max_steps"), "`num_epochs` decides when the run ends")
+_MAIN = (("main",), "it is the default")  # also of a directory
+_WITHOUT_MEANING: Mapping[str, tuple[Sequence[Plain], str]] = {
+    "revision_of_model": _MAIN,
+    "model_revision": _MAIN,
+    "max_steps": ((-1,), "`num_epochs` decides when the run ends"),
+    "lr_scheduler_kwargs": (({}, ""), "it is empty"),
+    "optim_args": (({}, ""), "it is empty"),
+    "rl": ((False, ""), "answers are imitated"),
+}
+"""By key: such values, and what is said about them."""
 
 
 def _minimum_rate(entries: Entries, report: Report) -> None:
@@ -181,8 +195,11 @@ def _minimum_rate(entries: Entries, report: Report) -> None:
         if ratio is None:
             report.drop(entry, "it is empty")
         else:
-            message = f"`cosine_min_lr_ratio` must be a number, not {show(plain(entry.value))}"
-            report.reject(Finding(where=entry.value.where, message=message), "lr_scheduler_kwargs")
+            report.reject(
+                entry.value.where,
+                f"`cosine_min_lr_ratio` must be a number, not {show(plain(entry.value))}",
+                "lr_scheduler_kwargs",
+            )
         return
     scheduler = next((entries.get(key) for key in ("lr_scheduler", "lr_scheduler_type") if key in entries), None)
     if scheduler is not None and scheduler.value.content != "cosine":
@@ -211,13 +228,6 @@ def _whole_batch(entries: Entries, report: Report) -> None:
         report.read_as(entry, f"gradient_accumulation_steps: {number}")
 
 
-def _no_options(entries: Entries, report: Report) -> None:
-    for key in ("lr_scheduler_kwargs", "optim_args"):
-        entry = entries.get(key)
-        if entry is not None and entry.value.content in ({}, ""):
-            report.drop(entries.pop(key), "it is empty")
-
-
 def _optimizer_options(entries: Entries, report: Report) -> None:
     """transformers' `optim_args` in one line, `momentum=0.9,nesterov=true`."""
     entry = entries.get("optim_args")
@@ -231,8 +241,11 @@ def _optimizer_options(entries: Entries, report: Report) -> None:
     for part in text.split(","):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
-            message = f"`optim_args` must be a mapping, or `name=value` with commas between; it has {part.strip()!r}"
-            report.reject(Finding(where=entry.value.where, message=message), "optim_args")
+            report.reject(
+                entry.value.where,
+                f"`optim_args` must be a mapping, or `name=value` with commas between; it has {part.strip()!r}",
+                "optim_args",
+            )
             del entries["optim_args"]
             return
         read = _number_or_text(value)
@@ -255,8 +268,9 @@ def _stochastic_rounding(entries: Entries, report: Report) -> None:
         del entries["optim_args"]
     written = str(entry.value.content).lower()
     if written not in (*_TRUE, *_FALSE):
-        message = f"`{_ROUNDS}` must be true or false, not {show(plain(entry.value))}"
-        report.reject(Finding(where=entry.value.where, message=message), "bf16_master")
+        report.reject(
+            entry.value.where, f"`{_ROUNDS}` must be true or false, not {show(plain(entry.value))}", "bf16_master"
+        )
     elif written in _FALSE:
         report.drop(entry, "it is the default")
     elif "bf16_master" in entries:
@@ -344,8 +358,12 @@ def _plugins(entries: Entries, report: Report) -> None:
         else:
             report.drop(entry, "they name kernels; the results are the same")
         return
-    message = f"`plugins` is not a key of Ratel: {', '.join(others)} changes what is trained"
-    report.reject(Finding(where=entry.where, message=message, hint="remove it"), "plugins")
+    report.reject(
+        entry.where,
+        f"`plugins` is not a key of Ratel: {', '.join(others)} changes what is trained",
+        "plugins",
+        hint="remove it",
+    )
 
 
 _SHARDS = re.compile(r"\.(?:(?:expert|tensor|context|sequence)_parallel|fsdp|deepspeed)\b")
@@ -533,11 +551,9 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _values,
     _strategies,
     _delay,
-    _main_branch,
-    _steps_without_end,
+    _without_meaning,
     _minimum_rate,
     _whole_batch,
-    _no_options,
     _old_lion,
     _muon,
     _plugins,
