@@ -115,7 +115,8 @@ def read_stop_ids(
             )
     has_own = (base_dir / GENERATION_NAME).exists()
     listed = read_json_object(base_dir, GENERATION_NAME).get("eos_token_id") if has_own else None
-    of_model = (listed, getattr(model_config, "eos_token_id", None), model_config.get_text_config().eos_token_id)
+    configs = model_config, model_config.get_text_config()
+    of_model = (listed, *(getattr(each, "eos_token_id", None) for each in configs))  # that of Qwen3-VL's text has none
     ids = [each for ends in of_model for each in (ends if isinstance(ends, list) else [ends])]
     ids += [tokenizer.eos_token_id, *(known[token] for token in config.eot_tokens)]
     return tuple(sorted({each for each in ids if isinstance(each, int)}))
