@@ -16,6 +16,8 @@ WeightDtype = Literal["bfloat16", "float32", "float16", "uint8"]
 
 QuantisedForm = Literal["nf4", "nf4 double", "int8"]
 """How a matrix is quantised (model/quantised.py). `nf4 double`: with double quantisation."""
+MergeBase = Literal["dequantised", "original"]
+"""What the adapter of a quantised run is added to: what its codes stand for, or the model from before."""
 StoredForm = Literal["nf4", "nf4 double", "int8", "mxfp4", "int4"]
 """How the bytes of a quantised matrix stand for it: the above, or what only files have."""
 

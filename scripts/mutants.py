@@ -107,6 +107,8 @@ MUTANTS = (
     Mutant("parameters share a version", "model/binding.py", ".view(shape).data", ".view(shape)", "adapters of experts train as in PEFT", "engine/test_adapters.py"),
     Mutant("embedding and head decay at their own rate", "model/binding.py", "placed.decay and each.rate != ENDS", "placed.decay", "axolotl does not decay them", "engine/test_rate_groups.py"),
     Mutant("groups have the peak of the run", "training/schedule.py", "tuple(peak * self._share(step) for peak", "tuple(self.peak * self._share(step) for _", "groups have rates of their own", "training/test_schedule.py"),
+    Mutant("a merge has the dtype of the run", "run/inputs/adapted_base.py", "layout=source.layout(None)", "layout=source.layout(config.dtype)", "a merge has the dtype of the base model's files", "e2e/test_adapters.py"),
+    Mutant("codes stand for the model from before", "run/inputs/adapted_base.py", 'in QUANTISED_FORMS and into == "dequantised"', "in QUANTISED_FORMS", "both losses of a merge are shown", "e2e/test_quantised.py"),
     Mutant("an adapter is added twice", "model/merged_weights.py", "else product) * adapted.scaling", "else product) * 2 * adapted.scaling", "merging has the bits of PEFT", "e2e/test_adapters.py"),
     Mutant("a head draws behind the embedding", "model/layer_runner.py", "generator.set_state(state)", "pass", "every part draws by a seed of its own", "library/test_encoders.py"),
     Mutant("an adapter is drawn from another seed", "model/adapters.py", "        torch.manual_seed(seed)\n", "        torch.manual_seed(seed + 1)\n", "an adapter begins as PEFT's", "engine/test_adapters.py"),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ratel_cli.errors import BadInput
-
-MergeBase = Literal["dequantised", "original"]
-"""What the adapter of a quantised run is added to: what its codes stand for, or the model from before."""
 
 A_RUN = "A run: its config file, or its output directory."
 

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ratel_cli.cli.arguments import MergeBase, ModelArgument, Overrides, Overwrite, RunPath, SavedStep
+from ratel_cli.cli.arguments import ModelArgument, Overrides, Overwrite, RunPath, SavedStep
+from ratel_cli.sizes import MergeBase
 
 commands = typer.Typer()
 Output = Annotated[

@@ -16,7 +16,7 @@ import math
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -43,7 +43,6 @@ from ratel_cli.model.quantised_modules import QuantisedLinear
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.schedule.blocks import ParameterSpec
-from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName, Task
 
 with no_fetched_code():
@@ -288,18 +287,6 @@ def base_spec(spec: ModelSpec) -> ModelSpec:
     return replace(spec, blocks=tuple(blocks))
 
 
-def merged_spec(spec: ModelSpec, adapted: Collection[str]) -> ModelSpec:
-    """The model without its adapters, of which what they change counts as trained, and all else as frozen. `adapted`:
-    names, without adapters, of the parameters that have one."""
-    changed, found = {*adapted, *(each.name for each in trained_parameters(spec))}, base_spec(spec)
-    blocks = []
-    for block in found.blocks:
-        for rule in (ADAMW, FROZEN):
-            kept = tuple(each for each in block.parameters if (each.name in changed) == (rule is ADAMW))
-            blocks.append(replace(block, parameters=kept, rule=rule))
-    return replace(found, blocks=tuple(blocks))
-
-
 def trained_parameters(spec: ModelSpec) -> list[ParameterSpec]:
     """What an adapter consists of: all that is trained beside a frozen base."""
     return [each for block in spec.blocks if block.is_trained for each in block.parameters]
@@ -457,6 +444,7 @@ def adapter_layout(spec: ModelSpec, dtype: DtypeName) -> ExportLayout:
     return ExportLayout(
         shards=split_into_shards(sorted(tensors, key=lambda each: each.name), 1 << 62, ADAPTER_WEIGHTS_NAME),
         architecture=spec.architecture,
+        dtype=dtype,
         weights_name=ADAPTER_WEIGHTS_NAME,
     )
 

@@ -42,9 +42,9 @@ from ratel_cli.model.quantised import QuantisedLayout
 from ratel_cli.model.quantised_files import dequantised_files, quantisation_of
 from ratel_cli.model.renaming import CONVERSION_ERRORS, Conversion, Renaming, plan_renaming, targets_of, twins
 from ratel_cli.model.shards import ShardReader, TensorEntry
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.skeleton import DTYPES, NAMES_OF_DTYPES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.sizes import DtypeName
+from ratel_cli.sizes import DTYPE_NAMES, DtypeName, WeightDtype
 from ratel_cli.units import counted
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -172,12 +172,26 @@ class CheckpointSource(Closing):
                 located[parameter] = FileRanges(dtypes.pop(), tuple(ranges))
         return located
 
-    def layout(self, dtype: DtypeName) -> ExportLayout:
-        """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source.
-        With another head than that of the files: what the model saves."""
-        if self._missing or self._has_other_head:
+    def layout(self, dtype: DtypeName | None) -> ExportLayout:
+        """What an export holds: the tensors of these files, the trained ones in `dtype`; None: as the files have them.
+        It reads from this source. With another head than that of the files: what the model saves."""
+        if dtype is not None and (self._missing or self._has_other_head):
             return layout_of_model(self._skeleton, self._spec, dtype)
-        return layout_of_files(self._shards, self._origins, self._spec.exported_dtypes(dtype))
+        dtypes = self.dtypes if dtype is None else self._spec.exported_dtypes(dtype)
+        found = list(dtypes.values())
+        most = dtype or DTYPE_NAMES[max(set(found), key=found.count)]
+        return layout_of_files(self._shards, self._origins, dtypes, dtype=most)
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, WeightDtype]:
+        """By name, the dtype in which the files have each parameter, or in which it must be."""
+        return {
+            each.name: self._spec.dtype_of(
+                block, NAMES_OF_DTYPES.get(self._dtype_of(self._sources[each.name]), "float32")
+            )
+            for block in self._spec.blocks
+            for each in block.parameters
+        }
 
     def read_names(self) -> list[str]:
         """The names in the files of the tensors that parameters and buffers of the skeleton are read from."""
@@ -200,7 +214,7 @@ class CheckpointSource(Closing):
     def conversion_bytes(self) -> int:
         """The most bytes that a parameter takes which is computed from several tensors: these, and the results; and
         what is kept of a quantised tensor."""
-        return max(map(self._bytes_of, self._converted.values()), default=0) + self._coded.kept_bytes
+        return max(map(self._bytes_of, self._converted), default=0) + self._coded.kept_bytes
 
     def forget_converted(self) -> None:
         """Give back the memory of the parameters that were computed last. Reading them again computes them again."""
@@ -229,18 +243,23 @@ class CheckpointSource(Closing):
         if target not in self._converted_tensors:
             # Drop the last result before the next is made, so that there are never two of them.
             self._converted_tensors = {}
-            self._converted_tensors = self._convert(self._converted[target])
+            self._converted_tensors = self._convert(target)
         return self._converted_tensors[target].reshape(-1)[start:stop]
 
-    def _bytes_of(self, conversion: Conversion) -> int:
-        entries = [self._readers[name].tensors[name] for name in conversion.source_names]
-        item_bytes = max(entry.dtype.itemsize if len({each.dtype for each in entries}) == 1 else 4 for entry in entries)
-        return 2 * item_bytes * sum(entry.num_elements for entry in entries)
+    def _bytes_of(self, target: str) -> int:
+        names = self._converted[target].source_names
+        num_elements = sum(self._readers[name].tensors[name].num_elements for name in names)
+        return 2 * self._dtype_of(target).itemsize * num_elements
 
-    def _convert(self, conversion: Conversion) -> dict[str, torch.Tensor]:
-        dtypes = {self._readers[name].tensors[name].dtype for name in conversion.source_names}
-        # Conversions only move elements, so they can run in the file's dtype, which needs half the memory.
-        dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+    def _dtype_of(self, target: str) -> torch.dtype:
+        """Of what `_read` returns. Conversions only move elements, so they can run in the files' dtype, if it is one,
+        which needs half the memory."""
+        names = [self._direct[target]] if target in self._direct else self._converted[target].source_names
+        dtypes = {self._readers[name].tensors[name].dtype for name in names}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def _convert(self, target: str) -> dict[str, torch.Tensor]:
+        conversion, dtype = self._converted[target], self._dtype_of(target)
         with torch.no_grad():
             return conversion.run(self._skeleton, lambda name: self._readers[name].read_whole(name).to(dtype))
 

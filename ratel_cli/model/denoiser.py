@@ -147,6 +147,7 @@ class DenoiserWeights(Closing):
                 for file_name, reader in self._files.items()
             ),
             architecture=CLASS_NAME,
+            dtype=dtype,
             weights_name=DENOISER_WEIGHTS_NAME,
         )
 

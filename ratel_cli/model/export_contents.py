@@ -46,7 +46,8 @@ class ContentReader:
         """
         match tensor.content:
             case TrainedContent(parameter=parameter, offset=offset, strides=strides):
-                yield from self._view(parameter, tensor.shape, strides, offset)
+                view = self._view(parameter, tensor.shape, strides, offset)
+                yield from (elements.to(tensor.dtype) for elements in view)
             case ConvertedContent(convert=convert):
                 if self._converted[0] is not convert:
                     self._converted = (None, {})  # before the next results are made

@@ -88,6 +88,8 @@ class ExportLayout:
     shards: tuple[Shard, ...]
     architecture: str
     """The class in transformers that loads them; config.json names it."""
+    dtype: DtypeName
+    """Of what is trained, but for what needs another one; config.json names it."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """What config.json says besides, in place of the base model's: the names of classes."""
     weights_name: str = WEIGHTS_NAME
@@ -192,10 +194,10 @@ class Origins:
 
 
 def layout_of_files(
-    readers: Mapping[str, TensorFile], origins: Origins, dtypes: Mapping[str, WeightDtype]
+    readers: Mapping[str, TensorFile], origins: Origins, dtypes: Mapping[str, WeightDtype], *, dtype: DtypeName
 ) -> ExportLayout:
-    """The layout of the base model's files, by their names: what is trained in `dtypes`, by parameter; all others as
-    they are."""
+    """The layout of the base model's files, by their names: what is trained in `dtypes`, by parameter, most of it in
+    `dtype`; all others as they are."""
     tensors = {name: entry for reader in readers.values() for name, entry in reader.tensors.items()}
     contents = origins.contents(tensors)
     instead = _results_instead(origins, tensors, dtypes)
@@ -212,8 +214,12 @@ def layout_of_files(
                 base = BaseContent(reader=reader)
                 placed.append(LaidOutTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, content=base))
         shards.append(Shard(file_name=file_name, tensors=tuple(placed)))
-    settings = class_settings(origins.model.config)
-    return ExportLayout(shards=tuple(shards), architecture=type(origins.model).__name__, settings=settings)
+    return ExportLayout(
+        shards=tuple(shards),
+        architecture=type(origins.model).__name__,
+        dtype=dtype,
+        settings=class_settings(origins.model.config),
+    )
 
 
 def layout_of_model(
@@ -242,6 +248,7 @@ def layout_of_model(
     return ExportLayout(
         shards=split_into_shards(placed, max_shard_bytes),
         architecture=spec.architecture,
+        dtype=dtype,
         settings=class_settings(model.config),
     )
 
@@ -266,7 +273,9 @@ def layout_of_module(
                 content = BufferContent(values=held)
                 placed.append(LaidOutTensor(name=full_name, dtype=held.dtype, shape=tuple(held.shape), content=content))
     shards = split_into_shards(placed, max_shard_bytes, weights_name)
-    return ExportLayout(shards=shards, architecture=spec.architecture, weights_name=weights_name)
+    return ExportLayout(
+        shards=shards, architecture=spec.architecture, dtype=dtype or spec.dtype, weights_name=weights_name
+    )
 
 
 def own_names(model: PreTrainedModel, spec: ModelSpec) -> dict[str, str]:

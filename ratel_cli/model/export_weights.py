@@ -34,6 +34,8 @@ from ratel_cli.units import MIB
 _WRITTEN_BYTES = 2 * MIB
 """Space for what is not copied: configuration, card and curves, all below 1 MiB together."""
 
+_OTHER_BASE = "merge with PEFT into the base model in bfloat16: from_pretrained(..., dtype=torch.bfloat16)"
+
 
 def export_model(
     spec: ModelSpec,
@@ -60,8 +62,8 @@ def export_model(
     `run` is the output directory of the run that the weights come from; the marker of `output_dir` names it. A file
     that Ratel did not write is replaced only with `overwrite`. `option` is what named `output_dir`, for messages.
 
-    `layout` is what the files of weights hold, with trained weights in `dtype`; `sidecars` are the files beside them.
-    `merged`: what reads the weights instead, where an adapter is merged into its base.
+    `layout` is what the files of weights hold; `sidecars` are the files beside them. The weights are read in `dtype`.
+    `merged`: what reads them instead, where an adapter is merged into its base.
     `card` is the content of the model card; None: the export has none. `progress` is called before each group.
 
     Raises BadInput if a sidecar cannot be used, or if a file of the user's would be replaced; EnvironmentFailure if the
@@ -76,12 +78,13 @@ def export_model(
         with StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress) as stored:
             weights = stored if merged is None else merged(stored)
             for shard in layout.shards:
-                _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
+                contents = ContentReader(weights, group_elements=group_elements, progress=progress)
+                _write_shard(staging, shard, contents, hint=OTHER_DTYPE if merged is None else _OTHER_BASE)
         if layout.index is not None:
             staging.write_text(layout.index_name, layout.index)
-        sidecars.add(staging, layout, dtype)
+        sidecars.add(staging, layout)
         if card is not None:
-            text = card_text(card, spec, dtype=dtype, num_updates=generation.progress.updates)
+            text = card_text(card, spec, dtype=layout.dtype, num_updates=generation.progress.updates)
             staging.write_text(CARD_NAME, text)
         if card is not None and card.picture is not None:
             staging.write_bytes(PICTURE_NAME, card.picture)
@@ -99,15 +102,15 @@ def export_names(layout: ExportLayout, sidecars: Sidecars, *, has_card: bool = T
     return [*layout.file_names, *sidecars.names, *([CARD_NAME, PICTURE_NAME] if has_card else [])]
 
 
-def _write_shard(staging: Staging, shard: Shard, contents: ContentReader) -> None:
-    """Write one file of weights."""
+def _write_shard(staging: Staging, shard: Shard, contents: ContentReader, *, hint: str) -> None:
+    """Write one file of weights. `hint`: what to do about a number that float16 cannot hold."""
     with ShardWriter(staging.path / shard.file_name, shard.tensors) as writer:
         for tensor in shard.tensors:
             is_narrow = tensor.dtype == torch.float16 and isinstance(tensor.content, TrainedContent | ConvertedContent)
             for elements in contents.read(tensor):
                 if is_narrow and not elements.isfinite().all():
                     what = "it has a number that is not finite in float16 (65504 at most)"
-                    raise Diverged(f"tensor {excerpt(tensor.name)} cannot be exported: {what}", OTHER_DTYPE)
+                    raise Diverged(f"tensor {excerpt(tensor.name)} cannot be exported: {what}", hint)
                 writer.write(elements)
         writer.finish()
         staging.add(shard.file_name, xxh3_128=writer.xxh3_128)

@@ -1,14 +1,13 @@
 """The weights of a base model with an adapter added to them, as PEFT merges it.
 
 Memory is one matrix, its adapter and their product in fp32. Invariant: the values are those of PEFT's
-`merge_and_unload` on a base in the same dtype, bit for bit.
+`merge_and_unload` on a base in the dtype of its files, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -43,45 +42,35 @@ class MergedWeights:
     def __init__(
         self,
         weights: StoredWeights,
-        stored_names: Mapping[str, str],
         adapted: Mapping[str, AdaptedMatrix],
-        base_matrices: Mapping[str, Callable[[StoredWeights], torch.Tensor]] = MappingProxyType({}),
+        base_matrix: Callable[[str], torch.Tensor],
     ) -> None:
-        """`stored_names`: of all parameters, and `adapted` of those with an adapter, by their names without it.
-        `base_matrices`: by such a name, what makes the matrix of a quantised base, in memory of its own, to which the
-        adapter is added if it has one."""
-        self._weights, self._stored_names, self._adapted = weights, stored_names, adapted
-        self._base_matrices = base_matrices
+        """`weights` has the adapter. `adapted`: what is added to the parameters with an adapter, by such names.
+        `base_matrix`: gives a parameter as it is without an adapter, in memory of its own."""
+        self._weights, self._adapted, self._base_matrix = weights, adapted, base_matrix
         self._last: tuple[str, torch.Tensor] | None = None
 
     def slices(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
         """See StoredWeights."""
-        if self._is_made(name):
-            yield self.whole(name).reshape(-1)[start:stop]
-        else:
-            yield from self._weights.slices(self._stored_names[name], start, stop)
+        yield self.read(name, start, stop)
 
     def range(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See StoredWeights."""
-        if self._is_made(name):
-            return self.whole(name).reshape(-1)[start:stop].clone()
-        return self._weights.range(self._stored_names[name], start, stop)
+        return self.read(name, start, stop).clone()
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See WeightSource. In the dtype that the parameter has."""
+        return self.whole(name).reshape(-1)[start:stop]
 
     def whole(self, name: str) -> torch.Tensor:
-        """See StoredWeights. That of an adapted matrix is kept until another one is read."""
-        if not self._is_made(name):
-            return self._weights.whole(self._stored_names[name])
+        """See StoredWeights. It is kept until another one is read."""
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is made
             self._last = name, self._merged(name)
         return self._last[1]
 
-    def _is_made(self, name: str) -> bool:
-        return name in self._adapted or name in self._base_matrices
-
     def _merged(self, name: str) -> torch.Tensor:
-        make = self._base_matrices.get(name)
-        matrix = self._weights.whole(self._adapted[name].matrix) if make is None else make(self._weights)
+        matrix = self._base_matrix(name)
         if name not in self._adapted:
             return matrix
         adapted = self._adapted[name]

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
@@ -70,8 +71,8 @@ class Sidecars(ABC):
         """The space that copies take. What is written is small."""
 
     @abstractmethod
-    def add(self, staging: Staging, layout: ExportLayout, dtype: DtypeName) -> None:
-        """Put all of them into `staging`, beside weights of this layout, trained ones in `dtype`.
+    def add(self, staging: Staging, layout: ExportLayout) -> None:
+        """Put all of them into `staging`, beside weights of this layout.
 
         Raises BadInput if a file cannot be used, EnvironmentFailure if one cannot be written.
         """
@@ -98,7 +99,7 @@ class GivenSidecars(Sidecars):
         """See Sidecars."""
         return sum(path.stat().st_size for path in self.copies.values())
 
-    def add(self, staging: Staging, layout: ExportLayout, dtype: DtypeName) -> None:  # noqa: ARG002
+    def add(self, staging: Staging, layout: ExportLayout) -> None:  # noqa: ARG002
         """See Sidecars."""
         for name, text in self.texts.items():
             staging.write_text(name, text)
@@ -110,6 +111,7 @@ class GivenSidecars(Sidecars):
 class BaseSidecars(Sidecars):
     """Those of a base model of transformers."""
 
+    _configurations: ClassVar[tuple[str, ...]] = ("config.json", GENERATION_NAME)
     base_dir: Path
     tokenizer: Callable[[], TokenizerFiles] = TokenizerFiles
     """Of the run. May raise BadInput."""
@@ -117,8 +119,8 @@ class BaseSidecars(Sidecars):
     @property
     def names(self) -> list[str]:
         """See Sidecars."""
-        always = (*self._configurations, TOKENIZER_CONFIG_NAME, TEMPLATE_NAME)
-        return list(dict.fromkeys([*always, *_copied_names(self.base_dir)]))
+        copied = _copied_names(self.base_dir)
+        return list(dict.fromkeys([*self._configurations, TOKENIZER_CONFIG_NAME, TEMPLATE_NAME, *copied]))
 
     @property
     def copied_bytes(self) -> int:
@@ -126,29 +128,29 @@ class BaseSidecars(Sidecars):
         paths = [self.base_dir / name for name in _copied_names(self.base_dir)]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
-    def add(self, staging: Staging, layout: ExportLayout, dtype: DtypeName) -> None:
+    def add(self, staging: Staging, layout: ExportLayout) -> None:
         """See Sidecars."""
         files = self.tokenizer()
-        self._configure(staging, layout, dtype, files.special_tokens)
+        self._configure(staging, layout, files.special_tokens)
         for name in _copied_names(self.base_dir, more=files.names):
             if name not in files.texts:
                 staging.copy(trusted_file(self.base_dir, name), name)
         for name, text in files.texts.items():
             staging.write_text(name, text)
 
-    @property
-    def _configurations(self) -> tuple[str, ...]:
-        return "config.json", GENERATION_NAME
-
-    def _configure(self, staging: Staging, layout: ExportLayout, dtype: DtypeName, tokens: SpecialTokens) -> None:
+    def _configure(self, staging: Staging, layout: ExportLayout, tokens: SpecialTokens) -> None:
         """Write the configuration of the model, and its defaults for generation if it generates."""
-        config = read_any_config(self.base_dir)
-        text = text_config(config)
+        model_config = read_any_config(self.base_dir)
+        text = text_config(model_config)
         defaults = generation_defaults(self.base_dir) if _generates(layout.architecture) else None
         of_text, of_generation = tokens.aligned(text.to_dict(), defaults)
-        changes = {**layout.settings, "architectures": [layout.architecture], "dtype": dtype}
-        place = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
-        staging.write_text("config.json", _config(self.base_dir, changes, of_text, place, dtype))
+        config = _cleaned(read_json_object(self.base_dir, "config.json"), layout.dtype)
+        config.pop("num_labels" if "id2label" in layout.settings else "", None)
+        places = (key for key in model_config.sub_configs if getattr(model_config, key, None) is text)
+        part = config.get(next(places, ""))
+        (part if isinstance(part, dict) else config).update(of_text)
+        config |= {**layout.settings, "architectures": [layout.architecture], "dtype": layout.dtype}
+        staging.write_text("config.json", json.dumps(config, indent=2) + "\n")
         has_file = (self.base_dir / GENERATION_NAME).exists()
         if defaults is not None and (of_generation or not has_file):
             staging.write_text(GENERATION_NAME, json.dumps({**defaults, **of_generation}, indent=2) + "\n")
@@ -160,13 +162,10 @@ class BaseSidecars(Sidecars):
 class AdapterSidecars(BaseSidecars):
     """Those of an adapter: the base model's tokenizer, and a configuration of its own."""
 
+    _configurations = (ADAPTER_CONFIG_NAME,)
     config_text: str
 
-    @property
-    def _configurations(self) -> tuple[str, ...]:
-        return (ADAPTER_CONFIG_NAME,)
-
-    def _configure(self, staging: Staging, layout: ExportLayout, dtype: DtypeName, tokens: SpecialTokens) -> None:  # noqa: ARG002
+    def _configure(self, staging: Staging, layout: ExportLayout, tokens: SpecialTokens) -> None:  # noqa: ARG002
         staging.write_text(ADAPTER_CONFIG_NAME, self.config_text)
 
 
@@ -197,20 +196,6 @@ def _copied_names(base_dir: Path, *, more: Iterable[str] = ()) -> list[str]:
     paths = [path for pattern in _COPIED for path in sorted(base_dir.glob(pattern))]
     paths += [base_dir / name for name in more if os.path.lexists(base_dir / name)]
     return list(dict.fromkeys(str(path.relative_to(base_dir)) for path in paths if not path.is_dir()))
-
-
-def _config(
-    base_dir: Path, changes: Mapping[str, object], of_text: Mapping[str, object], place: str | None, dtype: DtypeName
-) -> str:
-    """The base model's configuration with some changes and without references to code.
-
-    `of_text`: the changes in what it says of the language model, which is at `place`; None: it says nothing else.
-    """
-    config = _cleaned(read_json_object(base_dir, "config.json"), dtype)
-    config.pop("num_labels" if "id2label" in changes else "", None)
-    part = config.get(place or "")
-    (part if isinstance(part, dict) else config).update(of_text)
-    return json.dumps({**config, **changes}, indent=2) + "\n"
 
 
 def _cleaned(config: Mapping[str, object], dtype: DtypeName) -> dict[str, object]:

@@ -182,7 +182,7 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-def _in_dtype(base: Path, dtype: str) -> Path:
+def in_dtype(base: Path, dtype: str) -> Path:
     """The model with its weights in `dtype`, in several files; made once."""
     directory = base.with_name(f"{base.name}-{dtype}")
     if not directory.exists():
@@ -200,7 +200,7 @@ def write_config(directory: Path, *, base: Path, rows: Path, data_type: str = CO
     """
     directory.mkdir(parents=True, exist_ok=True)
     if changes.get("base_storage") == "in_place":
-        base = _in_dtype(base, str(changes.get("dtype", SETTINGS["dtype"])))
+        base = in_dtype(base, str(changes.get("dtype", SETTINGS["dtype"])))
     settings: dict[str, object] = {
         "base_model": str(base),
         "datasets": [{"path": str(rows), "type": data_type}],

@@ -20,6 +20,7 @@ from tests.e2e.runs import (
     curve,
     file_hash,
     finetune,
+    in_dtype,
     load_data,
     metrics,
     output_of,
@@ -41,6 +42,7 @@ EXPRESSION = r"model.layers.[\d]+.(mlp|self_attn).(up|down|q)_proj"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHANGES: dict[str, object] = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "max_steps": NUM_STEPS}
 WHOLE: dict[str, object] = {"peft_use_dora": True, "lora_modules_to_save": ["lm_head"]}
+SAVES: dict[str, object] = {"save_steps": 2, "save_total_limit": 2}
 IN_PEFT: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -174,7 +176,7 @@ KINDS: dict[str, dict[str, object]] = {
     ),
 )
 def test_a_killed_run_ends_with_the_same_adapter(make_config: MakeConfig, point: str, kind: str, dtype: str) -> None:
-    changes = {**CHANGES, **KINDS[kind], "dtype": dtype, "save_steps": 2, "save_total_limit": 2}
+    changes = {**CHANGES, **KINDS[kind], "dtype": dtype, **SAVES}
     killed, undisturbed = make_config("killed", **changes), make_config("undisturbed", **changes)
     run_until_killed(killed, kill_at=point)
     succeed(killed)
@@ -286,32 +288,50 @@ def test_adapters_that_cannot_be(make_config: MakeConfig, keys: dict[str, object
     assert_rejected(finetune(config), 2, message)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("keys", [{}, WHOLE], ids=["lora", "dora, and the head whole"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("of_files", "dtype", "kind"),
+    rotating(
+        ["bfloat16", "float32"],
+        ["bfloat16", "float32"],
+        ["lora", "dora, head whole"],
+        every=2,
+        offset=2,
+        full_pairs=True,
+    ),
+)
 def test_merging_has_the_bits_of_peft(
-    make_config: MakeConfig, base: Path, dtype: str, keys: dict[str, object], tmp_path: Path
+    make_config: MakeConfig, base: Path, of_files: str, dtype: str, kind: str, tmp_path: Path
 ) -> None:
-    changes = {**CHANGES, **keys, "dtype": dtype, "save_steps": 2, "save_total_limit": 2}
-    config, merged = make_config(**changes), tmp_path / "merged"
+    """In the dtype of the base model's files, whatever the run has computed in."""
+    own, merged = in_dtype(base, of_files), tmp_path / "merged"
+    config = make_config(**{**CHANGES, **KINDS[kind], "dtype": dtype, "base": own, **SAVES})
     succeed(config)
     ended = ratel("merge", config, "-o", merged)
     assert ended.code == 0 and f"merged step {NUM_STEPS} to" in ended.stderr, ended.stderr
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
-    wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
-    found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
-    assert found.keys() == before.keys()
-    for name, values in found.items():
-        is_adapted = name.removesuffix(".weight").endswith((*LINEAR, "lm_head") if keys else tuple(LINEAR))
-        assert torch.equal(values, wanted[name] if is_adapted else before[name]), name
-        assert not is_adapted or values.dtype == DTYPES[dtype]
-    loaded = AutoModelForCausalLM.from_pretrained(merged)
-    assert loaded.num_parameters() == model.num_parameters()
+    assert_merged_by_peft(merged, own, output_of(config), tmp_path)
     assert "adapter" not in (merged / "README.md").read_text().partition("## Settings")[0]
     assert ratel("verify", merged).code == 0
     assert ratel("merge", config, "--step", 2, "-o", tmp_path / "earlier").code == 0
-    earlier = load_file(tmp_path / "earlier" / "model.safetensors")
-    assert any(not torch.equal(values, found[name]) for name, values in earlier.items())
+    assert file_hash(next(merged.glob("*.safetensors"))) != file_hash(
+        next((tmp_path / "earlier").glob("*.safetensors"))
+    )
+
+
+def assert_merged_by_peft(merged: Path, base: Path, adapter: Path, folder: Path) -> None:
+    """Every tensor has the dtype and the bits that PEFT saves, and so has what transformers loads."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder / "theirs")
+    found, wanted = tensors_of(merged), tensors_of(folder / "theirs")
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name].dtype == values.dtype and torch.equal(found[name], values), name
+    configs = [json.loads((path / "config.json").read_text())["dtype"] for path in (merged, folder / "theirs")]
+    assert configs[0] == configs[1] and AutoModelForCausalLM.from_pretrained(merged).num_parameters()
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """What all safetensors files there have."""
+    return {name: each for path in directory.glob("*.safetensors") for name, each in load_file(path).items()}
 
 
 @pytest.mark.full
@@ -330,15 +350,14 @@ def test_adapters_of_experts_are_loaded_and_merged_as_by_peft(
     base: Path, rows: Path, tmp_path: Path, family: str, keys: dict[str, object], dtype: str
 ) -> None:
     own = tmp_path / "own"
-    AutoModelForCausalLM.from_config(tiny_config(family, vocab_size=400)).save_pretrained(own)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, vocab_size=400))
+    model.to(DTYPES[dtype]).save_pretrained(own)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(base / name, own)
     changes = {**CHANGES, **keys, "peft_init_lora_weights": False, "sequence_len": 16, "dtype": dtype}
     config = write_config(tmp_path, base=own, rows=rows, **changes)
     succeed(config)
-    loaded = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(own, dtype=DTYPES[dtype]), output_of(config)
-    )
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(own, dtype="auto"), output_of(config))
     theirs = {saved_name(name): each for name, each in loaded.base_model.model.named_parameters()}
     adapter = adapter_of(config)
     assert any("experts" in name for name in adapter)
@@ -371,6 +390,17 @@ def test_what_cannot_be_merged(make_config: MakeConfig, plain_run: Path, tmp_pat
     assert_rejected(ratel("merge", config, "-o", tmp_path / "mine"), 2, "-o")
     assert (tmp_path / "mine" / "model.safetensors").read_text() == "mine"
     assert tree(output_of(config)) == before
+
+
+@pytest.mark.full
+def test_a_merge_beyond_float16_is_refused(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    keys = {"lora_target_modules": ["q_proj"], "lora_alpha": 10**8, "peft_init_lora_weights": False, "max_steps": 1}
+    config = make_config(**{**CHANGES, **keys, "dtype": "bfloat16", "base": in_dtype(base, "float16")})
+    succeed(config)
+    ended = ratel("merge", config, "-o", tmp_path / "merged")
+    assert_rejected(ended, 5, "q_proj.weight cannot be exported")
+    assert "merge with PEFT into the base model in bfloat16" in ended.stderr
+    assert not (tmp_path / "merged" / "config.json").exists()
 
 
 def test_the_card_says_how_to_load_it(make_config: MakeConfig) -> None:

@@ -19,6 +19,7 @@ from tests.e2e.runs import (
     assert_rejected,
     file_hash,
     finetune,
+    in_dtype,
     load_data,
     metrics,
     output_of,
@@ -30,7 +31,7 @@ from tests.e2e.runs import (
     succeed_ranks,
     write_config,
 )
-from tests.e2e.test_adapters import CHANGES, IN_PEFT, LINEAR, NUM_STEPS, adapter_of, saved_name
+from tests.e2e.test_adapters import CHANGES, IN_PEFT, LINEAR, NUM_STEPS, adapter_of, saved_name, tensors_of
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import attention_of
 from tests.quantised import Form, dequantised_weights
@@ -102,53 +103,106 @@ def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, d
     config, merged = make_config(**CHANGES, **KEYS["nf4 double"], dtype=dtype), tmp_path / "merged"
     succeed(config)
     ended = ratel("merge", config, "-o", merged, "--base", "original")
-    assert ended.code == 0 and "--base" not in ended.stderr, ended.stderr
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
+    assert ended.code == 0, ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     assert_merged(merged, base, PeftModel.from_pretrained(model, output_of(config)))
 
 
 def assert_merged(merged: Path, base: Path, model: PeftModel) -> None:
     """Linear layers are what PEFT merges, with an adapter or without; all else is the base model's."""
     wanted = model.merge_and_unload().state_dict()
-    found, before = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
+    found, before = tensors_of(merged), tensors_of(base)
     assert found.keys() == before.keys()
     for name, values in found.items():
         is_linear = name.removesuffix(".weight").endswith(tuple(LINEAR))
         assert torch.equal(values, wanted[name] if is_linear else before[name]), name
+        assert values.dtype == before[name].dtype, name
     assert ratel("verify", merged).code == 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("form", "dtype", "keys"),
+    ("form", "dtype", "of_files", "keys"),
     [
-        ("nf4 double", "bfloat16", {"lora_target_modules": ["q_proj"]}),
-        ("nf4", "float32", {}),
-        ("int8", "bfloat16", {}),
+        ("nf4 double", "bfloat16", "bfloat16", {"lora_target_modules": ["q_proj"]}),
+        ("nf4", "float32", "bfloat16", {}),
+        ("int8", "bfloat16", "float32", {}),
     ],
 )
 def test_merging_is_into_what_was_trained_beside(
-    make_config: MakeConfig, base: Path, rows: Path, tmp_path: Path, form: Form, dtype: str, keys: dict[str, object]
+    make_config: MakeConfig,
+    base: Path,
+    rows: Path,
+    tmp_path: Path,
+    form: Form,
+    dtype: str,
+    of_files: str,
+    keys: dict[str, object],
 ) -> None:
     """The merged model is the one that is evaluated. What has no adapter is dequantised, too."""
-    config, merged = make_config(**CHANGES, **KEYS[form], **keys, dtype=dtype), tmp_path / "merged"
+    own, merged = in_dtype(base, of_files), tmp_path / "merged"
+    config = make_config(**CHANGES, **KEYS[form], **keys, dtype=dtype, base=own)
     succeed(config)
     ended = ratel("merge", config, "-o", merged)
-    assert ended.code == 0 and "--base original" in ended.stderr, ended.stderr
+    assert ended.code == 0, ended.stderr
+    shown = shown_losses(ended.stderr)
     model = AutoModelForCausalLM.from_pretrained(
-        base,
+        own,
         dtype=DTYPES[dtype],
         device_map="cpu",
         quantization_config=BitsAndBytesConfig(**IN_TRANSFORMERS[form], bnb_4bit_compute_dtype=DTYPES[dtype]),
     )
-    model = model.dequantize().to(DTYPES[dtype])
-    assert_merged(merged, base, PeftModel.from_pretrained(model, output_of(config)))
-    losses = []
-    for arguments in ([output_of(config)], [merged, f"dtype={dtype}"]):
-        ended = ratel("eval", arguments[0], rows, *arguments[1:], "datasets.0.type=completion", "--json")
-        assert ended.code == 0, ended.stderr
-        losses.append(json.loads(ended.stdout)["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    model = model.dequantize().to(DTYPES[of_files])
+    assert_merged(merged, own, PeftModel.from_pretrained(model, output_of(config)))
+    assert shown["the adapter beside the quantised base"] == loss_of(output_of(config), rows, dtype)
+    assert shown["merged, --base dequantised"] == loss_of(merged, rows, dtype)
+    assert loss_of(output_of(config), rows, dtype) == pytest.approx(loss_of(merged, rows, dtype), rel=1e-3)
+
+
+def shown_losses(text: str) -> dict[str, float]:
+    """What a merge reports of the models, by their names."""
+    lines = text.partition("loss on 8 samples of ")[2].splitlines()[1:]
+    return {name.strip(): float(loss) for name, loss in (line.rsplit("  ", 1) for line in lines)}
+
+
+def loss_of(model: Path, rows: Path, dtype: str) -> float:
+    """What `ratel eval` finds on the first eight rows."""
+    ended = ratel(
+        "eval", model, rows, f"dtype={dtype}", "datasets.0.type=completion", "datasets.0.max_samples=8", "--json"
+    )
+    assert ended.code == 0, ended.stderr
+    return round(json.loads(ended.stdout)["loss"], 4)
+
+
+def test_a_merge_shows_the_losses_of_both_bases(
+    make_config: MakeConfig, base: Path, rows: Path, tmp_path: Path
+) -> None:
+    """On the rows for evaluation, if there are some. Without rows there is a merge, and the reason."""
+    own, other = in_dtype(base, "bfloat16"), tmp_path / "other.jsonl"
+    other.write_text("".join(rows.read_text().splitlines(keepends=True)[::-1]))
+    config = make_config(
+        **{**CHANGES, "max_steps": 2, "learning_rate": 0.1},
+        **KEYS["nf4"],
+        dtype="bfloat16",
+        base=own,
+        test_datasets=[{"path": str(other), "type": "completion"}],
+    )
+    succeed(config)
+    ended = ratel("merge", config, "-o", tmp_path / "merged", "--base", "original")
+    assert ended.code == 0 and f"8 samples of {other}, in bfloat16" in ended.stderr, ended.stderr
+    shown = shown_losses(ended.stderr)
+    assert list(shown) == [
+        "the adapter beside the quantised base",
+        "merged, --base dequantised",
+        "merged, --base original",
+    ]
+    assert shown["the adapter beside the quantised base"] == loss_of(output_of(config), other, "bfloat16")
+    assert shown["merged, --base original"] == loss_of(tmp_path / "merged", other, "bfloat16")
+    assert len(set(shown.values())) > 1
+    other.unlink()
+    ended = ratel("merge", config, "-o", tmp_path / "without")
+    assert ended.code == 0 and f"are not known: {other}: no such file" in ended.stderr.replace("\n", " "), ended.stderr
+    assert (tmp_path / "without" / "config.json").exists()
 
 
 @pytest.mark.full

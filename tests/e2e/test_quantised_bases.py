@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Mxfp4Config
 
+from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -141,14 +142,22 @@ def test_an_adapter_of_a_base_in_fp8(
 
 
 def in_words(
-    base: Path, directory: Path, method: Literal["gptq", "awq"], *, by_activation: bool = False, left_out: str = "none"
+    base: Path,
+    directory: Path,
+    method: Literal["gptq", "awq"],
+    *,
+    by_activation: bool = False,
+    left_out: str = "none",
+    dtype: str | None = None,
 ) -> tuple[Path, Path]:
-    """The base model with the matrices of its layers in GPTQ or AWQ, but for a module, and with their numbers."""
+    """The base model with the matrices of its layers in GPTQ or AWQ, but for a module, and with their numbers in a
+    dtype."""
     tensors, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for index, (name, values) in enumerate(load_file(base / WEIGHTS).items()):
         if name.endswith("proj.weight") and left_out not in name:
             rows, columns = values.shape
-            parts, numbers[name] = of_words((rows, columns), method, size=16, by_activation=by_activation, seed=index)
+            parts, stood_for = of_words((rows, columns), method, size=16, by_activation=by_activation, seed=index)
+            numbers[name] = stood_for if dtype is None else stood_for.to(DTYPES[dtype])
             tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
         else:
             tensors[name] = numbers[name] = values
@@ -175,7 +184,12 @@ def test_layers_of_gptq_and_awq_stay_packed_beside_an_adapter(
 ) -> None:
     """With the bits of the numbers that their codes stand for, and half of the bytes or less, even in groups of 16."""
     quantised, plain = in_words(
-        save_base(tmp_path / "wide", hidden_size=128), tmp_path, method, by_activation=by_activation, left_out=left_out
+        save_base(tmp_path / "wide", hidden_size=128),
+        tmp_path,
+        method,
+        by_activation=by_activation,
+        left_out=left_out,
+        dtype=dtype,
     )
     runs = [make_config(name, base=each, **CHANGES, dtype=dtype) for name, each in (("a", quantised), ("b", plain))]
     planned = [json.loads(ratel("plan", each, "--json").stdout)["memory"]["nvme_bytes"] for each in runs]

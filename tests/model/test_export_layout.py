@@ -234,7 +234,9 @@ def test_elements_in_another_order(tmp_path: Path) -> None:
         )
         for number, view in enumerate(views)
     ]
-    layout = ExportLayout(shards=(Shard(file_name="model.safetensors", tensors=tuple(tensors)),), architecture="X")
+    layout = ExportLayout(
+        shards=(Shard(file_name="model.safetensors", tensors=tuple(tensors)),), architecture="X", dtype="float32"
+    )
     given = Given(dict(trained.named_parameters()))
     with imported_store(tmp_path / "store", spec, given) as (store, pool):
         for group_elements in (2048, 4096, 1 << 20):

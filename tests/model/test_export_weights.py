@@ -285,7 +285,7 @@ def test_too_little_space_is_found_before_the_first_byte(tmp_path: Path) -> None
     with in_store(tmp_path, "llama") as exported:
         content = whole_parameter("model.norm.weight", (1 << 50,))
         tensor = LaidOutTensor(name="e", dtype=torch.float32, shape=(1 << 50,), content=content)
-        layout = ExportLayout(shards=split_into_shards([tensor], 1), architecture="X")
+        layout = ExportLayout(shards=split_into_shards([tensor], 1), architecture="X", dtype="float32")
         with pytest.raises(EnvironmentFailure, match=r"the export needs 4096 TiB, .* available"):
             exported.export(output, layout=layout)
     assert not output.exists()

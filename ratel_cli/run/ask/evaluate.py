@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
@@ -27,14 +28,17 @@ from ratel_cli.errors import Diverged
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.planning.activations import logits_bytes, tokens_per_chunk
 from ratel_cli.report.evaluation import EvaluationReport
-from ratel_cli.run.ask.streamed import completed, open_streamed
+from ratel_cli.run.ask.streamed import completed, open_merged, open_streamed
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.language_base import LanguageBase
-from ratel_cli.run.inputs.named_model import NamedModel, overrides_for_data, with_data
+from ratel_cli.run.inputs.named_model import NamedModel, overrides_for_data, with_data, with_rows
 from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.streamed_blocks import BlockMemory, StreamedModel, fit_blocks, layer_bytes, open_reader
 from ratel_cli.run.inputs.text_data import check_positions, load_data, read_fitting_tokenizer, shared_tokens
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
+
+FEW_SAMPLES = 8
+"""Enough to see whether two models are the same."""
 
 
 def evaluate(
@@ -42,17 +46,36 @@ def evaluate(
 ) -> EvaluationReport:
     """The loss of the model on the rows of `data`. Raises RatelError; Diverged if the loss is not finite."""
     prepare_process()
-    config = with_data(completed(named), data, overrides)
-    config = config.model_copy(update={"rl": None})  # the loss is that of answers, whatever the run learns from
+    config, shown_by = with_data(completed(named), data, overrides), _rejects_shown_by(named, data, overrides)
+    return _evaluate_all(config, log, lambda context: iter([open_streamed(context, named, step)]), shown_by)[0]
+
+
+def evaluate_merged(config: RunConfig, step: int, log: RunLog) -> list[EvaluationReport]:
+    """The losses of a step of a run beside a quantised base, and of what its merges give, on the run's first few rows
+    for evaluation, or for training. Raises RatelError, as `evaluate`; BadInput if the rows are not there."""
+    rows = (config.test_datasets or config.datasets)[0].model_copy(update={"max_samples": FEW_SAMPLES, "weight": 1})
+    is_stream = config.streaming and not config.test_datasets  # of which no more is read than that
+    config = with_rows(config, rows).model_copy(update={"streaming": is_stream})
+    return _evaluate_all(config, log, lambda context: open_merged(context, step))
+
+
+def _evaluate_all(
+    config: RunConfig,
+    log: RunLog,
+    open_models: Callable[[RunContext], Iterator[StreamedModel[LanguageBase]]],
+    rejects_shown_by: str | None = None,
+) -> list[EvaluationReport]:
+    """Of each model, on the same rows."""
     device = compute_device(config.device)
     with (
         determinism(config.deterministic, device, notice=log.notice),
         open_context(config, log, device=device) as context,
     ):
-        streamed = open_streamed(context, named, step)
-        rows, is_packed = _read_rows(context, streamed, rejects_shown_by=_rejects_shown_by(named, data, overrides))
+        models = open_models(context)
+        first = next(models)
+        rows = _read_rows(context, first.base, rejects_shown_by=rejects_shown_by)
         context.listen()
-        return _evaluate(context, streamed, rows, data, is_packed=is_packed)
+        return [_evaluate(context, each, rows) for each in chain([first], models)]
 
 
 def _rejects_shown_by(named: NamedModel, data: str, overrides: tuple[str, ...]) -> str | None:
@@ -62,37 +85,31 @@ def _rejects_shown_by(named: NamedModel, data: str, overrides: tuple[str, ...]) 
     return command("data", named.run, *overrides_for_data(named.config, data, overrides), "--bad")
 
 
-def _read_rows(
-    context: RunContext, streamed: StreamedModel[LanguageBase], *, rejects_shown_by: str | None
-) -> tuple[TrainingData, bool]:
-    """The rows in sequences, and whether samples share them."""
-    config, log, base = context.config, context.log, streamed.base
+def _read_rows(context: RunContext, base: LanguageBase, *, rejects_shown_by: str | None) -> TrainingData:
+    """The rows in sequences."""
+    config, log = context.config, context.log
     tokenizer = read_fitting_tokenizer(config, base, log)
     check_positions(config.sequence_len, base.model, base.config, log)
-    is_packed = config.sample_packing and base.model.packs
     directory = context.resources.enter_context(tempfile.TemporaryDirectory(prefix="ratel-eval-"))
-    rows = load_data(
+    return load_data(
         config,
         base,
         tokenizer,
-        packing=is_packed,
+        packing=config.sample_packing and base.model.packs,
         cache_dir=Path(directory),
         rejects_path=None,
         rejects_shown_by=rejects_shown_by,
         shared=context.resources.enter_context(shared_tokens(log, copies=False)),
         log=log,
     )
-    return rows, is_packed
 
 
-def _evaluate(
-    context: RunContext, streamed: StreamedModel[LanguageBase], rows: TrainingData, data: str, *, is_packed: bool
-) -> EvaluationReport:
-    config, spec = context.config, streamed.spec
+def _evaluate(context: RunContext, streamed: StreamedModel[LanguageBase], rows: TrainingData) -> EvaluationReport:
+    config, spec, data = context.config, streamed.spec, context.config.datasets[0].path
     chunk_tokens = tokens_per_chunk(
         spec.vocab_size, LOGITS_CHUNK_BYTES if config.head_chunk == "auto" else config.head_chunk
     )
-    memory = _fit(context, streamed, rows, chunk_tokens, is_packed=is_packed)
+    memory = _fit(context, streamed, rows, chunk_tokens)
     num_batches = -(-rows.num_sequences // _batch_size(config))
     total, start = NOTHING_EVALUATED, perf_counter()
     with (
@@ -124,7 +141,7 @@ def _evaluate(
         num_loss_tokens=total.num_targets,
         num_sequences=rows.num_sequences,
         sequence_len=config.sequence_len,
-        is_packed=is_packed,
+        is_packed=rows.is_packed,
         dtype=config.dtype,
         seconds=perf_counter() - start,
         bytes_read=reader.bytes_read,
@@ -136,12 +153,10 @@ def _fit(
     streamed: StreamedModel[LanguageBase],
     rows: TrainingData,
     chunk_tokens: int,
-    *,
-    is_packed: bool,
 ) -> BlockMemory:
     """The memory for the widest micro-batch: all packed sequences are as wide as that."""
     config, spec, size = context.config, streamed.spec, _batch_size(context.config)
-    width = config.sequence_len if is_packed else int(rows.cache.lengths.max())
+    width = config.sequence_len if rows.is_packed else int(rows.cache.lengths.max())
     layer = layer_bytes(streamed.base.model, batch_size=size, num_tokens=width)
     head = logits_bytes(spec, min(chunk_tokens, size * width))
     hidden_bytes = size * width * spec.passed_bytes

@@ -5,6 +5,10 @@ Invariant: nothing of a run or of a model's directory is changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
+
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.block_reader import (
     FileBlocks,
@@ -26,8 +30,10 @@ from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.streamed_blocks import AnyBase, StreamedModel
 from ratel_cli.run.inputs.text_data import num_positions
 from ratel_cli.run.train.open import OpenedRun, open_run
-from ratel_cli.sizes import TASKS
+from ratel_cli.sizes import TASKS, MergeBase
 
+_MERGING_BYTES = 12
+"""Of an element of a matrix that is being merged: the matrix, what is added to it, and their sum, in fp32."""
 _GIVE_A_PROMPT = "give a prompt instead of --class"
 
 
@@ -78,10 +84,7 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
     """
     if named.directory is None:
         run = open_run(context)
-        base = run.language
-        if persistent_buffers(base.model.skeleton):
-            base.open_weights(context.config, context.resources)
-        return _stored(run, base, step)
+        return _stored(run, run.language, step)
     _reject_step(named, step)
     base = read_language_base(context.config, context.log)
     name = f"{named.directory}, {context.config.dtype}"
@@ -91,6 +94,27 @@ def open_streamed(context: RunContext, named: NamedModel, step: int | None) -> S
     source, _ = base.open_weights(context.config, context.resources)
     assert isinstance(source, CheckpointSource)
     return StreamedModel(base=base, blocks=FileBlocks(source), name=name, conversion_bytes=source.conversion_bytes)
+
+
+def open_merged(context: RunContext, step: int) -> Iterator[StreamedModel[LanguageBase]]:
+    """The run's model with its adapter beside the quantised base; and what `ratel merge` makes of it."""
+    from ratel_cli.run.inputs.adapted_base import AdaptedBase  # with PEFT, which other runs do not need
+
+    run, config, resources = open_run(context), context.config, context.resources
+    yield replace(_stored(run, run.language, step), name="the adapter beside the quantised base")
+    assert isinstance(run.base, AdaptedBase)
+    generation = run.generation(step)
+    for into in get_args(MergeBase):
+        base, source, merged = run.base.open_merged(
+            config, generation, resources, into=into, progress=context.stop.check
+        )
+        yield StreamedModel(
+            base=base,
+            blocks=SourceBlocks(merged),
+            name=f"merged, --base {into}",
+            conversion_bytes=source.conversion_bytes
+            + _MERGING_BYTES * max(each.num_elements for each in base.model.spec.parameters),
+        )
 
 
 def open_streamed_denoiser(context: RunContext, named: NamedModel, step: int | None) -> StreamedModel[DenoiserBase]:
@@ -111,7 +135,9 @@ def open_streamed_denoiser(context: RunContext, named: NamedModel, step: int | N
 
 
 def _stored(run: OpenedRun, base: AnyBase, step: int | None) -> StreamedModel[AnyBase]:
-    """The run's model as it is in its store."""
+    """The run's model as it is in its store. A skeleton gets the buffers."""
+    if isinstance(base, LanguageBase) and persistent_buffers(base.model.skeleton):
+        base.open_weights(run.context.config, run.context.resources)
     generation = run.generation(step)
     name = f"{run.context.config.output_dir}, step {generation.progress.step}"
     return StreamedModel(base=base, blocks=GenerationBlocks(generation), name=name, conversion_bytes=0)

@@ -70,7 +70,8 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
     with open_context(config, log) as context:
         context.listen()
         run = open_run(context)
-        steps = _steps(run)
+        current = run.store.progress.step
+        steps = [current, *(saved for saved in run.store.pinned_steps[::-1] if saved != current)]
         checks = _check_generations(context, [run.slices(step) for step in steps])
         whole = [run.generation(step) for step, check in zip(steps, checks, strict=True) if not check.is_wrong]
         checks += _check_snapshot(run)
@@ -119,12 +120,6 @@ def _verify_adapter(directory: Path, log: RunLog) -> list[Check]:
     with StopRequest() as stop:
         checks = _check_files(directory, ADAPTER_WEIGHTS_NAME, stop, log)
         return [*checks, _load(load, library="PEFT", num_bytes=num_bytes)[1]]
-
-
-def _steps(run: OpenedRun) -> list[int]:
-    """The saved steps, the current one first."""
-    step = run.store.progress.step
-    return [step, *(saved for saved in run.store.pinned_steps[::-1] if saved != step)]
 
 
 def _check_generations(

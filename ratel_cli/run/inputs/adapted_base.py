@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.adapter_settings import AdapterSettings, base_name
 from ratel_cli.model.adapters import (
     AdaptedSource,
@@ -31,18 +32,19 @@ from ratel_cli.model.adapters import (
     is_of_adapter,
     load_adapted,
     magnitudes_of,
-    merged_spec,
     read_adapter,
 )
 from ratel_cli.model.card import Card
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import ADAPTER_WEIGHTS_NAME, has_weights
 from ratel_cli.model.export_layout import ExportLayout
+from ratel_cli.model.find_blocks import find_blocks
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.merged_weights import MergedWeights
 from ratel_cli.model.quantised import QUANTISED_FORMS, dequantised
 from ratel_cli.model.quantised_files import packed_layouts, quantisation_of
 from ratel_cli.model.quantised_model import (
+    QuantisedWeight,
     QuantisingSource,
     is_inputs_first,
     keep_experts_packed,
@@ -60,17 +62,11 @@ from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.run.inputs.base import Weights
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import adapter_of, quantised_form
-from ratel_cli.sizes import QuantisedForm, Task
+from ratel_cli.sizes import MergeBase, QuantisedForm, Task
 from ratel_cli.store.joined import Readable
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-
-_IS_DEQUANTISED: Final = (
-    "the adapter is added to what the quantised base stands for, which the run computes with; --base original adds it"
-    " to the model from before quantisation"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,65 +134,94 @@ class AdaptedBase(LanguageBase):
         card: Card,
         overwrite: bool,
         progress: Callable[[], None],
-        dequantises: bool = True,
+        into: MergeBase,
     ) -> list[str]:
-        """Write the base with the adapter added to it, as PEFT merges it, into the directory that `-o` has named. A
-        base that the run quantises is what its codes stand for or, unless `dequantises`, the model from before. Returns
-        notices. Raises as `export`."""
-        spec = self.model.spec
-        stored_names = {base_name(each.name): each.name for each in spec.parameters if not is_of_adapter(each.name)}
-        adapted, plain = adapted_matrices(self.model.skeleton, spec), self._plain()
-        quantised = {base_name(name): each for name, each in quantised_weights(self.model.skeleton).items()}
-        of_run = {name for name, each in quantised.items() if each.layout.form in QUANTISED_FORMS and dequantises}
-        for name in adapted.keys() & quantised.keys():
-            adapted[name] = replace(adapted[name], is_inputs_first=is_inputs_first(plain, name))
-        changed = plain_spec(merged_spec(spec, adapted.keys() | of_run), plain)
-        with CheckpointSource(self.directory, plain, changed) as source:
-
-            def base_matrix(name: str, weights: StoredWeights) -> torch.Tensor:
-                if name in of_run:
-                    layer = quantised[name]
-                    matrix = dequantised(weights.whole(stored_names[name]), layer.layout, layer.dtype)
-                    return matrix.T.contiguous() if is_inputs_first(plain, name) else matrix
-                shape = plain.get_parameter(name).shape
-                return source.read(name, 0, shape.numel()).to(DTYPES[config.dtype]).reshape(shape)
-
-            notices = self.export(
+        """Write what `merged` gives into the directory that `-o` has named. Returns notices. Raises as `export`."""
+        with ExitStack() as resources:
+            plain, source = self._open_plain(resources)
+            return self.export(
                 config,
                 generation,
                 pool,
                 output_dir,
-                layout=source.layout(config.dtype),
+                layout=source.layout(None),
                 card=card,
                 overwrite=overwrite,
                 option="-o",
                 sidecars=super().sidecars(config),
-                merged=partial(
-                    MergedWeights,
-                    stored_names=stored_names,
-                    adapted=adapted,
-                    base_matrices={
-                        name: partial(base_matrix, name) for name in of_run | (adapted.keys() & quantised.keys())
-                    },
-                ),
+                merged=partial(self.merged, source=source, plain=plain.model.skeleton, into=into),
                 progress=progress,
             )
-        return [*notices, _IS_DEQUANTISED] if of_run else notices
+
+    def merged(
+        self, weights: StoredWeights, *, source: CheckpointSource, plain: PreTrainedModel, into: MergeBase
+    ) -> MergedWeights:
+        """The base with the adapter in `weights` added to it, as PEFT adds it to what `source` has, in the dtypes of
+        its files. `into`: of a base that the run quantises. `plain`: a skeleton without the adapter."""
+        spec, quantised = self.model.spec, self._quantised
+        stored = {base_name(each.name): (each.name, block) for block in spec.blocks for each in block.parameters}
+        adapted = adapted_matrices(self.model.skeleton, spec)
+        for name in adapted.keys() & quantised.keys():
+            adapted[name] = replace(adapted[name], is_inputs_first=is_inputs_first(plain, name))
+        made_of_codes = {
+            name for name, each in quantised.items() if each.layout.form in QUANTISED_FORMS and into == "dequantised"
+        }
+
+        def base_matrix(name: str) -> torch.Tensor:
+            stored_name, block = stored[name]
+            wanted, shape = VALUE_DTYPES[source.dtypes[name]], plain.get_parameter(name).shape
+            has_all_bits = torch.promote_types(wanted, held := VALUE_DTYPES[block.dtype]) == held
+            if name in made_of_codes:
+                layout, dtype = quantised[name].layout, quantised[name].dtype
+                matrix = dequantised(weights.whole(stored_name), layout, dtype).to(wanted)
+                return matrix.T.contiguous() if is_inputs_first(plain, name) else matrix
+            if block.is_trained or has_all_bits:
+                return weights.whole(stored_name).to(wanted)
+            matrix = torch.empty(shape, dtype=wanted)
+            source.read_whole_into(name, matrix.view(-1))
+            return matrix
+
+        return MergedWeights(weights, adapted, base_matrix)
+
+    def open_merged(
+        self,
+        config: RunConfig,
+        generation: Readable,
+        resources: ExitStack,
+        *,
+        into: MergeBase,
+        progress: Callable[[], None],
+    ) -> tuple[LanguageBase, CheckpointSource, MergedWeights]:
+        """What `merge` would write, as a model without an adapter; the files of its base, and its weights."""
+        plain, source = self._open_plain(resources)
+        stored = StoredWeights(
+            self.model.spec,
+            generation,
+            BufferPool(None),  # of one group: that of the run has the limit of the blocks
+            config.dtype,
+            progress=progress,
+        )
+        merged = self.merged(resources.enter_context(stored), source=source, plain=plain.model.skeleton, into=into)
+        return plain, source, merged
+
+    def _open_plain(self, resources: ExitStack) -> tuple[LanguageBase, CheckpointSource]:
+        """The language model without the adapter, and its files."""
+        model = find_blocks(self._plain(), name=self.model.spec.name, task=self.model.task)
+        plain = LanguageBase(directory=self.directory, config=self.config, attention=self.attention, model=model)
+        source = resources.enter_context(CheckpointSource(self.directory, model.skeleton, model.spec))
+        install_buffers(model.skeleton, source.read_buffers())
+        return plain, source
 
     def load(self, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         """See Base. As PEFT loads it onto what transformers loads."""
-        loaded, quantisation = super().load(self.directory, dtype), quantisation_of(self.directory)
-        quantised = quantised_weights(self.model.skeleton)
-        if not quantised:
-            return load_adapted(loaded, directory)
+        loaded, quantised = super().load(self.directory, dtype), self._quantised
+        quantisation = quantisation_of(self.directory) if quantised else None
         if quantisation is not None:
             loaded.config.quantization_config = quantisation  # it says which layers are not quantised
         if self.form is not None:
             quantise_layers(loaded, self.form)
-        stacks = {base_name(name): each.layout.form for name, each in quantised.items() if each.layout.num_stacked}
-        quantise_stacks(loaded, stacks)
-        packed = {name: each.layout for name, each in quantised.items() if each.layout.form == "int4"}
-        pack_layers(loaded, {base_name(name): layout for name, layout in packed.items()})
+        quantise_stacks(loaded, {name: each.layout.form for name, each in quantised.items() if each.layout.num_stacked})
+        pack_layers(loaded, {name: each.layout for name, each in quantised.items() if each.layout.form == "int4"})
         if quantisation is not None:
             with ExitStack() as resources:  # the codes of the files, which are not made of what they stand for
                 source = self._open_base(resources)
@@ -214,10 +239,13 @@ class AdaptedBase(LanguageBase):
         source = CheckpointSource(self.directory, plain, plain_spec(base_spec(self.model.spec), plain))
         resources.enter_context(source)
         install_buffers(skeleton, source.read_buffers(), name_of=base_name)
-        layers = {base_name(name): layer for name, layer in quantised_weights(skeleton).items()}
-        if not layers:
-            return source
-        return QuantisingSource(source, layers, plain, stored=source.quantised)
+        layers = self._quantised
+        return QuantisingSource(source, layers, plain, stored=source.quantised) if layers else source
+
+    @property
+    def _quantised(self) -> dict[str, QuantisedWeight]:
+        """By the names that the parameters have without an adapter."""
+        return {base_name(name): each for name, each in quantised_weights(self.model.skeleton).items()}
 
     def _plain(self) -> PreTrainedModel:
         """A new skeleton without the adapter."""

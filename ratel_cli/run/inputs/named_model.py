@@ -59,8 +59,13 @@ def find_model(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
 
 def with_data(config: RunConfig, data: str, overrides: Sequence[str]) -> RunConfig:
     """The config with the rows of `data` in place of its own, read as those of its first dataset, in their order."""
-    rows = config.datasets[0].model_copy(update={"path": data, **_reset(overrides)})
-    unused = {"test_datasets": (), "val_set_size": 0, "streaming": False, "shuffle": False}
+    return with_rows(config, config.datasets[0].model_copy(update={"path": data, **_reset(overrides)}))
+
+
+def with_rows(config: RunConfig, rows: DatasetConfig) -> RunConfig:
+    """The config with these rows in place of its own, in their order. The loss is that of answers, whatever the run
+    learns from."""
+    unused = {"test_datasets": (), "val_set_size": 0, "streaming": False, "shuffle": False, "rl": None}
     return config.model_copy(update={"datasets": (rows,), **unused})
 
 

@@ -171,8 +171,10 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
     """
     tokenizer, special = _read(config, base_dir, model_config, num_embeddings=0, notice=lambda text: None)
     changed: dict[str, str] = {}
-    names = TOKENIZER_CONFIG_NAME, _MAP_FILE
-    configs = {name: read_json_object(base_dir, name) if (base_dir / name).exists() else {} for name in names}
+    configs = {
+        name: read_json_object(base_dir, name) if (base_dir / name).exists() else {}
+        for name in (TOKENIZER_CONFIG_NAME, _MAP_FILE)
+    }
     has_own = (base_dir / TEMPLATE_NAME).exists() or "chat_template" in configs[TOKENIZER_CONFIG_NAME]
     template = _template(config, has_own=has_own, notice=lambda text: None)
     if template is not None:

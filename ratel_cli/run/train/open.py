@@ -28,6 +28,7 @@ from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.settings import best_rule
 from ratel_cli.run.train.card import card_of
 from ratel_cli.schedule.slices import range_in
+from ratel_cli.sizes import MergeBase
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import JoinedGeneration, Readable, SlicedGeneration
 from ratel_cli.store.layout import RankSlice
@@ -196,14 +197,14 @@ def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrit
         return _write(run, generation, output, export, overwrite=overwrite)
 
 
-def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool, dequantises: bool) -> int:
-    """The same of the base model with the adapter of a generation. The run must have an adapter. `dequantises`: see
-    `AdaptedBase.merge`."""
+def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool, into: MergeBase) -> int:
+    """The same of the base model with the adapter of a generation. The run must have an adapter. `into`: see
+    `AdaptedBase.merged`."""
     from ratel_cli.run.inputs.adapted_base import AdaptedBase  # with PEFT, which other runs do not need
 
     assert isinstance(run.base, AdaptedBase)
     card = replace(_card(run, generation), is_adapter=False)
-    merge = partial(run.base.merge, card=card, dequantises=dequantises)
+    merge = partial(run.base.merge, card=card, into=into)
     return _write(run, generation, output, merge, overwrite=overwrite)
 
 
