@@ -57,7 +57,7 @@ def test_other_compressed_files_cannot_be_read(tmp_path: Path, name: str) -> Non
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(BadInput, match="this type of file cannot be read") as raised:
         open_source(DatasetSource(path=str(tmp_path / name)), notice=lambda text: None)
-    assert "all but parquet also with .gz or .zst behind it" in (raised.value.hint or "")
+    assert "all but parquet and arrow also with .gz or .zst behind it" in (raised.value.hint or "")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

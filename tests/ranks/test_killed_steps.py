@@ -106,6 +106,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         directory = begin(size, tmp_path_factory.mktemp("undisturbed") / "stores", what)
         moments = [Moments() for _ in range(size)]
         found = go_on(size, directory, moments, what)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
         assert [first for first, _ in found] == [0] * size
         return [weights for _, weights in found], len(moments[0].seen)
 
