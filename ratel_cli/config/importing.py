@@ -31,7 +31,7 @@ from ratel_cli.config.reporting import Entries
 from ratel_cli.config.sections import DatasetConfig
 from ratel_cli.config.source import read_file
 from ratel_cli.config.torchtune import translate_torchtune
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar, Where, plain, raise_all, read_text
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar, plain, raise_all, read_text
 from ratel_cli.dataset_keys import unread_for_type
 
 _ONLY_OURS = frozenset(
@@ -103,7 +103,14 @@ def import_config(path: Path) -> Imported:
     return Imported(
         tool=tool,
         text=_text(root, tool, path, outcomes, missing, by_default),
-        outcomes=(*outcomes, *by_default, *(_undecided(key, root.where) for key in missing)),
+        outcomes=(
+            *outcomes,
+            *by_default,
+            *(
+                KeyOutcome(where=root.where, written=key, value="", fate="undecided", reason=_MISSING[key])
+                for key in missing
+            ),
+        ),
     )
 
 
@@ -265,10 +272,6 @@ def _check(root: Marked, missing: Sequence[str], dialect: Dialect) -> None:
     validate(root, dialect)
     for key in missing:
         del content[key]
-
-
-def _undecided(key: str, where: Where) -> KeyOutcome:
-    return KeyOutcome(where=where, written=key, value="", fate="undecided", reason=_MISSING[key])
 
 
 _MISSING: Mapping[str, str] = {

@@ -120,7 +120,7 @@ class ChatRenderer(Closing):
         has one; else the assistant turns. Muted turns are found in any case.
         Raises Unusable if the template fails on this conversation, BadInput if it takes too long or ends the child.
         """
-        muted = [] if draft.trained is not None else _muted_turns(draft)
+        muted = [index for index in draft.muted if draft.messages[index]["role"] == "assistant"]
         wanted = _wanted(draft) if locate else None
         reply = self._answer(
             {
@@ -128,7 +128,7 @@ class ChatRenderer(Closing):
                 "tools": draft.tools,
                 "variables": dict(draft.variables),
                 "locate": wanted,
-                "muted": muted,
+                "muted": [] if draft.trained is not None else muted,
             }
         )
         spans = cast(list[list[int] | None], reply["spans"])
@@ -214,10 +214,6 @@ def located_messages(draft: ChatDraft) -> tuple[int, ...]:
     """The messages of a draft whose words are located: those that have loss, and those whose EOS token may have it."""
     assert draft.trained is not None
     return draft.trained if draft.train_on_eos in ("turn", "none") else tuple(range(len(draft.messages)))
-
-
-def _muted_turns(draft: ChatDraft) -> list[int]:
-    return [index for index in draft.muted if draft.messages[index]["role"] == "assistant"]
 
 
 def _wanted(draft: ChatDraft) -> dict[str, object]:

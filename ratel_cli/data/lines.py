@@ -121,7 +121,9 @@ def read_json(
 
     Raises BadInput if the JSON is broken or a value is longer than `max_row_bytes`, and OSError.
     """
-    if _looks_like_json_lines(path, max_row_bytes):
+    with open_after_bom(path) as file:
+        first = next((raw for _, raw, _ in bounded_lines(file, max_row_bytes) if raw.strip()), b"")
+    if is_object(first):
         yield from read_json_lines(path, label, max_row_bytes=max_row_bytes, progress=progress)
         return
     with open_after_bom(path, progress) as file:
@@ -193,11 +195,6 @@ def json_name(value: object) -> str:
     """What kind of JSON value this is, for messages: `a number`, `text`, `null` and so on."""
     names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "an array", dict: "an object"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
-
-
-def _looks_like_json_lines(path: Path, max_row_bytes: int) -> bool:
-    with open_after_bom(path) as file:
-        return is_object(next((raw for _, raw, _ in bounded_lines(file, max_row_bytes) if raw.strip()), b""))
 
 
 def is_object(text: str | bytes) -> bool:

@@ -93,7 +93,7 @@ def _set_ids(messages: Sequence[dict[str, object]]) -> bool:
                 number += 1
                 written = call.get("id")
                 is_right = isinstance(written, str) and _CALL_ID.fullmatch(written) is not None
-                call["id"] = written if is_right else _call_id(f"{number} {written}")
+                call["id"] = written if is_right else hashlib.sha256(f"{number} {written}".encode()).hexdigest()[:9]
                 is_replaced |= not is_right and written is not None
                 if written is not None:
                     new[str(written)] = call["id"]
@@ -107,7 +107,3 @@ def _set_ids(messages: Sequence[dict[str, object]]) -> bool:
             if message.get("tool_call_id") in waiting:
                 waiting.remove(str(message["tool_call_id"]))
     return is_replaced
-
-
-def _call_id(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:9]

@@ -73,7 +73,9 @@ def encode_prompts(
         ids = _encode_texts(tokenizer, prompts)
     else:
         with choose_chat_encoder(tokenizer, is_whole=lambda draft: False, notice=notice) as chats:
-            found = chats.prompts([_conversation(prompt) for prompt in prompts])
+            found = chats.prompts(
+                [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
+            )
         ids = [_usable(each, number) for number, each in enumerate(found, start=1)]
     for number, each in enumerate(ids, start=1):
         if not each:
@@ -95,7 +97,7 @@ def _of_row(line: str, place: str) -> Prompt:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{place}: not valid JSON: {excerpt(str(error))}") from error
     found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
-    if isinstance(found, list) and all(_is_message(each) for each in found):
+    if isinstance(found, list) and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in found):
         return [_with_text(each, f"message {number}", place) for number, each in enumerate(found, start=1)]
     if not isinstance(found, str):
         raise BadInput(
@@ -115,10 +117,6 @@ def _with_text(message: ChatMessage, where: str, place: str) -> ChatMessage:
         raise BadInput(f"{place}: {unusable}") from unusable
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str)
-
-
 def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
     texts = []
     for number, prompt in enumerate(prompts, start=1):
@@ -129,10 +127,6 @@ def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[
         texts.append(prompt)
     opening = opening_tokens(tokenizer)
     return [each if each[: len(opening)] == opening else [*opening, *each] for each in token_ids(tokenizer, texts)]
-
-
-def _conversation(prompt: Prompt) -> list[ChatMessage]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _usable(ids: list[int] | Unusable, number: int) -> list[int]:

@@ -78,12 +78,13 @@ class Environment:
 def describe_environment(paths: Sequence[Path], packages: Mapping[str, str], files: SystemFiles) -> Environment:
     """This machine; `paths` are directories of stores, which may not exist yet."""
     limit, total = group_limit_bytes(files.proc, files.control_groups), memory_total_bytes(files)
+    release = re.search(r'^PRETTY_NAME="?([^"\n]*)', files.text("etc/os-release") or "", flags=re.MULTILINE)
     driver = (files.text("proc/driver/nvidia/version") or "").splitlines()
     return Environment(
         packages=dict(packages),
         python=f"{platform.python_version()} ({platform.python_implementation()})",
         torch_build=_torch_build(),
-        system=_system(files),
+        system=release[1] if release else platform.system(),
         kernel=f"{platform.release()} {platform.machine()}",
         libc=" ".join(platform.libc_ver()).strip(),
         processor=processor_name(files.proc),
@@ -127,11 +128,6 @@ def _torch_build() -> str:
         if value:
             return f"{shown} {value}"
     return "CPU" if text else ""
-
-
-def _system(files: SystemFiles) -> str:
-    found = re.search(r'^PRETTY_NAME="?([^"\n]*)', files.text("etc/os-release") or "", flags=re.MULTILINE)
-    return found[1] if found else platform.system()
 
 
 def _instruction_sets(files: SystemFiles) -> tuple[str, ...]:

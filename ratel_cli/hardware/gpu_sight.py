@@ -13,7 +13,6 @@ import torch
 from ratel_cli.errors import RatelError, first_line
 from ratel_cli.hardware.checkup_gpu import GpuSight
 from ratel_cli.hardware.gpu import compute_device, measure_link
-from ratel_cli.hardware.spec import Link
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.sizes import HUGE_PAGE_BYTES
@@ -41,7 +40,7 @@ def look_at_gpu() -> GpuSight:
         build=build,
         failure=None,
         name=name,
-        link=_plausible(link),
+        link=link if link.to_gpu_bytes_per_second < 1e12 else None,  # there is none where the host's memory is shared
         pinning_failure=pinning_failure,
         clock_reasons=clock_reasons(_ask_driver),
     )
@@ -83,8 +82,3 @@ def _pinning_failure(device: torch.device) -> str | None:
     said: list[str] = []
     with BufferPool(None, pin=GpuPinning(device, said.append)) as pool, pool.lease(HUGE_PAGE_BYTES, "a probe"):
         return said[0].partition(";")[0] if said else None
-
-
-def _plausible(link: Link) -> Link | None:
-    """The link; None for a GPU without one, such as one that shares the host's memory."""
-    return link if link.to_gpu_bytes_per_second < 1e12 else None

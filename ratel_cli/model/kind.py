@@ -69,7 +69,7 @@ def reject_other_kinds(config: PretrainedConfig, task: Task = "causal_lm") -> No
     is_causal_type = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if is_causal_type and declared in _classes(_CAUSAL):
         return
-    kind = _kind_of_class(declared)
+    kind = _words([table for table in _tables() if declared in _classes(table)])
     if kind is None and is_causal_type:
         return
     if kind is None:
@@ -144,12 +144,6 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 def loading_class(config: PretrainedConfig, task: Task) -> type[Any]:
     """The class that loads the weights of such a model for a task."""
     return (class_of(config) if task == "causal_lm" else None) or _OF_TASKS[task][1]
-
-
-def _kind_of_class(name: str | None) -> str | None:
-    """What models of this class are, in words; None for a class that transformers does not know or a bare model."""
-    tables = [table for table in _tables() if name in _classes(table)]
-    return _words(tables)
 
 
 def _kind_of_type(model_type: str) -> tuple[str | None, str | None]:

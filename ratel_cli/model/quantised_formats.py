@@ -129,7 +129,8 @@ def _scaled(found: FormatFiles, codes: TensorEntry, scale: TensorEntry, target: 
         scales=lambda: _on_grid(_scale_values(found, scale, whole), grid),
         block=block,
         zeros=_zeros(found, entry, grid, found.optional(zero_name), decode),
-        groups=groups_name if groups is not None and _is_in_use(found, groups) else None,
+        # -1 says that columns are in no groups of their own.
+        groups=groups_name if groups is not None and bool((found.read(groups) >= 0).all()) else None,
         computed_in=_computed_in(found, codes, scale),
     )
 
@@ -428,11 +429,6 @@ def _check_groups(found: FormatFiles, groups: TensorEntry, columns: int, numbers
 
 def _is_of_compressed_tensors(found: FormatFiles) -> bool:
     return method_of(found.options) == "compressed-tensors"
-
-
-def _is_in_use(found: FormatFiles, groups: TensorEntry) -> bool:
-    """Whether columns are in groups of their own: -1 says that they are not."""
-    return bool((found.read(groups) >= 0).all())
 
 
 FORMATS: Mapping[str, Callable[[FormatFiles], Iterator[CodedTensor]]] = {

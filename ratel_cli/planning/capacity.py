@@ -115,7 +115,9 @@ class StepMemory:
         """
         spec = self._spec
         known = self._known(placement)
-        resident_bytes = _resident_bytes(self._own, placement)
+        segments = self._own.segments
+        resident_bytes = sum(segments[each].own_bytes for each in placement.resident_weights)
+        resident_bytes += sum(segments[each].state_bytes for each in placement.resident_states)
         gpu_bytes = self._gpu_bytes(placement, offloaded)
         always = self._process_bytes + self._hidden_bytes + resident_bytes + offloaded.memory_bytes
         held_bytes = known.held_bytes
@@ -245,11 +247,6 @@ def notes_bytes(segments: Sequence[Segment], workload: Workload, *, num_layers: 
     num_recorded = min(workload.num_micro_batches, RECORDED_MICRO_BATCHES)
     layer_bytes = workload.num_micro_batches * _UNIT_BYTES + num_recorded * _RECORDED_BYTES
     return num_chunks * _CHUNK_BYTES + layer_bytes * num_layers
-
-
-def _resident_bytes(spec: ModelSpec, placement: Placement) -> int:
-    weights = sum(spec.segments[index].own_bytes for index in placement.resident_weights)
-    return weights + sum(spec.segments[index].state_bytes for index in placement.resident_states)
 
 
 def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:

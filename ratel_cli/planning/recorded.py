@@ -138,7 +138,8 @@ def _typical(alike: Sequence[UnitRecord]) -> UnitRecord:
 def _layer_profile(
     unit: UnitRecord, *, forward_seconds: float, backward_seconds: float, input_bytes: int, estimate: LayerProfile
 ) -> LayerProfile:
-    again = _run_again(unit)
+    decisions = decide(unit.operators, unit.saved)
+    again = [each for each, decision in zip(unit.operators, decisions, strict=True) if decision is Decision.EXEC]
     seconds_again = sum(operator.seconds for operator in again)
     more_saved_bytes = unit.saved_bytes - (estimate.saved_bytes - estimate.input_bytes)
     flops = sum(operator.flops for operator in unit.operators)
@@ -235,9 +236,3 @@ class _Saving:
 
     def _offloaded(self, bytes_of: Callable[[OperatorRecord], int]) -> int:
         return bytes_of(self.output) - sum(map(bytes_of, self.not_offloaded))
-
-
-def _run_again(unit: UnitRecord) -> list[OperatorRecord]:
-    """What backward runs again where nothing is swapped."""
-    decisions = decide(unit.operators, unit.saved)
-    return [each for each, decision in zip(unit.operators, decisions, strict=True) if decision is Decision.EXEC]

@@ -78,7 +78,7 @@ def _sections(report: RunReport) -> Iterator[str]:
     yield _section("resources", "What a step is busy with", resource_figure(report) if has_steps else "", no_steps)
     predicted = predicted_table(report)
     yield _section("predicted", "Predicted and measured", predicted, no_plan if plan is None else no_steps)
-    planned = "" if plan is None else f"{plan_figure(plan)}{facts_list(plan_facts(plan))}{_swapped(swap_table(plan))}"
+    planned = "" if plan is None else f"{plan_figure(plan)}{facts_list(plan_facts(plan))}{swap_table(plan)}"
     yield _section("plan", "The plan", planned, no_plan)
     yield _section("memory", "Memory", memory_table(report), no_plan)
     yield _section("wear", "Wear", facts_list(wear_facts(report)), "Neither steps nor a plan are known.")
@@ -90,10 +90,6 @@ def _sections(report: RunReport) -> Iterator[str]:
 
 def _section(name: str, title: str, content: str, otherwise: str) -> str:
     return f'<section id="{name}"><h2>{title}</h2>{content or f"<p>{escape(otherwise)}</p>"}</section>'
-
-
-def _swapped(table: str) -> str:
-    return f"<h3>What is offloaded for backward, the greatest benefit first</h3>{table}" if table else ""
 
 
 def _config(report: RunReport) -> str:

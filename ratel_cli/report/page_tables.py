@@ -96,18 +96,17 @@ def _comparison(plan: RecordedPlan, steps: Sequence[StepMetrics]) -> str:
 
 
 def swap_table(plan: RecordedPlan) -> str:
-    """What is offloaded, the greatest benefit first; empty where only inputs of layers are."""
+    """What is offloaded, the greatest benefit first, under its title; empty where only inputs of layers are."""
     if not plan.swapped:
         return ""
     head = "<th>operator</th><th>in</th><th>offloaded</th><th>saves</th><th>benefit</th>"
     rows = [_swap_row(each) for each in plan.swapped]
-    shown = _table(head, rows[:_SHOWN_OPERATORS], kind="operators")
-    if len(rows) <= _SHOWN_OPERATORS:
-        return shown
-    rest = _table(head, rows[_SHOWN_OPERATORS:])
-    return (
-        f"{shown}<details><summary>{counted(len(rows) - _SHOWN_OPERATORS, 'more operator')}</summary>{rest}</details>"
-    )
+    shown = "<h3>What is offloaded for backward, the greatest benefit first</h3>"
+    shown += _table(head, rows[:_SHOWN_OPERATORS], kind="operators")
+    if len(rows) > _SHOWN_OPERATORS:
+        rest = f"<summary>{counted(len(rows) - _SHOWN_OPERATORS, 'more operator')}</summary>"
+        shown += f"<details>{rest}{_table(head, rows[_SHOWN_OPERATORS:])}</details>"
+    return shown
 
 
 def plan_facts(plan: RecordedPlan) -> list[tuple[str, str]]:

@@ -32,7 +32,6 @@ class RecordedPlan:
     swappable_bytes: int
     swapped_bytes: int
     swapped_to_nvme_bytes: int
-    inter_block_bytes: int
     case: int
     busy_seconds: dict[str, float]
     """By resource; `nvme` is both directions."""
@@ -40,7 +39,6 @@ class RecordedPlan:
     backward_seconds: float
     step_seconds: float
     unclipped_seconds: float | None
-    bottleneck: str
     read_bytes: int
     written_bytes: int
     num_resident_weights: int
@@ -80,14 +78,12 @@ def _plan(content: JsonFields) -> RecordedPlan:
         swappable_bytes=activations.integer("total_bytes"),
         swapped_bytes=activations.integer("swapped_bytes"),
         swapped_to_nvme_bytes=activations.integer("swapped_to_nvme_bytes"),
-        inter_block_bytes=activations.integer("inter_block_bytes"),
         case=time.integer("case"),
         busy_seconds={name: sum(stage.number(name) for stage in stages) for name in _RESOURCES},
         forward_seconds=time.number("forward_seconds"),
         backward_seconds=time.number("backward_seconds"),
         step_seconds=time.number("step_seconds"),
         unclipped_seconds=time.optional_number("unclipped_seconds"),
-        bottleneck=time.text("bottleneck"),
         read_bytes=traffic.integer("nvme_read_bytes"),
         written_bytes=traffic.integer("nvme_written_bytes"),
         num_resident_weights=len(placement.items("resident_weights")),

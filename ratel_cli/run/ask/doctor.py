@@ -51,7 +51,11 @@ def examine(
         check_swap(files),
         check_huge_pages(files),
     ]
-    diagnoses += [check_locked_memory(_locked_limit(), platform.release()), check_clock(files)]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    diagnoses += [
+        check_locked_memory(None if locked == resource.RLIM_INFINITY else locked, platform.release()),
+        check_clock(files),
+    ]
     diagnoses += _packages()
     with ExitStack() as resources:
         queue, uring_failure = _open_queue(resources)
@@ -115,8 +119,3 @@ def _space(config: RunConfig, places: Sequence[Place], log: RunLog) -> Iterator[
     for space in spaces_of(config, spec, nvme_bytes=need_bytes):
         verdict: Verdict = "ok" if space.remedy is None else "broken"
         yield Diagnosis(what=space.name, verdict=verdict, reason=space.words, remedy=space.remedy)
-
-
-def _locked_limit() -> int | None:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
