@@ -125,6 +125,7 @@ def leave_out() -> None:
 
 def start_without(package: BrokenPackage) -> NoReturn:
     """Run this command line again, in this process, without the package."""
+    sys.stdout.flush()
     os.environ[WITHOUT] = f"{os.environ.get(WITHOUT, '')}\n{package.name} {package.reason}".strip()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

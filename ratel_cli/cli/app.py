@@ -205,7 +205,8 @@ def _called(arguments: Sequence[str] | None) -> object:
         package = missed or broken_package(error)
         if package is None:
             raise
-        if arguments is None and missed is None and not package.is_needed:
+        is_first = package.name not in [each.name for each in left_out()]
+        if arguments is None and missed is None and is_first and not package.is_needed and "-" not in sys.argv:
             start_without(package)
         raise needs_package(package) from error
 

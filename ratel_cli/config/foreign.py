@@ -36,7 +36,13 @@ class Foreign:
     def fate_of(self, value: Marked) -> Fate:
         """What becomes of the key with this value."""
         content = plain(value)
-        if content == self.default or content in (None, "") or content == [] or content == {}:
+        is_flag = isinstance(self.default, bool) and not isinstance(content, float)  # whose 0 is false; 0.0 is a number
+        if (
+            (content == self.default and (is_flag or self.default is not False))
+            or content in (None, "")
+            or content == []
+            or content == {}
+        ):
             return "ignored"
         if self.fate in ("undecided", "impossible") and content in self.harmless:
             return "ignored"
@@ -611,6 +617,8 @@ _HARMLESS: Mapping[str, tuple[Plain, ...]] = {
 }
 """By key: values that change nothing, in addition to empty ones and the default."""
 _DEFAULTS: Mapping[str, Plain] = {
+    "ld_alpha": None,  # 0 leaves out what is longer than the other answer
+    "f_alpha_divergence_coef": 0.5,
     "pretrain_multipack_attn": True,
     "ignore_pad_token_for_loss": True,
     "enable_thinking": True,

@@ -525,9 +525,11 @@ class RunConfig(Section):
         """Steps of the warm-up in a run of `num_steps`."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
-        share = num_steps * (self.warmup_steps or self.warmup_ratio)
+        if self.warmup_steps:
+            return math.ceil(num_steps * self.warmup_steps)
+        share = num_steps * self.warmup_ratio
         steps = math.ceil(share)
-        if self.warmup_rounding == "down" and not self.warmup_steps:
+        if self.warmup_rounding == "down":
             steps = 2 if int(share) == 1 else int(share)
         return min(steps, self.max_warmup_steps or num_steps)
 

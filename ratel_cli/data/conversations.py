@@ -173,14 +173,14 @@ def prompt_and_completion(record: dict[str, object], columns: tuple[str, str], o
 
 
 def as_messages(value: object, options: TurnOptions) -> object:
-    """The messages whose JSON text a value is, as CSV files and databases have them. Any other value as it is."""
+    """The list of messages whose JSON text a value is, as CSV files and databases have it. Any other value as it is: an
+    object, or a list of others, may be the answer itself."""
     with suppress(ValueError, RecursionError):
-        found = json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else None
-        keys = {"role", "from", options.properties.get("role", "role")}
-        if all(
-            isinstance(each, dict) and each.keys() & keys for each in (found if isinstance(found, list) else [found])
-        ):
-            return found or value
+        found = json.loads(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else None
+        roles = {"role", "from", options.properties.get("role", "role")}
+        contents = {"content", "value", "tool_calls", options.properties.get("content", "content")}
+        if found and all(isinstance(each, dict) and each.keys() & roles and each.keys() & contents for each in found):
+            return found
     return value
 
 

@@ -21,7 +21,7 @@ from ratel_cli.errors import BadInput, excerpt, printable
 
 _MOST_CARD_BYTES = 8 << 20
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
-_METADATA = re.compile(r"\s*---\s*\n(.*?)\n---\s", re.DOTALL)
+_METADATA = re.compile(r"\s*---\s*\n(.*?)\n---(?:\s|\Z)", re.DOTALL)
 _OF_SHARD = re.compile(r"(?:.*/)?(.+)-[0-9]{5}-of-[0-9]{5}")
 
 

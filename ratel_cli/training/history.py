@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from ratel_cli.errors import IntegrityFailure
 from ratel_cli.training.metrics import StepMetrics, step_in
+from ratel_cli.units import counted
 
 _TAIL_BYTES = 1 << 16
 RECENT_STEPS = 20
@@ -77,6 +79,16 @@ def finite_mean(values: Iterable[float]) -> float | None:
     """The mean of the values that are finite; None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else None
+
+
+def check_best_is_known(path: Path, history: History) -> None:
+    """Raise IntegrityFailure if lines of the file cannot be read: one of them may be that of the best step."""
+    if history.num_unreadable:
+        raise IntegrityFailure(
+            f"{path}: {counted(history.num_unreadable, 'damaged line')}: the best step is not known",
+            "export a saved step by its number: `ratel export CONFIG --step STEP -o DIR`; or train on without a best "
+            "step: load_best_model_at_end: false",
+        )
 
 
 def _parsed(content: bytes) -> History:

@@ -207,6 +207,19 @@ def test_what_is_refused_by_name(take: Take, text: str, message: str) -> None:
     assert any(message in error for error in errors), errors
 
 
+@pytest.mark.parametrize("value", ["0.0", "0", "0.3"])
+def test_zero_is_a_number(take: Take, value: str) -> None:
+    """Of a loss that is off where its key is missing."""
+    with pytest.raises(BadInput, match="another loss"):
+        take(f"model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nloss_type: sigmoid\nld_alpha: {value}\n")
+
+
+def test_a_most_of_the_warm_up_is_for_its_ratio_alone(load: Load) -> None:
+    keys = "base_model: m\ndatasets: d\nmax_warmup_steps: 100\n"
+    for given, steps in (("warmup_ratio: 0.2", 100), ("warmup_steps: 0.2", 200), ("warmup_steps: 150", 150)):
+        assert load(f"{keys}{given}\n").config.num_warmup_steps(1000) == steps
+
+
 def test_training_on_rewards_has_its_way_named(take: Take) -> None:
     for text in (TRL + "num_generations: 8\n", AXOLOTL + "rl: grpo\n", FULL.replace("sft", "rm")):
         with pytest.raises(BadInput) as caught:

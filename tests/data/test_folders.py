@@ -108,6 +108,15 @@ def test_a_card_names_files_as_in_datasets(tmp_path: Path, notices: list[str], c
     _check(_made(tmp_path / "data", *CARDS[card]), tmp_path / "cache", notices, name)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n# Title\n"])
+def test_a_card_may_end_with_its_names(tmp_path: Path, notices: list[str], end: str) -> None:
+    """Also without a line end."""
+    root = _made(tmp_path / "data", "a.jsonl b.jsonl")
+    files = "  - split: train\n    path: a.jsonl\n  - split: test\n    path: b.jsonl"
+    (root / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}\n---{end}")
+    _check(root, tmp_path / "cache", notices)
+
+
 @pytest.mark.parametrize(
     ("configs", "name", "message", "hint"),
     [

@@ -281,7 +281,6 @@ _WITH_JSON: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"prompt": [_QUESTION], "completion": [_ANSWER]}, {}),
     ({"asked": [_QUESTION], "reply": [_ANSWER]}, {"field_prompt": "asked", "field_completion": "reply"}),
     ({"prompt": [_QUESTION], "chosen": [_ANSWER], "rejected": [{**_ANSWER, "content": "Go"}]}, {"compares": "pairs"}),
-    ({"prompt": [_QUESTION], "chosen": _ANSWER, "rejected": {**_ANSWER, "content": "Go"}}, {"compares": "pairs"}),
     ({"messages": [_QUESTION, _ANSWER], "label": True}, {"compares": "verdicts"}),
     (
         {
@@ -311,7 +310,20 @@ def test_arrays_may_be_their_json_text(record: dict[str, object], keys: dict[str
 
 
 @pytest.mark.parametrize(
-    "text", ["Hi", "[]", "[1]", '[{"a": 1}]', '{"a": 1}', "[{'role': 'user', 'content': 'Hi'}]", "["]
+    "text",
+    [
+        "Hi",
+        "[]",
+        "[1]",
+        '[{"a": 1}]',
+        '{"a": 1}',
+        "[{'role': 'user', 'content': 'Hi'}]",
+        "[",
+        '[{"role": "user"}]',
+        '{"from": "Berlin", "to": "Paris"}',
+        '{"role": "assistant", "content": "x"}',
+        '[{"from": "a", "to": "b"}]',
+    ],
 )
 def test_other_texts_are_no_messages(text: str) -> None:
     """Nor is JSON text that is to be learned as it is."""

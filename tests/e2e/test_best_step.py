@@ -203,7 +203,9 @@ def test_a_changed_bit_in_the_metrics_chooses_no_other_step(make_config: MakeCon
     assert "--step STEP" in ended.stderr and not (tmp_path / "export").exists()
     assert ratel("export", config, "-o", tmp_path / "export", "--step", str(best)).code == 0
     assert file_hash(tmp_path / "export" / "model.safetensors") == export_hash(config)
-    assert f"{path}:{best}: 1 damaged line" in succeed(config, "max_steps=7")
+    assert_rejected(finetune(config, "max_steps=7"), 4, f"{path}: 1 damaged line: the best step is not known")
+    without = ("max_steps=7", "load_best_model_at_end=false")
+    assert f"{path}:{best}: 1 damaged line" in succeed(config, *without)
     assert path.read_bytes().startswith(damaged) and len(path.read_bytes().splitlines()) == 7
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.ranks.commits import newest_common
-from ratel_cli.errors import BadInput, IntegrityFailure
+from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.card import Card
 from ratel_cli.model.spec import ModelSpec
@@ -33,8 +33,7 @@ from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import JoinedGeneration, Readable, SlicedGeneration
 from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.store import Store
-from ratel_cli.training.history import History, read_history
-from ratel_cli.units import counted
+from ratel_cli.training.history import History, check_best_is_known, read_history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +81,7 @@ class OpenedRun:
             history = read_history(path)
         except OSError:
             history = History()
-        if history.num_unreadable:
-            damage = counted(history.num_unreadable, "damaged line")
-            raise IntegrityFailure(f"{path}: {damage}: the best step is not known", "name a saved step: --step STEP")
+        check_best_is_known(path, history)
         saved = set.intersection(*(set(store.pinned_steps) for store in self.stores))
         return rule.best_among(history.up_to(current).steps, {current, *saved}).step
 

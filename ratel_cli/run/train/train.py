@@ -49,7 +49,7 @@ from ratel_cli.run.train.ranks import stop_together
 from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.store.store import Store
 from ratel_cli.training.best import BestSoFar
-from ratel_cli.training.history import read_history, read_recent
+from ratel_cli.training.history import check_best_is_known, read_history, read_recent
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
 from ratel_cli.training.snapshots import Snapshots
@@ -237,10 +237,14 @@ class Training(Closing):
 
     def _earlier(self) -> Sequence[StepMetrics]:
         """The steps that are done."""
+        path = run_directory(self._config.output_dir) / METRICS_NAME
         try:
-            history = read_history(run_directory(self._config.output_dir) / METRICS_NAME)
+            history = read_history(path)
         except OSError:  # the log of the metrics has said so
             return ()
+        rule = best_rule(self._config)
+        if rule is not None and rule.saves_best:
+            check_best_is_known(path, history)
         return history.up_to(self._store.progress.step).steps
 
     def _evaluated_again(self, metrics: StepMetrics) -> None:
