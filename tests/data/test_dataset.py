@@ -180,8 +180,9 @@ def test_every_type_and_auto_agree(load: Load, write_rows: WriteRows, notices: l
     asked = write_rows({"question": "a", "answer": "b"}, name="q.jsonl")
     first, *others = [load(path).step(0) for path in (chat, share, asked)]
     assert all(same_batches(first, other) for other in others)
-    assert notices[0] == f"{chat}: type chat_template: conversations in the column messages, loss on assistant turns"
-    assert notices[2] == f"{asked}: type chat_template: question and answer as two turns, loss on answer"
+    chosen = [each for each in notices if ": type chat_template: " in each]
+    assert chosen[0] == f"{chat}: type chat_template: conversations in the column messages, loss on assistant turns"
+    assert chosen[2] == f"{asked}: type chat_template: question and answer as two turns, loss on answer"
     pair = write_rows({"prompt": "a ", "completion": "b"}, name="p.jsonl")
     (batch,) = load(pair).step(0)
     assert batch.num_targets == 2  # "b" and the end
