@@ -123,6 +123,12 @@ def leave_out() -> None:
         sys.modules[package.name] = None  # type: ignore[assignment]
 
 
+def can_start_without(package: BrokenPackage) -> bool:
+    """Whether the command may do without the package, has not tried that, and has not read its input already."""
+    tried = any(each.name == package.name for each in left_out())
+    return not (package.is_needed or tried or "-" in sys.argv)
+
+
 def start_without(package: BrokenPackage) -> NoReturn:
     """Run this command line again, in this process, without the package."""
     sys.stdout.flush()

@@ -33,6 +33,7 @@ from ratel_cli.engine.ranks.launched import RanksEnded, launched_rank
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RatelError
 from ratel_cli.neighbours import (
     broken_package,
+    can_start_without,
     leave_out,
     left_out,
     missed_package,
@@ -205,8 +206,7 @@ def _called(arguments: Sequence[str] | None) -> object:
         package = missed or broken_package(error)
         if package is None:
             raise
-        is_first = package.name not in [each.name for each in left_out()]
-        if arguments is None and missed is None and is_first and not package.is_needed and "-" not in sys.argv:
+        if arguments is None and missed is None and can_start_without(package):
             start_without(package)
         raise needs_package(package) from error
 

@@ -22,7 +22,8 @@ from ratel_cli.units import counted
 
 def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merge_base: MergeBase | None = None) -> None:
     """Export the saved step `step`, or the result. `merge_base`: this base with the adapter. Raises RatelError."""
-    merges, log = merge_base is not None, RunLog()
+    merges = merge_base is not None
+    log = RunLog()
     config = find_run(path, log)
     if merges and config.adapter is None:
         raise BadInput(

@@ -36,13 +36,9 @@ class Foreign:
     def fate_of(self, value: Marked) -> Fate:
         """What becomes of the key with this value."""
         content = plain(value)
-        is_flag = isinstance(self.default, bool) and not isinstance(content, float)  # whose 0 is false; 0.0 is a number
-        if (
-            (content == self.default and (is_flag or self.default is not False))
-            or content in (None, "")
-            or content == []
-            or content == {}
-        ):
+        # 0 may stand for false, 0.0 is a number.
+        default = None if self.default is False and isinstance(content, float) else self.default
+        if content in (default, None, "", [], {}):
             return "ignored"
         if self.fate in ("undecided", "impossible") and content in self.harmless:
             return "ignored"

@@ -123,8 +123,8 @@ def _say_otherwise(root: Marked, tool: str, dialect: Dialect) -> tuple[KeyOutcom
         row = KeyOutcome(where=root.where, written=key, value="", fate="translated", ours=ours, reason=reason)
         rows = [each for each in dialect.outcomes if entry.written and each.where == entry.where]
         by_default += [] if rows else [row]
-        told = [replace(each, fate=row.fate, ours=each.ours or ours, reason=reason) for each in rows]
-        dialect.outcomes = [*(each for each in dialect.outcomes if each not in rows), *told]
+        changed = [replace(each, fate=row.fate, ours=each.ours or ours, reason=reason) for each in rows]
+        dialect.outcomes = [*(each for each in dialect.outcomes if each not in rows), *changed]
     return tuple(by_default)
 
 

@@ -1,7 +1,7 @@
 """Reads the rows of CSV and TSV files: the first row names the columns, every value is text.
 
 Python's `csv` decides what a quote means: it begins a value only where the value begins, as in RFC 4180. Invariants:
-memory stays within a few `MAX_ROW_BYTES` for any file. A row with too few or too many values, or with
+memory stays within a few `MAX_ROW_BYTES` for any file. A row with fewer or more values than columns, or with
 bytes that are not UTF-8, costs only itself. After a quote that does not close nobody knows where rows begin, so it
 raises BadInput. Rows that a quote too many makes part of a value are counted as bad rows, or reported.
 """
