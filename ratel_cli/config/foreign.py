@@ -414,8 +414,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
             reason="it makes another loss of answers that are compared",
             hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
         ),
-        """rpo_alpha pref_loss pref_ftx pref_bco_weight reference_free dpo_use_weighting use_weighting loss_weights
-        ld_alpha f_divergence_type f_alpha_divergence_coef discopop_tau dpo_* kto_*""",
+        """rpo_alpha pref_loss pref_ftx pref_bco_weight dpo_label_smoothing reference_free dpo_use_weighting
+        use_weighting loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef discopop_tau dpo_* kto_*""",
     ),
     (
         Foreign(
@@ -543,6 +543,16 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
 )
 """Each fate with its keys; those of a dataset begin with `datasets.`, and `*` ends the beginning of names."""
+_WEIGHTS_OF_LOSSES = (
+    "router_aux_loss_coef",
+    "moe_aux_loss_coef",
+    "aux_loss_coef",
+    "dpo_label_smoothing",
+    "pref_bco_weight",
+    "pref_ftx",
+    "rpo_alpha",
+    "entropy_coef",
+)
 _HARMLESS: Mapping[str, tuple[Plain, ...]] = {
     "train_sampling_strategy": ("random",),
     "batching_strategy": (
@@ -589,9 +599,7 @@ _HARMLESS: Mapping[str, tuple[Plain, ...]] = {
         "cross_entropy",
         "ce",
     ),
-    "router_aux_loss_coef": (0,),
-    "moe_aux_loss_coef": (0,),
-    "aux_loss_coef": (0,),
+    **dict.fromkeys(_WEIGHTS_OF_LOSSES, (0,)),
     "revision": ("main",),
     "min_sample_len": (
         0,
