@@ -95,8 +95,8 @@ def _of_card(card: Path, name: str | None) -> tuple[str, Mapping[str, Sequence[s
     configs = {each["config_name"]: each for each in listed}
     if not configs and name in (None, "default"):
         return "", {}
-    alone = len(configs) == 1
-    defaults = (each for each in configs if alone or each == "default" or configs[each].get("default") == "true")
+    marked = (each for each in configs if each == "default" or configs[each].get("default", "").lower() == "true")
+    defaults = iter(configs if len(configs) == 1 else marked)
     wanted = next(defaults, None) if name is None else name
     if wanted not in configs:
         raise BadInput(

@@ -141,15 +141,6 @@ class TokenCache:
         return Sample(input_ids=both[:length], labels=both[length:])
 
 
-def taught_ends(directory: Path) -> tuple[int, ...]:
-    """Of the caches in a directory: the tokens that end answers, though the model does not stop at them yet."""
-    found = set[int]()
-    for meta in directory.glob(f"*/{META_NAME}"):
-        with suppress(OSError, ValueError, TypeError, AttributeError):  # whatever is wrong with it, it is built again
-            found.update(int(each) for each in json.loads(meta.read_bytes()).get("end_ids", ()))
-    return tuple(sorted(found))
-
-
 class TokenCacheWriter(Closing):
     """Writes a cache under a temporary name. `close` without `finish` removes it. Every method may raise OSError."""
 

@@ -34,6 +34,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.backward_task import running_backward
 from ratel_cli.engine.build import Following
 from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.digest import digest
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
@@ -58,7 +59,7 @@ class StepRule(Protocol):
         """Rounds of forward and backward in a step."""
 
 
-_Look = tuple[tuple[int, int], tuple[torch.Tensor, ...]]
+_Look = tuple[tuple[int, int], torch.Tensor | None]
 """Of a parameter: where it is and how often it was written to, as torch counts that, and a digest of its values."""
 
 
@@ -471,7 +472,7 @@ class HorizontalEngine(Closing):
 
 def _look(parameters: Sequence[nn.Parameter], *, at_values: bool) -> list[_Look]:
     """What changes when parameters do. Without `at_values`: when torch knows that they do."""
-    return [((each.data_ptr(), each._version), _digest(each.detach()) if at_values else ()) for each in parameters]
+    return [((each.data_ptr(), each._version), digest(each) if at_values else None) for each in parameters]
 
 
 def _first_changed(before: Sequence[_Look], after: Sequence[_Look]) -> int | None:
@@ -480,16 +481,9 @@ def _first_changed(before: Sequence[_Look], after: Sequence[_Look]) -> int | Non
     changed = (
         number
         for number, ((known, values), (known_then, values_then)) in enumerate(pairs)
-        if known != known_then or not all(map(torch.equal, values, values_then))
+        if known != known_then or not (values is None or values_then is None or torch.equal(values, values_then))
     )
     return next(changed, None)
-
-
-def _digest(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Numbers that change with any value, and where values change places: the sums of rows, and those of columns."""
-    numbers = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
-    rows = numbers.reshape(values.shape[:1].numel(), -1)
-    return rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
 
 
 def _found_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

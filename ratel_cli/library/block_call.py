@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ratel_cli.engine.digest import digest
 from ratel_cli.engine.horizontal import Computed, HorizontalEngine
 from ratel_cli.engine.weights import SegmentWeights
 from ratel_cli.errors import BadInput
@@ -159,7 +160,7 @@ class _Call:
             for module, name, values in before
             if (now := module._buffers.get(name)) is None or not _is_same(now, values)
         ]
-        self._digests = list(map(_digest, results))
+        self._digests = list(map(digest, results))
         return results
 
     def differentiate(
@@ -177,7 +178,7 @@ class _Call:
             with self._settings.again(), self._sharing(inputs):
                 found, _ = tree_flatten(self._run(inputs))
             results = list({id(each): each for each in found if isinstance(each, torch.Tensor)}.values())
-            if len(results) != self.num_results or not all(map(torch.equal, map(_digest, results), self._digests)):
+            if len(results) != self.num_results or not all(map(torch.equal, map(digest, results), self._digests)):
                 raise self._rejected(
                     "computes something else when it is run again for backward",
                     "let it depend on its inputs, its weights and torch's random numbers alone, and run backward under "
@@ -376,17 +377,7 @@ def _buffers_at(earlier: Sequence[_Buffer]) -> Iterator[None]:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_digest(one), _digest(other))
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that are equal if the tensor's bits are, and hardly ever otherwise."""
-    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    values = plain.detach().resolve_neg().contiguous().reshape(-1)
-    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    numbers = values.view(size) if values.dtype is not torch.bool else values.to(torch.uint8)
-    half = numbers[: len(numbers) // 2]
-    return torch.stack([numbers.sum(dtype=torch.int64), half.sum(dtype=torch.int64)])
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(digest(one), digest(other))
 
 
 def _drop(_: torch.Tensor) -> None:

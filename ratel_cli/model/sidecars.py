@@ -29,8 +29,8 @@ from ratel_cli.sizes import DtypeName
 VOCABULARY_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
     "*vocab.json", "vocab-*.json", "vocab.txt", "dict.txt", "merges.txt", "bpe.codes", "byte_maps.json", "emoji.json",
-    "normalizer.json", "word_pronunciation.json", "word_shape.json", "prophetnet.tokenizer", "*.model", "*.model.v*",
-    "*.spm", "*.tiktoken",
+    "normalizer.json", "word_pronunciation.json", "word_shape.json", "prophetnet.tokenizer", "tokenizer.model",
+    "tokenizer.model.v*", "sentencepiece*.model", "sp*.model", "*.spm", "*.tiktoken",
 )  # fmt: skip
 """Files of tokenizers, of whatever class."""
 _COPIED = (

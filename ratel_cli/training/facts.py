@@ -39,6 +39,8 @@ class RunFacts:
     rounds_up: bool = False
     """Whether a part of a step in the length of run or warm-up counts as a step. False: the run began with a version
     that rounded the run to the nearest step, and the warm-up by `warmup_ratio` down."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end answers of the data, though the base model does not stop at them."""
     ended_early_at: int | None = None
     """The step after which evaluations ended the run; None if it has not ended, or at its last step."""
     exported_step: int | None = None

@@ -38,7 +38,7 @@ CARDS: Mapping[str, tuple[str, str]] = {
     "a list of patterns": ("en/a.jsonl de/c.jsonl", "- config_name: default\n  data_files: [en/*, '**/c.jsonl']"),
     "a default configuration": (
         "en/a.jsonl de/b.jsonl",
-        "- config_name: en\n  data_files: en/*\n- config_name: de\n  data_files: de/*\n  default: true",
+        "- config_name: en\n  data_files: en/*\n- config_name: de\n  data_files: de/*\n  default: True",
     ),
     "a directory": (
         "en/train.jsonl en/test.jsonl de/train.jsonl",

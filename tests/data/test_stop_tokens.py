@@ -18,7 +18,7 @@ from ratel_cli.data.encode import SampleEncoder
 from ratel_cli.data.remarks import sentences
 from ratel_cli.data.rows import DatasetSource
 from ratel_cli.data.samples import Encoded
-from ratel_cli.data.token_cache import TokenCache, taught_ends
+from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.json_fields import hash_of
 from tests.data.conftest import Load, WriteRows
@@ -186,10 +186,6 @@ def test_tokens_belong_to_the_stop_tokens_that_they_were_made_with(load: Load, w
     caches = [_cached(load, rows, stop_ids=stop_ids) for stop_ids in ((), [MARKS.index(E)], (), (MARKS.index(E),))]
     assert [cache.summary.end_ids for cache in caches] == [(MARKS.index(E),), ()] * 2
     assert caches[0].directory == caches[2].directory != caches[1].directory == caches[3].directory
-    both = caches[0].directory.parent
-    (both / "damaged").mkdir()
-    (both / "damaged" / "meta.json").write_text("[")
-    assert taught_ends(both) == (MARKS.index(E),)
 
 
 def test_a_run_keeps_the_tokens_of_an_earlier_rule(

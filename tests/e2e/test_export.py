@@ -328,3 +328,21 @@ def test_other_ends_of_turns_are_among_the_exports(base: Path, make_config: Make
     files = tokenizer_files(config, base, AutoConfig.from_pretrained(base))
     end = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids("<|assistant|>")
     assert files.special_tokens.other_ends == (end,)
+
+
+def test_an_end_that_a_run_teaches_is_in_its_export(base: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """Whatever other data has left tokens in the same directory."""
+    rows, template = tmp_path / "rows.jsonl", tmp_path / "ends.jinja"
+    turns = [{"role": "user", "content": "Which number?"}, {"role": "assistant", "content": "one"}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|assistant|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    made = {"max_steps": 1, "datasets": [{"path": str(rows), "type": "chat_template"}]}
+    end, eos = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    config = make_config(**made, chat_template_jinja=str(template))
+    succeed(config)
+    assert GenerationConfig.from_pretrained(output_of(config)).eos_token_id == [eos, end]
+    succeed(make_config(**made), "--resume", "no", "--overwrite-store")
+    assert GenerationConfig.from_pretrained(output_of(config)).eos_token_id == eos

@@ -24,7 +24,7 @@ from ratel_cli.engine.build import open_device
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.engine.loss import NOTHING_EVALUATED
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.errors import Diverged
+from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.planning.activations import logits_bytes, tokens_per_chunk
 from ratel_cli.report.evaluation import EvaluationReport
@@ -53,6 +53,8 @@ def evaluate(
 def evaluate_merged(config: RunConfig, step: int, log: RunLog) -> list[EvaluationReport]:
     """The losses of a step of a run beside a quantised base, and of what its merges give, on the run's first few rows
     for evaluation, or for training. Raises RatelError, as `evaluate`; BadInput if the rows are not there."""
+    if config.rl is not None:
+        raise BadInput("the rows of this run are compared, and have no loss of their own")
     rows = (config.test_datasets or config.datasets)[0].model_copy(update={"max_samples": FEW_SAMPLES, "weight": 1})
     is_stream = config.streaming and not config.test_datasets  # of which no more is read than that
     config = with_rows(config, rows).model_copy(update={"streaming": is_stream})

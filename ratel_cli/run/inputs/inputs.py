@@ -22,6 +22,7 @@ from ratel_cli.config.describe import changed_value
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.dataset import TrainingData
 from ratel_cli.data.latents import AnyData
 from ratel_cli.engine.ranks.launched import num_launched_ranks
 from ratel_cli.errors import ErrorList, RatelError
@@ -201,6 +202,7 @@ def facts_of(inputs: Inputs, identity: StoreIdentity, *, first_step: int) -> Run
         started=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         pid=os.getpid(),
         rounds_up=inputs.rounds_up,
+        end_ids=inputs.data.cache.summary.end_ids if isinstance(inputs.data, TrainingData) else (),
     )
 
 

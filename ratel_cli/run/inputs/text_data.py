@@ -96,7 +96,7 @@ def report_mixed_lengths(
     config: RunConfig, data: TrainingData, model_config: PretrainedConfig, notice: Callable[[str], None]
 ) -> None:
     """Report rows that change the rotary frequencies of others: the longest row of a micro-batch decides for all."""
-    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    rope = getattr(text_config(model_config), "rope_parameters", None) or {}
     boundaries = {"longrope": rope.get("original_max_position_embeddings"), "dynamic": num_positions(model_config)}
     lengths, boundary = data.cache.lengths, boundaries.get(str(rope.get("rope_type")))
     shares = data.is_packed or config.micro_batch_size != 1
@@ -239,7 +239,7 @@ def _check_row_length(sequence_len: int, model: DecoderModel, model_config: Pret
 
 def num_positions(model_config: PretrainedConfig) -> int | None:
     """The most tokens in a row that a model was trained with; None if its configuration does not say."""
-    trained = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    trained = getattr(text_config(model_config), "max_position_embeddings", None)
     return trained if isinstance(trained, int) else None
 
 

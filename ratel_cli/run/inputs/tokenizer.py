@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.data.mistral_tokenizer import MistralTokenizer, mistral_file
-from ratel_cli.data.token_cache import taught_ends
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.directory import read_json_object, trusted_file
+from ratel_cli.model.kind import text_config
 from ratel_cli.model.sidecars import (
     GENERATION_NAME,
     TEMPLATE_NAME,
@@ -28,7 +28,8 @@ from ratel_cli.model.sidecars import (
     TokenizerFiles,
 )
 from ratel_cli.model.special_tokens import SpecialTokens
-from ratel_cli.run.files.run_directory import TOKENS_NAME, run_directory
+from ratel_cli.run.files.run_directory import run_directory
+from ratel_cli.training.facts import read_facts
 
 TEMPLATES = {
     "chatml": (
@@ -115,7 +116,7 @@ def read_stop_ids(
             )
     has_own = (base_dir / GENERATION_NAME).exists()
     listed = read_json_object(base_dir, GENERATION_NAME).get("eos_token_id") if has_own else None
-    configs = model_config, model_config.get_text_config()
+    configs = model_config, text_config(model_config)
     of_model = (listed, *(getattr(each, "eos_token_id", None) for each in configs))  # that of Qwen3-VL's text has none
     ids = [each for ends in of_model for each in (ends if isinstance(ends, list) else [ends])]
     ids += [tokenizer.eos_token_id, *(known[token] for token in config.eot_tokens)]
@@ -195,7 +196,8 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
 def special_tokens_of(config: RunConfig, tokenizer: Tokenizer) -> SpecialTokens:
     """What the configurations of a model name that a run trains with this tokenizer."""
     known = tokenizer.get_vocab() if config.eot_tokens else {}
-    taught = taught_ends(run_directory(config.output_dir) / TOKENS_NAME)
+    facts = read_facts(run_directory(config.output_dir))
+    taught = () if facts is None else facts.end_ids
     return SpecialTokens(
         eos=tokenizer.eos_token_id,
         bos=tokenizer.bos_token_id,
