@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
@@ -306,6 +306,6 @@ def block_from_json(content: object, index: int) -> BlockSpec:
         quantised={each.name: each.quantised_shape for each in found.parameters if each.quantised_shape is not None},
         **{name: getattr(found, name) for name in names},
     )
-    if found != block:
+    if found != block or {*JsonFields(content).names()} != {each.name for each in fields(BlockSpec)}:
         raise ValueError(f"block {index} has another layout")
     return block

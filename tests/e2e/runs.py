@@ -484,6 +484,9 @@ def load_data(config: Path, *, row_multiple: int = 1) -> TrainingData:
     """The training data of a config, loaded as its run loads it. `row_multiple`: what divides its rows' tokens."""
     settings = load_config(config).config
     assert settings.base_model is not None
+    tokenizer = AutoTokenizer.from_pretrained(settings.base_model)
+    known = tokenizer.get_vocab()  # others would be new tokens, which the model's embedding has no rows for
+    tokenizer.add_special_tokens({k: v for k, v in (settings.special_tokens or {}).items() if v in known})
     return load_training_data(
         [DatasetSource(**item.model_dump()) for item in settings.datasets],
         DataSettings(
@@ -497,9 +500,7 @@ def load_data(config: Path, *, row_multiple: int = 1) -> TrainingData:
             task=settings.task,
             mlm_probability=settings.mlm_probability,
         ),
-        tokenizer=cast(
-            EncodeTokenizer, AutoTokenizer.from_pretrained(settings.base_model, **(settings.special_tokens or {}))
-        ),
+        tokenizer=cast(EncodeTokenizer, tokenizer),
         train_on_inputs=settings.train_on_inputs,
         cache_dir=config.parent / "tokens",
         rejects_path=config.parent / "rejects.jsonl",

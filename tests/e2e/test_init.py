@@ -32,6 +32,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Rows that are conversations and nothing else."""
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS))
+    return file
+
+
 def written(path: str = "run.yaml") -> LoadedConfig:
     return load_config(Path(path))
 
@@ -41,8 +49,8 @@ def init(*arguments: object) -> Ended:
 
 
 @pytest.mark.full
-def test_the_config_is_right_as_it_stands(base: Path, rows: Path) -> None:
-    ended = init(base, "--data", rows)
+def test_the_config_is_right_as_it_stands(base: Path, chats: Path) -> None:
+    ended = init(base, "--data", chats)
     assert (ended.code, ended.stdout) == (0, ""), ended.stderr
     lines = ended.stderr.splitlines()
     assert [line.split()[0] for line in lines if not line.startswith("note: ")][:4] == [
@@ -60,7 +68,7 @@ def test_the_config_is_right_as_it_stands(base: Path, rows: Path) -> None:
     config = loaded.config
     assert (config.base_model, config.output_dir) == (str(base), Path("outputs/run"))
     [dataset] = config.datasets
-    assert (dataset.path, dataset.type) == (str(rows), "chat_template")
+    assert (dataset.path, dataset.type) == (str(chats), "chat_template")
     assert config.sequence_len == 64, "the model has no more positions"
     assert config.num_epochs == 3 and config.split is None
     assert config.dtype == ("bfloat16" if gpu_names() else "float32")
@@ -112,10 +120,10 @@ def test_the_type_of_the_data(base: Path, name: str, text: str, type_: str) -> N
 
 
 @pytest.mark.full
-def test_several_datasets_and_overrides(base: Path, rows: Path) -> None:
+def test_several_datasets_and_overrides(base: Path, chats: Path) -> None:
     Path("more.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n")
     given = ("num_epochs=2", "lr=3e-4", "limits.host_memory=20GiB", "micro_batch_size=2")
-    ended = init(base, *given, "--data", rows, "--data", "more.jsonl")
+    ended = init(base, *given, "--data", chats, "--data", "more.jsonl")
     assert ended.code == 0, ended.stderr
     config = written().config
     assert [dataset.type for dataset in config.datasets] == ["chat_template", "completion"]
@@ -226,12 +234,12 @@ def test_a_model_without_weights_that_shall_be_random(base: Path, rows: Path) ->
 
 
 @pytest.mark.full
-def test_a_tokenizer_without_a_chat_template(base: Path, rows: Path) -> None:
+def test_a_tokenizer_without_a_chat_template(base: Path, chats: Path) -> None:
     plain_base = Path(shutil.copytree(base, "plain", ignore=shutil.ignore_patterns("*.jinja")))
     settings = json.loads((plain_base / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (plain_base / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert init(plain_base, "--data", rows).code == 0
+    assert init(plain_base, "--data", chats).code == 0
     assert written().config.chat_template == "chatml"
     assert ratel("check", "run.yaml").code in (0, 2)
 
