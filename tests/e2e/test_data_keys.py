@@ -119,7 +119,7 @@ def test_evaluation_on_files_of_its_own(make_config: MakeConfig, rows: Path, tmp
     short.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
     config = make_config("tested", max_steps=2, eval_steps=1, test_datasets=[{"path": str(short)}])
     printed = succeed(config)
-    assert f"{short}: type chat_template" in printed
+    assert f"{short}: type completion" in printed
     assert [row["loss"] for row in metrics(config)] == [row["loss"] for row in metrics(plain)]
     written = load_config(output_of(config) / "run" / "config.yaml").config
     asked = load_config(config).config
