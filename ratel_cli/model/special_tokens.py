@@ -1,8 +1,8 @@
 """The tokens that a model's configurations name by their ids: what ends a text, what begins one, what fills rows up.
 
 The tokenizer of a run may have others than the base model. Invariant: the configurations get the tokens that the
-tokenizer has, as transformers' Trainer gives them; what it lacks stays as it is, where Trainer writes null, and no
-token that ends a text is taken out of a list.
+tokenizer has, as transformers' Trainer gives them; what it lacks stays as it is, and no token that ends a text is taken
+out of a list.
 """
 
 from __future__ import annotations

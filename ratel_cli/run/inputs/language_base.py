@@ -25,6 +25,7 @@ from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.flash_attention import require_deterministic
 from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.probe import special_tokens
 from ratel_cli.model.quantised_files import quantisation_of
 from ratel_cli.model.quantised_formats import method_of
 from ratel_cli.model.quantised_model import packed_names
@@ -106,7 +107,11 @@ class LanguageBase(Base):
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
         positions = torch.arange(num_tokens).unsqueeze(0)
-        tokens = positions * _TOKEN_STRIDE % model.spec.vocab_size
+        # Some models look padding up in the place of an image's token, and an export names the tokenizer's padding.
+        is_plain = torch.ones(model.spec.vocab_size, dtype=torch.bool)
+        is_plain[special_tokens(loaded.config, model.spec.vocab_size)] = False
+        plain = is_plain.nonzero().squeeze(1)
+        tokens = plain[positions * _TOKEN_STRIDE % len(plain)]
         if model.task == "classification":
             # Two rows: the product of a single one with the head's matrix depends on where in memory the matrix is.
             tokens, positions = torch.cat([tokens, tokens.flip(1)]), positions.repeat(2, 1)
