@@ -98,7 +98,14 @@ def test_the_warm_up_does_not_count_for_the_speed() -> None:
 
 def test_facts_are_read_as_they_were_written(tmp_path: Path) -> None:
     facts = RunFacts(
-        num_steps=8, first_step=2, num_samples=3, num_tokens=400, software="ratel 1", started="now", pid=77
+        num_steps=8,
+        first_step=2,
+        num_samples=3,
+        num_tokens=400,
+        software="ratel 1",
+        started="now",
+        pid=77,
+        end_ids=(5,),
     )
     assert read_facts(tmp_path) is None
     (tmp_path / FACTS_NAME).write_text(json.dumps(facts.to_json()))
@@ -107,7 +114,7 @@ def test_facts_are_read_as_they_were_written(tmp_path: Path) -> None:
         (tmp_path / FACTS_NAME).write_text(noise)
         assert read_facts(tmp_path) is None
     for key in asdict(facts):
-        (tmp_path / FACTS_NAME).write_text(json.dumps({**facts.to_json(), key: []}))
+        (tmp_path / FACTS_NAME).write_text(json.dumps({**facts.to_json(), key: {}}))
         assert read_facts(tmp_path) is None
 
 
