@@ -553,6 +553,7 @@ _WEIGHTS_OF_LOSSES = (
     "rpo_alpha",
     "entropy_coef",
 )
+"""Keys of losses that are added to another one, or mixed into it: with a weight of 0 there are none."""
 _HARMLESS: Mapping[str, tuple[Plain, ...]] = {
     "train_sampling_strategy": ("random",),
     "batching_strategy": (

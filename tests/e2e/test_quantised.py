@@ -13,7 +13,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
 from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.run.ask.evaluate import evaluate_merged
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -321,3 +325,9 @@ def test_ranks_train_one_adapter(make_config: MakeConfig) -> None:
 )
 def test_quantisations_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
     assert_rejected(finetune(make_config(**{**CHANGES, **keys})), 2, message)
+
+
+def test_a_merge_of_preference_data_has_no_losses_to_compare(make_config: MakeConfig) -> None:
+    config = load_config(make_config(adapter="lora", load_in_4bit=True, rl="dpo")).config
+    with pytest.raises(BadInput, match="its rows are preference data"):
+        evaluate_merged(config, 1, RunLog())

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.training.facts import FACTS_NAME, RunFacts, read_facts
+from ratel_cli.training.facts import FACTS_NAME, read_facts
 from ratel_cli.training.history import finite_mean, read_history, read_recent, recent_rate, recent_seconds
 from ratel_cli.training.metrics import MetricsLog, StepMetrics
+from tests.report.recorded import FACTS
 from tests.training.test_metrics import metrics
 
 NONSENSE = ["", "7", "[]", "{}", "null", "nonsense", "[" * 100_000, '{"step": "x"}', "\x00\x01"]
@@ -97,16 +98,7 @@ def test_the_warm_up_does_not_count_for_the_speed() -> None:
 
 
 def test_facts_are_read_as_they_were_written(tmp_path: Path) -> None:
-    facts = RunFacts(
-        num_steps=8,
-        first_step=2,
-        num_samples=3,
-        num_tokens=400,
-        software="ratel 1",
-        started="now",
-        pid=77,
-        end_ids=(5,),
-    )
+    facts = replace(FACTS, end_ids=(5,))
     assert read_facts(tmp_path) is None
     (tmp_path / FACTS_NAME).write_text(json.dumps(facts.to_json()))
     assert read_facts(tmp_path) == facts

@@ -52,9 +52,10 @@ def evaluate(
 
 def evaluate_merged(config: RunConfig, step: int, log: RunLog) -> list[EvaluationReport]:
     """The losses of a step of a run beside a quantised base, and of what its merges give, on the run's first few rows
-    for evaluation, or for training. Raises RatelError, as `evaluate`; BadInput if the rows are not there."""
+    for evaluation, or for training. Raises RatelError, as `evaluate`; BadInput if the rows are not there, or are
+    preference data."""
     if config.rl is not None:
-        raise BadInput("the rows of this run are compared, and have no loss of their own")
+        raise BadInput("its rows are preference data, which has no loss without the other answer")
     rows = (config.test_datasets or config.datasets)[0].model_copy(update={"max_samples": FEW_SAMPLES, "weight": 1})
     is_stream = config.streaming and not config.test_datasets  # of which no more is read than that
     config = with_rows(config, rows).model_copy(update={"streaming": is_stream})
