@@ -6,6 +6,7 @@
         NotEnoughSpace            3   a drive has too little free space for a file
         DoesNotFit                3   a memory tier is too small; reports by how many bytes and which key to change
         RankLost                 75   another rank of the run has ended, or does not answer
+        RankKilled              137   a signal has ended a rank that `--ranks` has started: 128 + its number
       IntegrityFailure            4   an I/O error, a failed checksum, a torn manifest
       Diverged                    5   the loss or a gradient is NaN or infinite
       Interrupted           130/143   a signal asked to stop; every committed step is saved
@@ -20,9 +21,12 @@ Names and reasons that come from a user's files go into a message through `print
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Final, TypeVar
 
+SIGNALLED: Final = 128
+"""Added to the number of the signal that has ended a process, as shells do."""
 _Result = TypeVar("_Result")
 
 ConfigKey = tuple[int | str, ...]
@@ -35,7 +39,7 @@ class RatelError(Exception):
     `others` are further findings, so that all are reported at once.
     """
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
     def __init__(self, message: str, hint: str | None = None, *, others: tuple[RatelError, ...] = ()) -> None:
         super().__init__(message)
@@ -81,6 +85,19 @@ class RankLost(EnvironmentFailure):
     exit_code = 75
 
 
+class RankKilled(EnvironmentFailure):
+    """A signal from outside has ended a rank. The exit code is 128 + the signal's number."""
+
+    def __init__(self, rank: int, signal_number: int) -> None:
+        is_kill, name = signal_number == signal.SIGKILL, signal.Signals(signal_number).name
+        super().__init__(
+            f"rank {rank} was killed by signal {signal_number} ({name})" + is_kill * ": out of memory?",
+            "the same command resumes the run after its last saved step"
+            + is_kill * "; `dmesg` shows what the kernel has killed for memory: lower limits.host_memory then",
+        )
+        self.exit_code = SIGNALLED + signal_number
+
+
 class IntegrityFailure(RatelError):
     """Bytes could not be moved, or differ from the bytes that were written."""
 
@@ -99,11 +116,7 @@ class Interrupted(RatelError):
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
         self.signal_number = signal_number
-
-    @property
-    def signal_exit_code(self) -> int:
-        """130 for SIGINT, 143 for SIGTERM."""
-        return 128 + self.signal_number
+        self.exit_code = SIGNALLED + signal_number
 
 
 class ErrorList:

@@ -59,7 +59,7 @@ def test_bad_input_carries_every_finding() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_has_its_own_exit_code(number: int, code: int) -> None:
     error = Interrupted(number, "stopped")
-    assert (error.signal_number, error.signal_exit_code, error.hint) == (number, code, None)
+    assert (error.signal_number, error.exit_code, error.hint) == (number, code, None)
 
 
 @pytest.mark.parametrize(

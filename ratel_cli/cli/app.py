@@ -173,7 +173,7 @@ def _run_command(arguments: Sequence[str] | None) -> int | None:
         return exc.exit_code
     except Interrupted as exc:
         _report_stop(exc.message)
-        return exc.signal_exit_code
+        return exc.exit_code
     except RatelError as exc:
         _report_error(exc)
         return exc.exit_code

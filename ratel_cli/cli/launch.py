@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from ratel_cli.engine.ranks.launched import is_launched
-from ratel_cli.errors import BadInput, RankLost
+from ratel_cli.errors import SIGNALLED, BadInput, RankKilled, RankLost
 
 _THREADS = "OMP_NUM_THREADS"
 _SHUTDOWN_SECONDS = 3600
 """A rank that is asked to stop ends after the step that it computes."""
-_SIGNALLED = 128
-"""Added to the number of a signal that ended a process."""
+_OF_ANOTHER = (RankLost.exit_code, SIGNALLED + signal.SIGTERM, -signal.SIGTERM)
+"""Exit codes of ranks that end because another one has: by themselves, or since the agent then stops all."""
 
 
 def launch(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `ratel ARGUMENTS` in `num_ranks` processes. Returns the exit code. Raises BadInput."""
+    """Run `ratel ARGUMENTS` in `num_ranks` processes. Returns the exit code. Raises BadInput, RankKilled."""
     if is_launched():
         raise BadInput("--ranks is not for a process that torchrun has started", "leave it out")
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -46,18 +47,18 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
     )
 
     def comes_first(failure: ProcessFailure) -> tuple[bool, int]:
-        is_of_another = failure.exitcode == RankLost.exit_code or failure.exitcode < 0
-        return is_of_another and len(failures) > 1, failure.timestamp
+        return failure.exitcode in _OF_ANOTHER, failure.timestamp
 
     logging.disable()  # the agent's: the ranks report what went wrong
     try:
         elastic_launch(config, sys.executable)("-m", "ratel_cli", *arguments)
     except ChildFailedError as ended:
-        failures = ended.failures.values()
-        code = min(failures, key=comes_first).exitcode
-        return code if code >= 0 else _SIGNALLED - code
+        first = min(ended.failures.values(), key=comes_first)
+        if first.exitcode < 0:
+            raise RankKilled(first.local_rank, -first.exitcode) from ended
+        return first.exitcode
     except SignalException as stopped:
-        return _SIGNALLED + int(stopped.sigval)
+        return SIGNALLED + int(stopped.sigval)
     finally:
         logging.disable(logging.NOTSET)
     return 0

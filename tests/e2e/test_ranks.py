@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from ratel_cli.training.facts import FACTS_NAME
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     MOST_FILE_BYTES,
@@ -225,6 +226,25 @@ def test_the_command_passes_signals_on(make_config: MakeConfig, number: signal.S
     assert stderr.count("Stopped at step") == 1 and "error" not in stderr and "W1" not in stderr
     other = output_of(config) / "run" / "ranks" / "1" / "run" / "metrics.jsonl"
     assert len(json_lines(log)) == len(json_lines(other))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_command_names_the_rank_that_was_killed(make_config: MakeConfig, rank: int) -> None:
+    """As the kernel kills what takes too much memory; the others, which end for that reason, do not count."""
+    config = make_config(**{**CHANGES, "max_steps": 5000})
+    command = [str(ratel_command()), "finetune", str(config), "--ranks", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        log, runs = output_of(config) / "run" / "metrics.jsonl", ("run", "run/ranks/1/run")
+        while not log.exists() or len(json_lines(log)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        facts = json.loads((output_of(config) / runs[rank] / FACTS_NAME).read_text())
+        os.kill(facts["pid"], signal.SIGKILL)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 137, stderr
+    assert f"error: rank {rank} was killed by signal 9 (SIGKILL): out of memory?" in stderr
+    assert stderr.rindex("was killed by signal") > stderr.rfind("Stopped")
 
 
 @pytest.mark.full

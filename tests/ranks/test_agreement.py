@@ -170,7 +170,7 @@ def test_a_signal_is_one_of_all() -> None:
         stop_together(ranks, request)
 
     for found in together(3, stop):
-        assert isinstance(found, Interrupted) and found.signal_exit_code == 130
+        assert isinstance(found, Interrupted) and found.exit_code == 130
 
 
 def test_a_signal_that_comes_late_counts_the_next_time() -> None:

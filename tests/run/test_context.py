@@ -47,5 +47,5 @@ def test_a_signal_stops_the_work_at_its_next_part(config: RunConfig) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(Interrupted) as raised:
                 advance(1)
-    assert raised.value.signal_exit_code == 143
+    assert raised.value.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) == before

@@ -41,7 +41,7 @@ def test_the_first_signal_is_raised_at_every_later_check(number: signal.Signals,
         for _ in range(2):
             with pytest.raises(Interrupted, match=r"^Stopped\. Run the same command again\.$") as raised:
                 stop.check()
-            assert raised.value.signal_exit_code == code
+            assert raised.value.exit_code == code
     assert handlers() == before
 
 
