@@ -91,10 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _run(arguments)
         except KeyboardInterrupt:
             code = None
+    _ignore_interrupts(arguments)
     if code is not None:
         return code
     _report_stop(STOPPED)
     return EXIT_TERMINATED if termination.received else EXIT_INTERRUPTED
+
+
+def _ignore_interrupts(arguments: Sequence[str] | None) -> None:
+    """From now on Ctrl-C does nothing if the process ends with its command. Torch then closes what it has, and Python
+    would print the trace of an interrupt."""
+    if arguments is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _replace_what_cannot_be_shown() -> None:
@@ -172,6 +180,7 @@ def _run_command(arguments: Sequence[str] | None) -> int | None:
     except RanksEnded as exc:
         return exc.exit_code
     except Interrupted as exc:
+        _ignore_interrupts(arguments)
         _report_stop(exc.message)
         return exc.exit_code
     except RatelError as exc:

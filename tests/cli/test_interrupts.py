@@ -81,6 +81,20 @@ def test_profile(tmp_path: Path, number: signal.Signals, code: int) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing was cached, and nothing is left"
 
 
+@pytest.mark.full
+def test_ctrl_c_again_and_again(tmp_path: Path) -> None:
+    """Until the process has ended: what closes then is not interrupted."""
+    with start("profile", "--storage", str(tmp_path), cache=tmp_path / "cache") as process:
+        assert process.stderr is not None
+        while "measuring" not in process.stderr.readline():
+            assert process.poll() is None
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        stderr = process.stderr.read()
+    assert process.returncode == 130 and "Traceback" not in stderr and "ignored" not in stderr, stderr
+
+
 def test_the_earlier_handler_is_installed_again(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert main(["plan", str(tmp_path / "none.yaml")]) == 2
