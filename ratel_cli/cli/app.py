@@ -53,7 +53,8 @@ _AGAIN_SECONDS = 0.01
 
 app = typer.Typer(
     name="ratel",
-    help="Full fine-tuning of Hugging Face models that are larger than GPU memory and RAM, with their state on NVMe.",
+    help="Fine-tunes Hugging Face models that are larger than GPU memory and RAM: all weights, or an adapter (LoRA, "
+    "QLoRA), with their state on NVMe.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -20,9 +20,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ratel_cli.config.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
-from ratel_cli.config.foreign import FOREIGN, Foreign, foreign_key
+from ratel_cli.config.foreign import Foreign, foreign_key
 from ratel_cli.config.sections import Section
-from ratel_cli.config.unsupported import UNSUPPORTED, unsupported
+from ratel_cli.config.topics import topic_of
 from ratel_cli.errors import BadInput
 
 _PLAIN_TYPES = {"bool": "`true` or `false`", "int": "whole number", "float": "number", "str": "text", "Path": "path"}
@@ -43,13 +43,16 @@ class Line:
 def explain(key: str) -> list[Line]:
     """What a key means, in a few lines, and what the keys of a section mean, in a line each.
 
-    The dotted name of a key has its section. A word for something that Ratel does not do gives the list of these, with
-    what was asked for first. Raises BadInput for an unknown one.
+    The dotted name of a key has its section. What people call something gives what Ratel has of it. Raises BadInput for
+    an unknown one.
     """
-    missing = None if _is_key(key) else unsupported(key)
-    if missing is not None:
-        others = [each for each in UNSUPPORTED if each is not missing]
-        return [line for each in (missing, *others) for line in _entry(f"{each.name}: not supported", each.instead)]
+    topic = None if _is_own(key) else topic_of(key)
+    if topic is not None:
+        state = "" if topic.is_supported else " (not supported)"
+        keys = f"keys: {', '.join(topic.keys)}" if topic.keys else ""
+        return _entry(
+            f"{key}: {topic.name}{state}", *filter(None, (topic.text, keys, topic.page and f"see {topic.page}"))
+        )
     section, name = _found(key)
     if name in SECTIONS[section].model_fields:
         title = key if name == _last(key) else f"{key}: another name of {name}"
@@ -62,12 +65,15 @@ def explain(key: str) -> list[Line]:
 def explain_json(key: str) -> dict[str, object]:
     """What `ratel explain --json` prints. Raises BadInput for an unknown key.
 
-    `fate` is null for a key of Ratel's own; for another trainer's it says what becomes of it. `default` is null where
+    `fate` is null for a key of Ratel's own, and for what Ratel does; for another trainer's it says what becomes of it.
+    `default` is null where
     there is none, or where the meaning says what stands for an absent value. `keys`: those of a section.
     """
-    missing = None if _is_key(key) else unsupported(key)
-    if missing is not None:
-        return {"key": key, "fate": "impossible", "reason": f"{missing.name}: not supported", "hint": missing.instead}
+    topic = None if _is_own(key) else topic_of(key)
+    if topic is not None and not topic.is_supported:
+        return {"key": key, "fate": "impossible", "reason": f"{topic.name}: not supported", "hint": topic.text}
+    if topic is not None:
+        return {"key": key, "fate": None, "meaning": topic.text.replace("`", ""), "keys": list(topic.keys)}
     section, name = _found(key)
     if name not in SECTIONS[section].model_fields:
         foreign = _foreign(section, name)
@@ -86,9 +92,9 @@ def explain_json(key: str) -> dict[str, object]:
     }
 
 
-def _is_key(key: str) -> bool:
-    """Whether it is a key of ours, or a whole key of another trainer."""
-    return canonical_key("", key) in SECTIONS[""].model_fields or key in FOREIGN
+def _is_own(key: str) -> bool:
+    """Whether it is a key of ours, of no section."""
+    return canonical_key("", key) in SECTIONS[""].model_fields
 
 
 def _found(key: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ratel_cli.config.unsupported import instead_of
+from ratel_cli.config.topics import instead_of
 from ratel_cli.config.yaml_marks import Marked, Plain, plain
 
 Fate = Literal["ignored", "noted", "undecided", "impossible"]

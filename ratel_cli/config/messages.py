@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from ratel_cli.config.sections import Contradiction
 from ratel_cli.config.source import locate, place_of_keys
-from ratel_cli.config.unsupported import instead_of
+from ratel_cli.config.topics import instead_of
 from ratel_cli.config.yaml_marks import Finding, Marked, show
 
 _EXPECTED = {

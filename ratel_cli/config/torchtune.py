@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ratel_cli.config.reporting import Entries, Report, made
+from ratel_cli.config.topics import instead_of
 from ratel_cli.config.torchtune_data import translate_sets
-from ratel_cli.config.unsupported import instead_of
 from ratel_cli.config.yaml_marks import Entry, Marked, Plain, Scalar, plain, show
 
 _READ: Mapping[str, str] = {

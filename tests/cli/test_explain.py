@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.config.aliases import ALIASES, SECTIONS
+from ratel_cli.config.aliases import ALIASES, SECTIONS, canonical_key
 from ratel_cli.config.describe import all_keys, changed_value, explain, explain_json
 from ratel_cli.config.foreign import FOREIGN
-from ratel_cli.config.unsupported import UNSUPPORTED
+from ratel_cli.config.topics import TOPICS, Topic
 from tests.test_console import Terminal, as_terminal
 
 SECTION_NAMES = "datasets, lr_scheduler_kwargs, optim_args, storage, limits, model_shape, storage.snapshot"
@@ -163,34 +166,49 @@ def test_values_that_are_compared(value: object, words: str) -> None:
     assert changed_value(value) == words
 
 
-@pytest.mark.parametrize(
-    ("word", "first"),
-    [
-        ("adapters", "Other adapters"),
-        ("grpo", "GRPO"),
-        ("4-bit", "Training of quantised"),
-        ("multi-gpu", "Several GPUs"),
-        ("images", "Images"),
-    ],
-)
-def test_what_ratel_does_not_do(capsys: pytest.CaptureFixture[str], word: str, first: str) -> None:
-    """The whole list, with what to do instead; what was asked for comes first."""
-    assert main(["explain", word]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names, instead = lines[::2], lines[1::2]
-    assert names[0].startswith(first)
-    assert len(names) == len(instead) == len(UNSUPPORTED)
-    assert all(name.endswith(": not supported") for name in names)
-    assert all(line.startswith("  ") and line.endswith(".") for line in instead)
-    assert main(["explain", word, "--json"]) == 0
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+def test_what_people_call_things(topic: Topic, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each word gives what Ratel has of it: keys that there are, a page that there is; or what to do instead."""
+    for word in topic.words.split():
+        if canonical_key("", word) in SECTIONS[""].model_fields:
+            continue  # `wandb` might be a key one day
+        title, *lines = text_of(word).splitlines()
+        assert title == f"{word}: {topic.name}" + ("" if topic.is_supported else " (not supported)")
+        assert lines[0] == "  " + topic.text.replace("`", "") and all(line.startswith("  ") for line in lines)
+    assert set(topic.keys) <= set(all_keys())
+    assert not topic.page or (Path(__file__).parents[2] / topic.page).is_file()
+    assert main(["explain", topic.words.split()[0], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["key"], found["fate"]) == (word, "impossible")
-    assert found["reason"] == names[0]
+    assert found["fate"] == (None if topic.is_supported else "impossible")
+    assert found.get("keys", []) == list(topic.keys)
 
 
-def test_keys_come_before_words() -> None:
-    """`peft` and `fsdp` are keys of other trainers, `rl` too."""
-    for each in UNSUPPORTED:
-        for word in each.words.split():
-            text = text_of(word)
-            assert text.startswith(f"{word}: a key of other trainers") == (word in FOREIGN)
+def test_what_is_not_supported_is_no_key_or_value() -> None:
+    """Nothing that works is called unsupported, and no word belongs to two topics."""
+    words = [word for topic in TOPICS for word in topic.words.split()]
+    assert len(set(words)) == len(words)
+    known = {re.sub(r"\W|_", "", each.rpartition(".")[2]) for each in all_keys()}
+    for section, model in SECTIONS.items():
+        for name in model.model_fields:
+            known |= {re.sub(r"\W|_", "", str(each)) for each in choices_of(section, name)}
+    of_missing = {word for topic in TOPICS if not topic.is_supported for word in topic.words.split()}
+    assert of_missing & known == set()
+
+
+def choices_of(section: str, name: str) -> list[object]:
+    """The values that a key may have by its type."""
+
+    def literals(annotation: object) -> list[object]:
+        arguments = get_args(annotation)
+        if get_origin(annotation) is Literal:
+            return list(arguments)
+        return [each for argument in arguments for each in literals(argument)]
+
+    return literals(SECTIONS[section].model_fields[name].annotation)
+
+
+def test_words_of_another_spelling() -> None:
+    assert text_of("4-bit").startswith("4-bit: A quantised base model\n")
+    assert text_of("Multi-GPU").startswith("Multi-GPU: Several GPUs or machines\n")
+    assert text_of("qlora").splitlines()[0] == "qlora: LoRA, QLoRA and DoRA"
+    assert text_of("rl").startswith("rl\n"), "a key of ours comes first"

@@ -225,7 +225,7 @@ def test_training_on_rewards_has_its_way_named(take: Take) -> None:
         with pytest.raises(BadInput) as caught:
             take(text)
         hint = caught.value.hint
-        assert hint is not None and hint.endswith("answers that the model writes while it trains, use TRL.")
+        assert hint is not None and hint.endswith("where the model writes its answers during training.")
 
 
 def warmup_of_axolotl(ratio: float | None, steps: int | None, total: int) -> int:
