@@ -236,7 +236,12 @@ class RunLog:
 
     def _print_text(self, text: Text) -> None:
         with self._live.lock if self._live is not None else nullcontext():
-            self._console.print(text)
+            try:
+                self._console.print(text)
+            except OSError as error:
+                if self._stream is not sys.stderr or isinstance(error, BrokenPipeError):
+                    raise
+                sys.stderr = self._stream = self._console.file = cast("TextIO", _Nowhere())  # a full drive, say
 
 
 class _Nowhere(io.TextIOBase):

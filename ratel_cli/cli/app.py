@@ -11,6 +11,7 @@ ends without a message.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -107,7 +108,15 @@ def _ignore_interrupts(arguments: Sequence[str] | None) -> None:
 
 
 def _replace_what_cannot_be_shown() -> None:
-    """From now on, print `?` for a character that the encoding of the output does not have."""
+    """From now on, print `?` for a character that the encoding of the output does not have, and nothing where stderr is
+    closed. A file that took a closed descriptor would get what libraries print."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest descriptor that is free
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -202,6 +211,11 @@ def _run_command(arguments: Sequence[str] | None) -> int | None:
 
 def _called(arguments: Sequence[str] | None) -> object:
     """What the command returns. Without an installed package that does not load, it starts again if it can."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        message = f"the working directory cannot be used: {error.strerror}"
+        raise EnvironmentFailure(message, "change to a directory that exists: cd") from error
     if arguments is None:
         leave_out()
         if left_out() and not launched_rank():
@@ -269,8 +283,12 @@ def _report_os_error(error: OSError) -> int:
     except EnvironmentFailure as failure:
         _report_error(failure)
         return failure.exit_code
-    _report_bug(error)
-    return EXIT_BUG
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        _report_bug(error)
+        return EXIT_BUG
+    failure = EnvironmentFailure("too many files are open", "allow more of them: ulimit -n 4096")
+    _report_error(failure)
+    return failure.exit_code
 
 
 def _report_stop(message: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,10 +63,9 @@ def _write(target: Path, text: str, *, of_run: Path | None) -> None:
     try:
         if of_run is not None:
             list_run_files(of_run, [REPORT_NAME])
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
+        with open(target.with_name(f".ratel-{os.getpid()}.html"), "x", encoding="utf-8") as file:  # by the umask
             made = Path(file.name)
             file.write(text)
-        os.chmod(made, 0o644)
         os.replace(made, target)
     except OSError as error:
         if made is not None:

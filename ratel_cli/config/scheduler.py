@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ratel_cli.config.sections import Contradiction, Section
+from ratel_cli.config.sections import Contradiction, Number, Section, Whole
 
 SchedulerChoice = Literal[
     "constant",
@@ -49,26 +49,26 @@ _SCHEDULER_KEYS: Mapping[str, tuple[str, ...]] = {
 class SchedulerConfig(Section):
     """What else a learning rate schedule needs to know, under the names of transformers."""
 
-    num_cycles: float | None = Field(default=None, gt=0)
+    num_cycles: Number | None = Field(default=None, gt=0)
     """For the schedules with `cosine` and for `warmup_stable_decay`: periods of the cosine after the warm-up. Default:
     0.5, which falls from the peak to the end once; 1 for `cosine_with_restarts`."""
-    min_lr: float | None = Field(default=None, ge=0)
+    min_lr: Number | None = Field(default=None, ge=0)
     """For `cosine_with_min_lr` and `cosine_warmup_with_min_lr`: the rate at the end. Set this or `min_lr_rate`."""
     min_lr_rate: float | None = Field(default=None, ge=0, le=1)
     """The same as a share of `learning_rate`."""
     warmup_lr_rate: float | None = Field(default=None, ge=0, le=1)
     """For `cosine_warmup_with_min_lr`: the rate of the first step, as a share of `learning_rate`. Default: one step of
     the warm-up."""
-    lr_end: float | None = Field(default=None, ge=0)
+    lr_end: Number | None = Field(default=None, ge=0)
     """For `polynomial`: the rate at the end. Default: 1e-7."""
-    power: float | None = Field(default=None, gt=0)
+    power: Number | None = Field(default=None, gt=0)
     """For `polynomial`: the power of the steps that are left. Default: 1, a straight line."""
-    timescale: int | None = Field(default=None, ge=1)
+    timescale: Whole | None = Field(default=None, ge=1)
     """For `inverse_sqrt`: how slowly the rate falls, in steps. Default: the steps of the warm-up, or 10000 without
     one."""
-    num_stable_steps: int | None = Field(default=None, ge=0)
+    num_stable_steps: Whole | None = Field(default=None, ge=0)
     """For `warmup_stable_decay`: steps at the peak. Default: all that warm-up and decay leave."""
-    num_decay_steps: int | None = Field(default=None, ge=0)
+    num_decay_steps: Whole | None = Field(default=None, ge=0)
     """For `warmup_stable_decay`: steps of the decay. Required there."""
     warmup_type: Literal["linear", "cosine", "1-sqrt"] | None = None
     """For `warmup_stable_decay`: the shape of the warm-up. Default: linear."""

@@ -23,17 +23,20 @@ from ratel_cli.config.sections import (
     Directory,
     LimitsConfig,
     ModelShape,
+    Number,
     PathOrHubId,
     Section,
     SizeOrAuto,
     SnapshotConfig,
     StorageConfig,
+    Whole,
     contradictions,
     without_defaults,
 )
 from ratel_cli.config.values import (
     ActivationPolicy,
     AdapterInitialisation,
+    ChatTemplate,
     ClipNorm,
     CountOrAuto,
     Decay,
@@ -98,9 +101,9 @@ class RunConfig(Section):
     adapter: Literal["lora"] | None = None
     """Train an adapter beside the frozen model, by PEFT's modules: `lora`. What is exported is then the adapter, in
     PEFT's format. Default: the model's own weights are trained."""
-    lora_r: int = Field(default=16, ge=1)
+    lora_r: Whole = Field(default=16, ge=1)
     """The rank of the adapter's matrices."""
-    lora_alpha: int | None = Field(default=None, ge=1)
+    lora_alpha: Whole | None = Field(default=None, ge=1)
     """The adapter's output is multiplied by `lora_alpha / lora_r`. Default: `lora_r`."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """The share of an adapter's input that dropout sets to zero."""
@@ -114,7 +117,7 @@ class RunConfig(Section):
     """Stacks of experts' matrices that get an adapter, too, by the ends of their names: `[mlp.experts.gate_up_proj]`.
     PEFT computes each of these stacks anew in forward and backward, which takes its size in memory. Of some models
     `lora_target_modules` has names for them."""
-    lora_layers_to_transform: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    lora_layers_to_transform: Annotated[tuple[Annotated[Whole, Field(ge=0)], ...], Field(strict=False)] = ()
     """The layers that get an adapter, counted from 0. Default: all."""
     peft_use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(lora_r)` instead (rank-stabilised LoRA)."""
@@ -149,10 +152,10 @@ class RunConfig(Section):
     """Read only as many rows as `max_steps` needs, in their order, and mix them in windows of 16384 samples. For sets
     that are larger than the drives, or that need not be downloaded whole. Several datasets take turns, in the
     proportion of their weights. Needs `max_steps`; `test_datasets` take the place of `val_set_size`."""
-    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    chat_template: ChatTemplate | None = None
     """The chat template for conversations: `chatml` or `llama3`; `jinja`: the one in `chat_template_jinja`;
-    `tokenizer_default`: the tokenizer's own. Under another name the tokenizer's own is used, with a notice. The
-    exported tokenizer has it too. Default: the tokenizer's own."""
+    `tokenizer_default`: the tokenizer's own. Under another name of axolotl, such as `qwen3`, the tokenizer's own is
+    used, with a notice. The exported tokenizer has it too. Default: the tokenizer's own."""
     chat_template_jinja: Annotated[str, Field(min_length=1)] | None = None
     """A chat template in Jinja, or the path of a file with one."""
     special_tokens: dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None = None
@@ -169,7 +172,7 @@ class RunConfig(Section):
     train_on_inputs: TrainOnInputs = False
     """Also train on the tokens of the prompt. By default only the answer counts in the loss. `conversations`: train on
     all tokens of conversations, but not on a prompt that has a completion of its own; this is the default of TRL."""
-    sequence_len: int = Field(default=1024, ge=2)
+    sequence_len: Whole = Field(default=1024, ge=2)
     """The most tokens in a sequence. For longer samples see `excess_length_strategy`."""
     excess_length_strategy: Literal["truncate", "drop", "raise"] = "truncate"
     """What becomes of a sample that is longer than `sequence_len`. `truncate`: its end is cut off. `drop`: it is left
@@ -190,25 +193,25 @@ class RunConfig(Section):
     gradient_accumulation_steps: CountOrAuto = 1
     """Micro-batches in one step. More of them cost computing time but no further weight or optimizer traffic, because
     weights and states move once per step. `auto`: as many as reach `tokens_per_step`."""
-    tokens_per_step: int | None = Field(default=None, ge=1)
+    tokens_per_step: Whole | None = Field(default=None, ge=1)
     """Tokens in one step, of all ranks, padding included: a multiple of `sequence_len`. If you set it,
     `micro_batch_size` and `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
-    num_epochs: float = Field(default=1.0, gt=0)
+    num_epochs: Number = Field(default=1.0, gt=0)
     """Passes over the training data; a fraction is allowed, and what is left of a step counts as one. Ignored if
     `max_steps` is set. A run that has ended goes on if you raise it and run again."""
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: Whole | None = Field(default=None, ge=1)
     """End the run after this many steps. Default: `num_epochs` decides. A run that has ended goes on if you raise it
     and run again."""
 
-    learning_rate: float = Field(default=2e-5, ge=0)
+    learning_rate: Number = Field(default=2e-5, ge=0)
     """The peak learning rate, which is reached at the end of the warm-up."""
-    loraplus_lr_ratio: float | None = Field(default=None, gt=0)
+    loraplus_lr_ratio: Number | None = Field(default=None, gt=0)
     """LoRA+: the second matrices of an adapter, and vectors, learn at `learning_rate` times this, as in PEFT. 16 is
     usual. Default: all learn at `learning_rate`."""
-    embedding_lr: float | None = Field(default=None, ge=0)
+    embedding_lr: Number | None = Field(default=None, ge=0)
     """The peak learning rate of the weights (not biases) of embedding, head and `lora_modules_to_save`, which then do
     not decay, as in axolotl. Default: `learning_rate`."""
-    embedding_lr_scale: float | None = Field(default=None, ge=0)
+    embedding_lr_scale: Number | None = Field(default=None, ge=0)
     """The same as a multiple of `learning_rate`. Set one of the two."""
     lr_scheduler: SchedulerChoice = "cosine"
     """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
@@ -225,7 +228,7 @@ class RunConfig(Section):
     warmup_rounding: Literal["up", "down"] = "up"
     """How `warmup_ratio` becomes a number of steps. `up`: as in transformers. `down`: as in axolotl, where a warm-up
     of one step has two."""
-    max_warmup_steps: int | None = Field(default=None, ge=1)
+    max_warmup_steps: Whole | None = Field(default=None, ge=1)
     """The most steps that `warmup_ratio` gives. axolotl has 100 if a config says nothing about its warm-up. Default: no
     limit."""
     optimizer: OptimizerChoice = "adamw"
@@ -251,9 +254,9 @@ class RunConfig(Section):
     adam_beta2: Decay = 0.999
     """Decay rate of AdamW's second moment, the running mean of the squared gradients; and that of Lion's mean of
     gradients, for which its authors use 0.99 with 0.9, or 0.98 with 0.95."""
-    adam_epsilon: float = Field(default=1e-8, gt=0)
+    adam_epsilon: Number = Field(default=1e-8, gt=0)
     """Added to the square root of AdamW's second moment, so that no update divides by zero."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay, decoupled as in AdamW; `sgd` adds it to the gradient, as in torch. Biases and the weights of norms
     never decay, by the rule of transformers' Trainer; `run/model.json` lists the names."""
     max_grad_norm: ClipNorm = 1.0
@@ -273,17 +276,17 @@ class RunConfig(Section):
     answers, and each takes two rows. `dpo`, `ipo` and `kto` compare the model with what it was before step 1: one pass
     over the data, a block at a time, computes what it gives, and `run/reference.bin` keeps that. Default: answers are
     imitated."""
-    rl_beta: float = Field(default=0.1, gt=0)
+    rl_beta: Number = Field(default=0.1, gt=0)
     """How strongly the answers' probabilities count in the loss: beta in DPO, KTO and SimPO, tau in IPO, lambda in
     ORPO."""
-    simpo_gamma: float = Field(default=0.5, ge=0)
+    simpo_gamma: Number = Field(default=0.5, ge=0)
     """The margin between the rewards of both answers, for `rl: simpo`."""
-    cpo_alpha: float = Field(default=1.0, ge=0)
+    cpo_alpha: Number = Field(default=1.0, ge=0)
     """The weight of the chosen answers' cross-entropy, for `rl: simpo`. 0: there is none, as in the SimPO paper; 1 is
     the default of axolotl and TRL."""
-    kto_desirable_weight: float = Field(default=1.0, ge=0)
+    kto_desirable_weight: Number = Field(default=1.0, ge=0)
     """The weight of the losses of good answers, for `rl: kto`."""
-    kto_undesirable_weight: float = Field(default=1.0, ge=0)
+    kto_undesirable_weight: Number = Field(default=1.0, ge=0)
     """The weight of the losses of bad answers, for `rl: kto`."""
     disable_dropout: bool = True
     """With `rl`, switch the model's dropout modules off, and `lora_dropout` too, as TRL, axolotl and LLaMA-Factory do.
@@ -332,7 +335,7 @@ class RunConfig(Section):
     saved steps. A number below 1 is a share of all steps. Default: no step is saved but the last one."""
     saves_per_epoch: TimesPerEpoch = None
     """Save a step this many times in each of `num_epochs`, instead of every `save_steps`. 0: never."""
-    save_total_limit: int = Field(default=1, ge=1)
+    save_total_limit: Whole = Field(default=1, ge=1)
     """The most saved steps in the store. When there is one more, the oldest is dropped. With `load_best_model_at_end`
     the best step is one of them, and is kept besides the last one if this is 1."""
     eval_steps: Interval = None
@@ -348,15 +351,15 @@ class RunConfig(Section):
     `rewards/margins` and, but for `kto`, `rewards/accuracies`."""
     greater_is_better: bool | None = None
     """Whether more of it is better. Default: of all but the loss."""
-    early_stopping_patience: int | None = Field(default=None, ge=1)
+    early_stopping_patience: Whole | None = Field(default=None, ge=1)
     """End the run after this many evaluations in a row that do not improve on the best one. Default: it has all its
     steps."""
-    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    early_stopping_threshold: Number = Field(default=0.0, ge=0)
     """An evaluation must be better by more than this to count as an improvement there."""
     val_set_size: FractionOrCount = 0
     """Samples that are held out of training for evaluation: a fraction below 1, or a whole number of samples. 0:
     none."""
-    logging_steps: int = Field(default=1, ge=1)
+    logging_steps: Whole = Field(default=1, ge=1)
     """Print a line every N steps. run/metrics.jsonl in the output directory always has every step."""
     report_to: TrackerNames = ()
     """Send the metrics of every step to these trackers. Each is a package of its own, such as

@@ -19,6 +19,8 @@ from pydantic_core import PydanticCustomError
 from ratel_cli.units import MIB, parse_bytes
 
 _LEAST_LIMIT_BYTES = MIB
+_MOST = 10**15
+"""No number of a config is larger: products of several of them are numbers that can be computed with."""
 
 
 class Section(BaseModel):
@@ -30,6 +32,7 @@ class Section(BaseModel):
 
 
 _AnySection = TypeVar("_AnySection", bound=Section)
+_AnyNumber = TypeVar("_AnyNumber", int, float, int | float)
 
 
 def without_defaults(section: _AnySection | None) -> _AnySection | None:
@@ -59,6 +62,13 @@ def contradictions(found: list[Contradiction]) -> PydanticCustomError:
     return PydanticCustomError(
         "contradictions", "{words}", {"words": "; ".join(each.message for each in found), "found": tuple(found)}
     )
+
+
+def within_most(value: _AnyNumber) -> _AnyNumber:
+    """The value of a key, which no run can use if it is larger than all that is counted."""
+    if value > _MOST:
+        raise rejection("must be at most 10^15")
+    return value
 
 
 def _expand_home(text: str) -> str:
@@ -102,9 +112,11 @@ def _bytes_of(value: object, words: str) -> int:
         number = str(value)
         hint = f"did you mean {number}GiB?" if number.isdigit() and int(number) else None
         raise rejection(f"must be at least 1MiB; {number} is {num_bytes} bytes", hint)
-    return num_bytes
+    return within_most(num_bytes)
 
 
+Whole = Annotated[int, AfterValidator(within_most)]
+Number = Annotated[float, AfterValidator(within_most)]
 Directory = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=Annotated[str, Field(min_length=1)])]
 PathOrHubId = Annotated[str, Field(min_length=1), AfterValidator(_expand_home)]
 _WrittenSize = Annotated[str, Field(pattern=r"^\s*[0-9]+(\.[0-9]+)?\s*([KkMmGgTt]([Ii]?[Bb])?|[Bb])?\s*$")]
@@ -171,9 +183,9 @@ class DatasetConfig(Section):
     """What becomes of rows with images, video or sound, in columns such as `image`, in parts of messages, or as marks
     such as `<image>` in a text. `reject`: they cannot be used, because Ratel trains on text. `ignore`: their text is
     trained without them."""
-    max_samples: int | None = Field(default=None, ge=1)
+    max_samples: Whole | None = Field(default=None, ge=1)
     """Use only the first N usable rows. Default: all of them."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=10_000)
     """How often an epoch visits each sample: 2 is twice. Of 0.3, or the 0.3 in 2.3, an epoch visits a part of the
     samples, drawn from `seed` and the same in each epoch."""
     text_unit: Literal["line", "file"] = "line"
@@ -217,7 +229,7 @@ class SnapshotConfig(Section):
     path: Directory
     """The directory of the snapshot, which no other run may use. It takes 24 bytes per parameter (28 with
     `dtype: float16`): space for two generations of the state."""
-    every: int = Field(ge=1)
+    every: Whole = Field(ge=1)
     """Copy the state every N steps, in the background."""
 
 
@@ -234,17 +246,17 @@ class StorageConfig(Section):
     """What a crash may cost. `step`: each step is committed; a crash costs at most the step that is being computed and
     the one before it. `none`: the state is written in place, which takes half the space; a crash costs the whole
     run."""
-    max_tb_written: float | None = Field(default=None, gt=0)
+    max_tb_written: Number | None = Field(default=None, gt=0)
     """Stop before more than this many TB (10^12 bytes) are written to the store; every step so far stays saved. A dry
     run says at which step. Default: no limit."""
     wear: Literal["save", "balanced", "ignore"] = "balanced"
     """What may be written to the drives to save time, in addition to the model's state. `balanced`: activations and
     gradients, where writing a percent more, by what a step of the whole model writes, makes a step at least half a
     percent faster. `save`: nothing, unless the run does not fit otherwise. `ignore`: whatever makes a step faster."""
-    endurance_tb: float | None = Field(default=None, gt=0)
+    endurance_tb: Number | None = Field(default=None, gt=0)
     """The rated endurance of all drives of the store together: the sum of their TBW, in TB (10^12 bytes). With it,
     `ratel plan` and a run report the share of the drives' life that the run takes. Default: unknown."""
-    keep_generations: int | None = Field(default=None, ge=0)
+    keep_generations: Whole | None = Field(default=None, ge=0)
     """How many saved steps the store has space for, in addition to the two generations that a step needs. Fixed when
     the store is made. Default: `save_total_limit` if `save_steps` is set, otherwise 0."""
     snapshot: SnapshotConfig | None = None
@@ -289,15 +301,15 @@ class LimitsConfig(Section):
 class ModelShape(Section):
     """A GPT-type model described by its shape, for `ratel plan`."""
 
-    num_layers: int = Field(ge=1)
+    num_layers: Whole = Field(ge=1)
     """Decoder layers of the model."""
-    num_heads: int = Field(ge=1)
+    num_heads: Whole = Field(ge=1)
     """Attention heads in each layer. `hidden_size` must be a multiple of it."""
-    hidden_size: int = Field(ge=1)
+    hidden_size: Whole = Field(ge=1)
     """Width of the hidden states."""
-    vocab_size: int = Field(default=50257, ge=1)
+    vocab_size: Whole = Field(default=50257, ge=1)
     """Tokens in the vocabulary."""
-    num_parameters: int | None = Field(default=None, ge=1)
+    num_parameters: Whole | None = Field(default=None, ge=1)
     """The number of parameters, if it differs from what the shape gives. Default: computed from the shape."""
 
     @model_validator(mode="after")

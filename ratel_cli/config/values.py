@@ -6,16 +6,26 @@ Invariant: a validator raises only `rejection`, in words that a user reads.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from difflib import get_close_matches
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ratel_cli.config.sections import rejection
+from ratel_cli.config.sections import Number, rejection, within_most
 from ratel_cli.config.yaml_marks import show
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 _HUB_ID = r"(?!.*(--|\.\.))([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}"
+_OTHER_TEMPLATES: Final = frozenset(
+    {
+        "alpaca", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken", "gemma", "cohere",
+        "llama3_2_vision", "llama4", "phi_3", "phi_35", "deepseek_v2", "deepseek_v3", "jamba", "qwen_25", "qwen3",
+        "qwen3_5", "falcon_h1", "nemotron_h", "exaone", "exaone4", "metharme", "pixtral", "llava", "qwen2_vl", "gemma3",
+        "gemma3n", "gemma4", "gemma4_unified", "command_a", "command_a_tool_use", "command_a_rag", "aya",
+    }
+)  # fmt: skip
+"""axolotl's other chat templates, each of models whose tokenizers have one of their own."""
 _Metric = Literal["loss", "accuracy", "rewards/accuracies", "rewards/margins"]
 _TheirMetric = Literal["eval_loss", "eval_accuracy", "eval_rewards/accuracies", "eval_rewards/margins"]
 _Policy = Literal["auto", "keep", "recompute", "swap_all", "static"]
@@ -31,7 +41,7 @@ def _check_activations(value: object) -> object:
 
 def _check_split(value: object) -> object:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
+        return value if value == "auto" else within_most(value)
     hint = "remove the quotes" if isinstance(value, str) and value.isdigit() else None
     raise rejection("must be `auto` or a whole number of at least 1", hint)
 
@@ -54,7 +64,7 @@ def _check_val_set_size(value: object) -> object:
     if isinstance(value, float) and not value < 1:
         whole = f"; for {int(value)} samples write {int(value)}" if value.is_integer() else ""
         raise rejection(f"must be a fraction below 1 or a whole number of samples, not {value}{whole}")
-    return value
+    return within_most(value)
 
 
 def _check_trackers(value: object) -> object:
@@ -73,6 +83,15 @@ def _check_hub_id(value: object) -> object:
     if value is not None and not (isinstance(value, str) and re.fullmatch(_HUB_ID, value, re.ASCII)):
         raise rejection("must be the id of a repository on the hub, like `name` or `organization/name`")
     return value
+
+
+def _check_chat_template(value: str) -> str:
+    known = ("chatml", "llama3", "jinja", "tokenizer_default")
+    if value in (*known, *_OTHER_TEMPLATES) or value.startswith("tokenizer_default_fallback_"):
+        return value
+    close = get_close_matches(value, known, n=1)
+    hint = f"did you mean `{close[0]}`?" if close else "`chat_template_jinja` names a file with a template"
+    raise rejection(f"must be {', '.join(known[:-1])} or {known[-1]}, not {show(value)}", hint)
 
 
 def _check_interval(value: object) -> object:
@@ -95,7 +114,7 @@ def _whole_steps(value: object, *, least: int, words: str) -> object:
         raise rejection(f"{words}, not {show(value)}")
     if value < least:
         raise rejection(f"must be at least {least}, not {value}")
-    return value
+    return within_most(value)
 
 
 def _without_prefix(value: object) -> object:
@@ -138,7 +157,7 @@ WarmupSteps = Annotated[
     BeforeValidator(_check_warmup_steps, json_schema_input_type=Annotated[float, Field(ge=0)]),
     "whole number of steps, or a share of all steps below 1",
 ]
-TimesPerEpoch = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
+TimesPerEpoch = Annotated[Number | None, Field(ge=0), AfterValidator(_zero_is_off)]
 TrackerNames = Annotated[
     tuple[Tracker, ...],
     BeforeValidator(
@@ -146,12 +165,13 @@ TrackerNames = Annotated[
     ),
     "`none`, or one or several of `tensorboard`, `wandb`, `mlflow`, `trackio`",
 ]
+ChatTemplate = Annotated[str, Field(min_length=1), AfterValidator(_check_chat_template)]
 HubId = Annotated[
     str | None,
     BeforeValidator(_check_hub_id, json_schema_input_type=Annotated[str, Field(pattern=f"^{_HUB_ID}$")] | None),
     "text",
 ]
 MetricOfBest = Annotated[_Metric, BeforeValidator(_without_prefix, json_schema_input_type=_Metric | _TheirMetric)]
-NoiseAlpha = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
-ClipNorm = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
+NoiseAlpha = Annotated[float | None, Field(ge=0, le=10_000), AfterValidator(_zero_is_off)]
+ClipNorm = Annotated[Number | None, Field(ge=0), AfterValidator(_zero_is_off)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -382,12 +382,9 @@ def reject_too_many(num_rejected: int, num_rows: int, first: Sequence[Reject], *
     """Raise BadInput, with the `first` of the rejected rows, if these are too many. `shown_by`: what shows them all."""
     if num_rejected > _MAX_REJECTED_SHARE * num_rows:
         more = f" and {num_rejected - len(first)} more" if num_rejected > len(first) else ""
-        raise BadInput(
-            f"rejected {num_rejected} of {num_rows} rows; at most 1 % may be bad",
-            hint=f"repair or remove these rows{more}"
-            + (f"; {shown_by} lists them with the reasons" if shown_by else ""),
-            others=tuple(BadInput(str(reject)) for reject in first),
-        )
+        hint = f"repair or remove these rows{more}" + (f"; {shown_by} lists them with the reasons" if shown_by else "")
+        others = (*map(BadInput, map(str, first[:-1])), BadInput(str(first[-1]), hint))
+        raise BadInput(f"rejected {num_rejected} of {num_rows} rows; at most 1 % may be bad", others=others)
 
 
 class _Supply:

@@ -56,6 +56,7 @@ def parse_split(text: str) -> tuple[str, Part | None]:
         raise ValueError("one bound is in percent and the other is not")
     first, end = (None if bound is None else int(bound.rstrip("%").replace("_", "") or 0) for bound in bounds)
     in_percent = any(percent)
-    if in_percent and max(abs(first or 0), abs(end or 0)) > 100:
-        raise ValueError("a bound is more than 100 %")
+    most, words = (100, "100 %") if in_percent else (10**15, "10^15")
+    if max(abs(first or 0), abs(end or 0)) > most:
+        raise ValueError(f"a bound is more than {words}")
     return found["name"], Part(written=found["part"], first=first, end=end, in_percent=in_percent)

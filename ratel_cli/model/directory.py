@@ -215,6 +215,12 @@ def _is_present(path: Path) -> bool:
 
 def _no_config(directory: Path) -> BadInput:
     """Why a directory without a configuration is no model, as far as its files show it."""
+    if _is_present(directory / "run" / "config.yaml") and _names(directory, _ADAPTER):
+        return BadInput(
+            f"{directory}: this is an adapter that a run has trained, without the model that it belongs to",
+            f"merge it into its model with `ratel merge {directory} -o DIR`, and set base_model: DIR; or train it "
+            f"further beside the same base_model, with --from {directory}",
+        )
     if _is_present(directory / "run" / "config.yaml"):
         return BadInput(
             f"{directory}: no {_CONFIG_NAME}: this run has not exported a model yet",

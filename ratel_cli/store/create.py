@@ -49,6 +49,9 @@ def make_files(
     and IntegrityFailure if a write fails.
     """
     paths = [directory / DATA_FILE_NAME for directory in directories]
+    begun = [path.parent for path in paths if path.exists()]
+    if begun and not overwrite:  # by a run that began in the same moment: then this raises as for a later one
+        StoreLock(begun, create=False, wait_seconds=lock_wait_seconds).close()
     _check_replaceable([read_header(path) for path in paths], overwrite=overwrite)
     check_space(
         [

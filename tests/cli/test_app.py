@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -171,6 +172,25 @@ def test_every_error_has_its_exit_code_and_no_traceback(
     assert main(["finetune", "a.yaml"]) == code
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "error: m\n")
+
+
+def test_too_many_open_files_are_no_bug(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(raising(OSError(errno.EMFILE, "Too many open files", "/tmp/x")))
+    assert main(["finetune", "a.yaml"]) == 3
+    assert capsys.readouterr().err.split("\n")[-3:-1] == [
+        "error: too many files are open",
+        "hint: allow more of them: ulimit -n 4096",
+    ]
+
+
+def test_a_working_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["explain", "seed"]) == 3
+    assert "error: the working directory cannot be used: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -118,3 +118,24 @@ def test_an_output_on_a_full_disk(arguments: tuple[str, ...], environment: dict[
     with open("/dev/full", "w", encoding="utf-8") as full:
         command = ended(ratel(*arguments), stdout=full.fileno(), environment=environment)
     assert command == Ended(code=3, stderr="error: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="without /dev/full")
+def test_messages_on_a_full_disk() -> None:
+    """What a command was asked for is done all the same."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        assert ended(ratel("explain", "zzz"), stderr=full.fileno()).code == 2
+
+
+@pytest.mark.full
+def test_no_file_takes_the_place_of_a_closed_stderr(tmp_path: Path) -> None:
+    program = (
+        "import os, ratel_cli.cli.explain as explain\n"
+        "from ratel_cli.cli.app import main\n"
+        f"def run(key, as_json): print(os.open({str(tmp_path / 'file')!r}, os.O_RDWR | os.O_CREAT))\n"
+        "explain.run = run\n"
+        "main(['explain', 'seed'])\n"
+    )
+    words = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, "-c", program]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=False)
+    assert int(done.stdout) > 2

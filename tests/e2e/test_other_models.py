@@ -159,6 +159,13 @@ CASES = [
         ("has not exported a model yet",),
         "`ratel export ",
     ),
+    Case(
+        "directory",
+        "run of an adapter",
+        only(run__config_DOT_yaml="", adapter_config_DOT_json="{}"),
+        ("an adapter that a run has trained",),
+        "`ratel merge ",
+    ),
     Case("directory", "nothing but a config", without_weights(), ("no weights",), "random_init"),
     Case(
         "class",

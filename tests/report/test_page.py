@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -302,9 +303,12 @@ def test_where_the_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture
     write_metrics(output / "run" / "metrics.jsonl", steps(5))
     assert main(["report", str(output)]) == 0  # a report is replaced
     assert "Stopped after step 5" in (output / "run" / "report.html").read_text()
-    elsewhere = tmp_path / "mine.html"
-    assert main(["report", str(output / "run" / "config.yaml"), "-o", str(elsewhere)]) == 0
-    assert elsewhere.stat().st_mode & 0o444 == 0o444
+    elsewhere, before = tmp_path / "mine.html", os.umask(0o027)
+    try:
+        assert main(["report", str(output / "run" / "config.yaml"), "-o", str(elsewhere)]) == 0
+    finally:
+        os.umask(before)
+    assert elsewhere.stat().st_mode & 0o777 == 0o640
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.html", "out", "out.store"]
     assert capsys.readouterr().out == ""
 

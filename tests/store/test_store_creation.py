@@ -104,6 +104,8 @@ def test_an_existing_store_is_not_replaced_without_overwrite(store_of_step_2: li
         with pytest.raises(BadInput) as raised:
             create_store(paths, plain_queue)
         assert "--resume" in (raised.value.hint or "")
+    with open_store(store_of_step_2, plain_queue), pytest.raises(EnvironmentFailure, match=r"in use by process \d+"):
+        create_store(store_of_step_2, plain_queue)  # as a run that another one of the same moment was faster than
     assert contents_of(store_of_step_2) == before
 
 
