@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from ratel_cli.closing import Closing
-from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, RatelError, excerpt
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, NotEnoughSpace, RatelError, excerpt
 from ratel_cli.units import align_up
 
 MAX_HEADER_BYTES = 100_000_000
@@ -225,7 +225,7 @@ def file_bytes(tensors: Sequence[TensorSpec]) -> int:
 def write_failure(path: Path, error: OSError) -> RatelError:
     """The error to raise for an OSError while a file of the export was written."""
     if error.errno in _NO_SPACE:
-        return EnvironmentFailure(
+        return NotEnoughSpace(
             f"{path}: no space left while writing: {error.strerror}", "free space there, or choose another directory"
         )
     if error.errno == errno.EIO:

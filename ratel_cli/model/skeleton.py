@@ -47,6 +47,10 @@ _NEEDED_PROBABILITIES = (
     "hidden_dropout_prob",
 )  # fmt: skip
 """Keys of these that the layers use, so that null is no value for them."""
+_POSITIONS = ("max_position_embeddings", "n_positions")
+"""Endings of keys whose values are numbers of positions."""
+_TOO_LARGE = 2**31
+"""No number of a model is as large as this."""
 _SCALES = ("initializer_range", "initializer_factor", "init_std", "init_method_std")
 """Endings of keys whose values scale what the initialisers of transformers draw."""
 
@@ -198,10 +202,12 @@ def _reject_contradictions(config: PretrainedConfig) -> None:
     for key in _NEEDED_PROBABILITIES:
         if key in values and not isinstance(values[key], int | float):
             raise BadInput(f"config.json: {key} is {values[key]}; it must be a probability between 0 and 1")
-    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        number = getattr(config, key, None)
-        if isinstance(number, int) and number < 1:
+    counts = {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
+    for key, number in {**values, **counts}.items():  # counts may have another name in the file
+        if isinstance(number, int) and number < 1 and (key in counts or key.endswith(_POSITIONS)):
             raise BadInput(f"config.json: {key} is {number}; it must be at least 1")
+        if isinstance(number, int) and number >= _TOO_LARGE:
+            raise BadInput(f"config.json: {key} is {number}; it must be less than 2^31")
     heads, shared = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise BadInput(

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ratel_cli.closing import Closing
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput, NotEnoughSpace
 from ratel_cli.io.files import sync_path
 from ratel_cli.model.marker import (
     MARKER_NAME,
@@ -44,7 +44,7 @@ def require_space(output_dir: Path, num_bytes: int, *, option: str) -> None:
     available_bytes = space_for_export(output_dir)
     if available_bytes < num_bytes:
         needed, free = format_bytes(num_bytes), format_bytes(available_bytes)
-        raise EnvironmentFailure(
+        raise NotEnoughSpace(
             f"{output_dir}: the export needs {needed}, {free} available",
             f"free space there, or set another {option}",
         )

@@ -32,7 +32,7 @@ assert sys.byteorder == "little", "the table is stored in the byte order of this
 FROZEN_STEP: Final = (1 << 64) - 1
 """What the frozen region has in place of a step, so that its bytes never pass for a generation's."""
 _SEED: Final = Struct("<16sQIII")
-_HINT: Final = "resume from a saved step with --resume STEP, or restore a snapshot with `ratel restore CONFIG`"
+DAMAGED_HINT: Final = "resume from a saved step with --resume STEP, or restore a snapshot with `ratel restore CONFIG`"
 
 
 class ChunkTable:
@@ -53,7 +53,9 @@ class ChunkTable:
         """The table as it was stored. Raises IntegrityFailure if its checksum is not `root`."""
         found = _root(content)
         if found != root:
-            raise IntegrityFailure(f"the checksum table is damaged: its own checksum is {found}, not {root}", _HINT)
+            raise IntegrityFailure(
+                f"the checksum table is damaged: its own checksum is {found}, not {root}", DAMAGED_HINT
+            )
         digests = array("Q")
         digests.frombytes(content[: CHECKSUM_BYTES * chunks.num_entries])
         table = cls(chunks, store_id, digests[0])
@@ -138,7 +140,7 @@ class ChunkTable:
         return IntegrityFailure(
             f"{where}: elements {first} to {end} are not what {writer} wrote "
             "(a flipped bit, or a lost or misplaced write)",
-            _HINT,
+            DAMAGED_HINT,
         )
 
     def _digest(self, block: int, field: str, first: int, part: memoryview) -> int:

@@ -385,6 +385,9 @@ def test_what_cannot_be_merged(make_config: MakeConfig, plain_run: Path, tmp_pat
     succeed(config)
     before = tree(output_of(config))
     assert_rejected(ratel("merge", config, "-o", output_of(config)), 2, "has the adapter")
+    whole = finetune(make_config("whole"), "--from", str(output_of(config)))
+    assert_rejected(whole, 2, "that run trains another model: adapter was lora, is now not set")
+    assert f"`ratel merge {output_of(config)} -o DIR`" in whole.stderr
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").write_text("mine")
     assert_rejected(ratel("merge", config, "-o", tmp_path / "mine"), 2, "-o")

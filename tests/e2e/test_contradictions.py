@@ -59,6 +59,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model(make_config: MakeConfig, ba
         ("num_attention_heads", 0),
         ("hidden_size", "abc"),
         ("hidden_size", -32),
+        ("hidden_size", 2**40),
+        ("max_position_embeddings", -5),
         ("intermediate_size", None),
         ("hidden_act", "nosuch"),
         ("rope_parameters", {"rope_type": "nosuch"}),

@@ -213,7 +213,9 @@ def test_a_damaged_snapshot_replaces_nothing(copied: Path) -> None:
     assert_rejected(ratel("restore", copied, "--overwrite"), 4, "damaged")
     assert file_hash(store_of(copied)) == before
     store_of(copied).unlink()
-    assert_rejected(ratel("restore", copied), 4, "damaged")
+    ended = ratel("restore", copied)
+    assert_rejected(ended, 4, f"the snapshot in {snapshot_of(copied)} is damaged")
+    assert "hint: name another snapshot with --from DIR, or start over with --resume no" in ended.stderr
     assert not Store.exists([store_of(copied).parent])
 
 

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 
 from ratel_cli.commands import command, errors_about
+from ratel_cli.config.describe import changed_value
 from ratel_cli.errors import BadInput
 from ratel_cli.model.copy_weights import copy_weights
 from ratel_cli.model.spec import ModelSpec
@@ -112,9 +113,11 @@ def _reject_other_model(context: RunContext, spec: ModelSpec, store: Store, orig
         return
     old, new = (each.model_dump(mode="json") for each in (theirs, wanted))
     keys = [key for key in DECIDES_THE_STATE if old[key] != new[key]]
-    differences = "; ".join(f"{key} was {old[key]}, is now {new[key]}" for key in keys) or "its parameters differ"
+    changes = [f"{key} was {changed_value(old[key])}, is now {changed_value(new[key])}" for key in keys]
+    differences = "; ".join(changes) or "its parameters differ"
+    verb, what = ("export", "its model") if theirs.adapter is None else ("merge", "its adapter into its model")
     raise BadInput(
         f"--from {origin}: that run trains another model: {differences}",
-        "set them as in that run; or export its model with "
-        f"{command('export', theirs.output_dir, '-o', 'DIR')}, and set base_model: DIR",
+        f"set them as in that run; or {verb} {what} with {command(verb, theirs.output_dir, '-o', 'DIR')}, and set "
+        "base_model: DIR",
     )

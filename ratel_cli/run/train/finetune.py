@@ -26,7 +26,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.engine.ranks.processes import open_ranks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.ranks.remote import read_by_first
-from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList
+from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, NotEnoughSpace
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.shares import share_of
@@ -257,17 +257,22 @@ def _export(
 ) -> None:
     config, log = context.config, context.log
     context.stop.check()
-    notices = inputs.base.export(
-        config,
-        generation,
-        context.pool,
-        config.output_dir,
-        layout=inputs.layout,
-        card=card_of(config, store, step=generation.progress.step, log=log),
-        overwrite=overwrite,
-        option="output_dir",
-        progress=context.stop.check,
-    )
+    try:
+        notices = inputs.base.export(
+            config,
+            generation,
+            context.pool,
+            config.output_dir,
+            layout=inputs.layout,
+            card=card_of(config, store, step=generation.progress.step, log=log),
+            overwrite=overwrite,
+            option="output_dir",
+            progress=context.stop.check,
+        )
+    except NotEnoughSpace as failure:  # with another output_dir, training would begin again
+        elsewhere = command("export", config.output_dir, "-o", "DIR")
+        failure.hint = f"free space there and run the same command again, or write it elsewhere: {elsewhere}"
+        raise
     for text in notices:
         log.notice(text)
     saved = training.best_saved.step

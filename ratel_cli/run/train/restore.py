@@ -15,6 +15,8 @@ Invariants: a store of another run is never replaced; one of this run only by a 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +42,7 @@ from ratel_cli.run.inputs.process import prepare_process
 from ratel_cli.run.inputs.settings import new_geometry
 from ratel_cli.run.train.open import snapshot_of_all
 from ratel_cli.run.train.store import prepare_store, reject_restoring_over_other_run
+from ratel_cli.store.checksums import DAMAGED_HINT
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.open import stored_identity, stored_step
 from ratel_cli.store.store import Store
@@ -54,7 +57,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
     if not Store.exists([directory]):
         raise BadInput(f"there is no snapshot in {directory}", "give its directory: --from DIR")
     base = read_base(config, log)
-    with open_context(config, log) as context:
+    with _about_snapshot(directory), open_context(config, log) as context:
         context.listen()
         snapshots = _open(context, directory)
         check_model(snapshots[0], config, base.model.spec, directory)
@@ -79,6 +82,18 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
                 store.commit_import(generations[rank].progress)
         forget_deleted_store(config)
         return step
+
+
+@contextmanager
+def _about_snapshot(directory: Path) -> Iterator[None]:
+    """A context in which damage is found in the snapshot, not in a store: restoring it again would not help."""
+    try:
+        yield
+    except IntegrityFailure as failure:
+        if failure.hint == DAMAGED_HINT:
+            failure.message = f"the snapshot in {directory} is damaged: {failure.message}"
+            failure.hint = "name another snapshot with --from DIR, or start over with --resume no"
+        raise
 
 
 def _of_rank(config: RunConfig, rank: int) -> RunConfig:
