@@ -690,6 +690,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything: by raise_exception, a wrong type, bad syntax
             reason = f"{type(error).__name__}: {str(error)[:200]}"
+            if any(each.get("tool_calls") or each["role"] == "tool" for each in messages):
+                raise RenderFailure(f"the chat template cannot write tool calls: {reason}") from error
             raise RenderFailure(f"the chat template fails on this conversation: {reason}") from error
         if len(rendered[0]) > MAX_RENDERED_CHARS:
             raise RenderFailure(f"the chat template renders more than {MAX_RENDERED_CHARS} characters")

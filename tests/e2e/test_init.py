@@ -22,6 +22,8 @@ from ratel_cli.run.ask.plan_inputs import find_hardware
 from ratel_cli.run.start.starting_storage import is_in_memory, other_places
 from ratel_cli.run.train import profile_machine
 from tests.config.json_schema_oracle import violations
+from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder
+from tests.e2e.preferences import pairs, write
 from tests.e2e.runs import BRIEFLY, ROWS, Ended, assert_rejected, ratel
 
 
@@ -117,6 +119,58 @@ def test_the_type_of_the_data(base: Path, name: str, text: str, type_: str) -> N
     [dataset] = written("my.yaml").config.datasets
     assert (dataset.path, dataset.type) == (name, type_)
     assert written("my.yaml").config.output_dir == Path("outputs/my")
+
+
+_SHAREGPT_CALL = [
+    {"from": "human", "value": "a"},
+    {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+    {"from": "observation", "value": "1"},
+    {"from": "gpt", "value": "b"},
+]
+
+
+def test_preference_data(base: Path) -> None:
+    write(Path("a.jsonl"), pairs(40))
+    given = ("limits.host_memory=20GiB", "adapter=lora")
+    assert init(base, *given, "--data", "a.jsonl").code == 0
+    config = written().config
+    assert (config.rl, config.micro_batch_size, config.tokens_per_step) == ("dpo", 2, None)
+    assert init(base, *given, "rl=orpo", "--data", "a.jsonl", "-o", "b.yaml").code == 0
+    assert written("b.yaml").config.rl == "orpo"
+    keys = ("datasets.0.field_completion=chosen",)
+    assert init(base, *keys, "--data", "a.jsonl", "-o", "c.yaml").code == 0
+    config = written("c.yaml").config
+    assert (config.rl, config.datasets[0].type, config.datasets[0].field_completion) == (None, "auto", "chosen")
+
+
+@pytest.mark.parametrize("columns", [{"text": "text", "label": "label"}, {"text": "review", "label": "stars"}])
+def test_what_an_encoder_learns(tmp_path: Path, columns: dict[str, str]) -> None:
+    encoder = save_encoder(tmp_path / "encoder")
+    rows = [{columns[key]: str(value) for key, value in row.items()} for row in encoder_rows()[1::2]]
+    write(Path("a.jsonl"), rows)
+    given = [f"datasets.0.field{'_label' * (key == 'label')}={name}" for key, name in columns.items() if key != name]
+    ended = init(encoder, *given, "--data", "a.jsonl")
+    assert ended.code == 0, ended.stderr
+    [dataset] = written().config.datasets
+    assert (dataset.type, dataset.labels) == ("classification", tuple(sorted(CLASSES)))
+    assert (dataset.field, dataset.field_label) == tuple(columns.values())
+    write(Path("b.jsonl"), [{columns["text"]: row[columns["text"]]} for row in rows])
+    assert init(encoder, *given[:1], "--data", "b.jsonl", "-o", "b.yaml").code == 0
+    assert written("b.yaml").config.datasets[0].type == "mlm"
+
+
+@pytest.mark.full
+def test_rows_with_images_are_read_without_them(base: Path) -> None:
+    Path("a.jsonl").write_text('{"image": "a.png", "prompt": "a b", "completion": "c d"}\n')
+    assert init(base, "--data", "a.jsonl").code == 0
+    assert written().config.datasets[0].media == "ignore"
+
+
+@pytest.mark.full
+def test_why_no_row_can_be_used_is_said(base: Path) -> None:
+    Path("a.jsonl").write_text(json.dumps({"conversations": _SHAREGPT_CALL}) + "\n")
+    ended = init(base, "--data", "a.jsonl")
+    assert_rejected(ended, 2, "a.jsonl: no row can be used: the chat template cannot write tool calls")
 
 
 @pytest.mark.full

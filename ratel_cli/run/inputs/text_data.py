@@ -55,7 +55,7 @@ def find_texts(config: RunConfig, errors: ErrorList, log: RunLog, *, reads_rows:
     `reads_rows`: also what is wrong with local rows whatever the tokenizer is, and with `knows_types` by their types.
     """
     for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
-        for number, source in enumerate(_sources(config, datasets)):
+        for number, source in enumerate(sources_of(config, datasets)):
             find = partial(open_source, source, notice=lambda text: None, is_stream=True)
             found = errors.attempt((key, number, "path"), find)
             if found is not None and reads_rows and not config.streaming:
@@ -128,7 +128,7 @@ def load_data(
     """
     size, number = config.split or config.split_by(1).known_split
     return load_training_data(
-        _sources(config, config.datasets, base.labels),
+        sources_of(config, config.datasets, base.labels),
         DataSettings(
             sequence_len=config.sequence_len,
             micro_batch_size=size,
@@ -154,7 +154,7 @@ def load_data(
         open_bar=bars_of(log),
         row_multiple=row_multiple,
         stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
-        test_sources=_sources(config, config.test_datasets, base.labels),
+        test_sources=sources_of(config, config.test_datasets, base.labels),
         stream_steps=config.max_steps if config.streaming else None,
     )
 
@@ -164,7 +164,8 @@ def shared_tokens(log: RunLog, *, copies: bool) -> SharedTokens:
     return SharedTokens(user_cache_directory() / TOKENS_NAME, copies=copies, notice=log.notice)
 
 
-def _sources(config: RunConfig, datasets: Sequence[DatasetConfig], labels: Sequence[str] = ()) -> list[DatasetSource]:
+def sources_of(config: RunConfig, datasets: Sequence[DatasetConfig], labels: Sequence[str] = ()) -> list[DatasetSource]:
+    """The datasets as they are read. `labels`: the model's own classes."""
     # TRL's trainers of these two end answers of messages with an EOS token, too.
     more = {"compares": config.compares, "closes_answers": config.rl in ("orpo", "simpo")}
     return [

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import Plain
 from ratel_cli.console import RunLog
+from ratel_cli.data.rows import DatasetSource
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.host import drive_bytes, free_bytes, gpu_names
@@ -29,7 +30,8 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.denoiser_config import reject_denoiser
 from ratel_cli.model.directory import find_weight_files, resolve_base_model
-from ratel_cli.model.skeleton import read_model_config
+from ratel_cli.model.kind import declared_task
+from ratel_cli.model.skeleton import read_any_config, read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.forecast.forecast import Forecast
 from ratel_cli.planning.traffic import store_bytes
@@ -39,10 +41,12 @@ from ratel_cli.run.ask.plan_inputs import find_hardware, forecaster_of, setting_
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.process import silence_transformers
 from ratel_cli.run.inputs.settings import num_slots
+from ratel_cli.run.inputs.text_data import sources_of
 from ratel_cli.run.inputs.tokenizer import read_tokenizer
-from ratel_cli.run.start.starting_data import DataSketch, needs_template, sketch_data
+from ratel_cli.run.start.starting_data import DataSketch, for_task, has_pairs, needs_template, sketch_data
 from ratel_cli.run.start.starting_storage import has_space, is_in_memory, other_places
 from ratel_cli.run.start.starting_text import DATA_PLACEHOLDER, MODEL_PLACEHOLDER, StartingText
+from ratel_cli.sizes import Task
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate, format_traffic
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt"]
@@ -50,6 +54,15 @@ _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
 _SPLIT_LENGTH = 2048
 """The sequence length for plain texts, which are split."""
 _STEP_TOKENS = 1 << 15
+_USUAL_RATES = {
+    (None, False): (1e-5, "a whole model: 5e-6 to 2e-5"),
+    (None, True): (1e-6, "a whole model and preference data: 5e-7 to 5e-6"),
+    ("lora", False): (2e-4, "LoRA: 1e-4 to 5e-4"),
+    ("lora", True): (1e-5, "LoRA and preference data: 5e-6 to 5e-5"),
+}
+"""By adapter, and whether answers are compared: a learning rate, and what it is usual for."""
+_STEP_ROWS = 16
+"""Rows of a step, where samples are not packed."""
 _LEAST_STEPS = 20
 """Steps in an epoch, if the data has so much."""
 _MANY_TOKENS = 10_000_000
@@ -100,23 +113,22 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
     if not gpu_names():
         text.choose("dtype", "float32", "fastest on most CPUs; for a GPU remove it (bfloat16)")
     text.choose("output_dir", str(_new_directory(Path("outputs") / output.stem)))
-    found = None if is_open else _look_at_model(text.config, log)
-    sketches = [] if found is None else _look_at_data(text, data, found, log)
+    has_data = bool(data) or "datasets" in text.given
+    found = None if is_open else _look_at_model(text, log, has_data=has_data)
+    sketches = [] if found is None or not has_data else _look_at_data(text, found, log)
     missing = f"not given; put it where {output} has {MODEL_PLACEHOLDER}" if is_open else text.config.base_model
     about = missing or ""
     if found is not None:
         about = f"{found.spec.architecture}: {format_count(found.spec.num_parameters)} parameters"
     rows = [("model", about)]
     rows += [("data", f"{sketch.described}; {_rows_words(sketch)}") for sketch in sketches]
-    if not data:
+    if not has_data:
         rows.append(("data", f"not given; put its path where {output} has {DATA_PLACEHOLDER}"))
     _choose_length(text, found, sketches)
     _choose_epochs(text, sketches)
     chosen = _choose_run(text, found, sketches, log)
-    if chosen.text.config.adapter is None:
-        chosen.text.choose("learning_rate", 1e-5, "usual for a whole model: 5e-6 to 2e-5")
-    else:
-        chosen.text.choose("learning_rate", 2e-4, "usual for LoRA: 1e-4 to 5e-4")
+    rate, usual = _USUAL_RATES[chosen.text.config.adapter, chosen.text.config.rl is not None]
+    chosen.text.choose("learning_rate", rate, f"usual for {usual}")
     rows += chosen.rows
     written = chosen.text.text()
     if is_open:
@@ -175,8 +187,10 @@ def _new_directory(wanted: Path) -> Path:
     return found
 
 
-def _look_at_model(config: RunConfig, log: RunLog) -> _Model | None:
-    """The model without its weights; None if it is on the hub and the hub cannot be reached. Raises BadInput."""
+def _look_at_model(text: StartingText, log: RunLog, *, has_data: bool) -> _Model | None:
+    """The model without its weights; None if it is on the hub and the hub cannot be reached. Chooses what it is trained
+    for. Raises BadInput."""
+    config = text.config
     assert config.base_model is not None
     is_local = os.path.isdir(config.base_model)
     try:
@@ -192,10 +206,28 @@ def _look_at_model(config: RunConfig, log: RunLog) -> _Model | None:
     reject_denoiser(directory)
     if is_local and not config.random_init:
         find_weight_files(directory)
+    if has_data:
+        _choose_task(text, declared_task(read_any_config(directory)))
+        config = text.config
     spec = describe_model(config.model_copy(update={"base_model": str(directory)}), name=directory.name, log=log).spec
-    model_config = read_model_config(directory)
+    model_config = read_model_config(directory, config.task)
     tokenizer = read_tokenizer(config, directory, model_config, num_embeddings=spec.vocab_size, notice=log.notice)
     return _Model(directory=directory, config=model_config, tokenizer=tokenizer, spec=spec)
+
+
+def _choose_task(text: StartingText, made_for: Task) -> None:
+    """What the model learns: by the keys that are set, else by the data's columns and by what it was `made_for`."""
+    if text.config.rl is None and all(map(has_pairs, sources_of(text.config, text.config.datasets))):
+        text.choose("rl", "dpo", "rows with a chosen and a rejected answer; ipo, orpo and simpo learn from them, too")
+    sources = [for_task(each, made_for) for each in sources_of(text.config, text.config.datasets)]
+    text.choose("datasets", list(map(_written, sources)))
+
+
+def _written(source: DatasetSource) -> Plain:
+    """A dataset as it stands in a config, as far as it is chosen here."""
+    more: dict[str, Plain] = {"labels": list(source.labels)} if source.labels else {}
+    more |= {"media": source.media} if source.media == "ignore" else {}
+    return {"path": source.path, "type": source.type, **more}
 
 
 def _looks_local(name: str) -> bool:
@@ -210,17 +242,18 @@ def _download_small(repository: str) -> str:
     return snapshot_download(repository, allow_patterns=_SMALL_FILES, ignore_patterns=["*/*"])
 
 
-def _look_at_data(text: StartingText, data: Sequence[str], model: _Model, log: RunLog) -> list[DataSketch]:
+def _look_at_data(text: StartingText, model: _Model, log: RunLog) -> list[DataSketch]:
     """The datasets by their first rows. Chooses their types, and a chat template if they need one."""
-    tokenizer = model.tokenizer
-    if any(needs_template(path, tokenizer) for path in data):
+    tokenizer, own = model.tokenizer, declared_task(model.config) == "classification"
+    labels = tuple(model.config.id2label.values()) if own else ()
+    sources = sources_of(text.config, text.config.datasets, labels)
+    if any(needs_template(source, tokenizer) for source in sources):
         text.choose("chat_template", "chatml", "the tokenizer has no chat template of its own")
         rows = model.spec.vocab_size
         tokenizer = read_tokenizer(text.config, model.directory, model.config, num_embeddings=rows, notice=log.notice)
-    sketches = [sketch_data(path, tokenizer, notice=lambda line: None) for path in data]
-    if sketches:
-        chosen: list[Plain] = [{"path": sketch.path, "type": sketch.type} for sketch in sketches]
-        text.choose("datasets", chosen, "; ".join(sketch.described for sketch in sketches))
+    sketches = [sketch_data(source, tokenizer, notice=lambda line: None) for source in sources]
+    chosen = [replace(each.source, labels=None if own else each.source.labels) for each in sketches]
+    text.choose("datasets", list(map(_written, chosen)), "; ".join(sketch.described for sketch in sketches))
     return sketches
 
 
@@ -263,7 +296,7 @@ def _choose_epochs(text: StartingText, sketches: Sequence[DataSketch]) -> None:
     if "max_steps" not in text.given:
         is_large = num_tokens > _MANY_TOKENS or not all(sketch.is_whole for sketch in sketches)
         comment = f"one of them has about {format_count(num_tokens)} tokens" if num_tokens else ""
-        text.choose("num_epochs", 1 if is_large else 3, comment)
+        text.choose("num_epochs", 1 if is_large or text.config.rl is not None else 3, comment)
 
 
 def _choose_step(
@@ -277,6 +310,8 @@ def _choose_step(
     config, length = text.config, text.config.sequence_len
     if text.given & {"tokens_per_step", "micro_batch_size", "gradient_accumulation_steps"}:
         return None if model is None or hardware is None else _forecast(config, model, hardware, log)
+    if config.compares is not None or config.task in ("classification", "seq2seq") or not config.sample_packing:
+        return _choose_rows(text, model, sketches, hardware, log)
     most = _STEP_TOKENS // length
     if sketches:
         most = min(most, sum(sketch.num_tokens for sketch in sketches) // (length * _LEAST_STEPS))
@@ -295,6 +330,27 @@ def _choose_step(
         comment += f", here {workload.num_micro_batches} of {workload.micro_batch_size}"
     text.choose("tokens_per_step", number * length, comment)
     return forecast
+
+
+def _choose_rows(
+    text: StartingText,
+    model: _Model | None,
+    sketches: Sequence[DataSketch],
+    hardware: HardwareProfile | None,
+    log: RunLog,
+) -> Forecast | None:
+    """The rows of a step where each sample has a row of its own, in micro-batches that fit. Returns the plan."""
+    most = min(_STEP_ROWS, max(1, sum(sketch.num_rows for sketch in sketches) // _LEAST_STEPS))
+    number = size = 1 << (most.bit_length() - 1)
+    while True:
+        text.choose("micro_batch_size", size, "rows; each is padded to the longest of them")
+        text.choose("gradient_accumulation_steps", number // size, f"{counted(number, 'row')} in a step")
+        if model is None or hardware is None:
+            return None
+        forecast = _forecast(text.config, model, hardware, log)
+        if forecast.fits or size == 1:
+            return forecast
+        size //= 2
 
 
 def _best_number(forecasts: Mapping[int, Forecast]) -> int | None:

@@ -21,10 +21,13 @@ DATA_PLACEHOLDER = "train.jsonl"
 MODEL_PLACEHOLDER = "OWNER/NAME"
 _COMMENT_COLUMN = 36
 _GROUPS = (
-    ("base_model", "random_init", "adapter", "datasets", "chat_template"),
-    ("sequence_len", "tokens_per_step", "num_epochs", "max_steps", "learning_rate", "dtype"),
+    ("base_model", "random_init", "adapter", "rl", "datasets", "chat_template"),
+    (
+        "sequence_len", "tokens_per_step", "micro_batch_size", "gradient_accumulation_steps", "num_epochs", "max_steps",
+        "learning_rate", "dtype",
+    ),
     ("output_dir", "storage", "limits"),
-)
+)  # fmt: skip
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "adapter": ("adapter: lora  # trains a LoRA adapter instead of all weights; learning_rate: 2e-4 suits it",),
     "limits": ("limits:", "  host_memory: 48GiB  # default: what is free"),
@@ -52,8 +55,8 @@ class StartingText:
         """Keys that the user has set."""
 
     def choose(self, key: str, value: Plain, comment: str = "") -> None:
-        """Set a key, unless the user has."""
-        if key not in self.given:
+        """Set a key, unless the user has; of `datasets`, what he has not set inside."""
+        if key not in self.given or key == "datasets":
             self._values[key] = value
             self._comments[key] = comment
 
