@@ -6,6 +6,7 @@ records the stripes and chunks that it was made with; the alignments are part of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 DtypeName = Literal["bfloat16", "float32", "float16"]
@@ -77,3 +78,15 @@ IGNORED_TARGET: Final = -100
 """The target of a position without loss, as in torch's cross-entropy."""
 SPLIT_KEYS: Final = ("micro_batch_size", "gradient_accumulation_steps")
 """The keys of the config that split a step into micro-batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """How much of a full step the steps of some data have on average, where each row has one sample: shares."""
+
+    micro_batches: float
+    """Of its micro-batches: the last step of an epoch may have fewer."""
+    computed: float
+    """Of its tokens, padding included: rows are as wide as the longest of their micro-batch."""
+    tokens: float
+    """Of its tokens, those of samples."""

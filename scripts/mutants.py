@@ -357,6 +357,7 @@ MUTANTS = (
     Mutant("Muon for the head", "model/binding.py", "is_in_layer = 0 < segment < len(segments) - 1", "is_in_layer = True", "embedding and head are AdamW's", "engine/test_optimizers.py"),
     Mutant("more wear for a slower step", "planning/choose.py", "if sparing.time.total <= fastest.time.total:", "if sparing.time.total < 0:", "what is written beyond the state makes no step slower", "planning/test_wear.py"),
     Mutant("one thread of AdamW beside a GPU", "planning/choose.py", "max(needed, memory), max(1, most // 2)", "needed, max(1, most // 2)", "AdamW keeps up with main memory where a GPU computes", "planning/test_choose.py"),
+    Mutant("short rows are predicted as full ones", "planning/costs.py", "workload.full_micro_batches, 0.0", "workload.num_micro_batches, 0.0", "a step takes the time of its data", "planning/test_filling.py"),
     Mutant("saving counts time first", "planning/wear.py", "BYTES_FIRST = Objective(excess_first=True)", "BYTES_FIRST = Objective()", "storage.wear: save writes the least", "planning/test_wear.py"),
     Mutant("the slowest depth", "planning/choose.py", "return min(\n        evaluations,", "return max(\n        evaluations,", "what is chosen is the fastest", "planning/test_choose.py"),
     Mutant("nearly as good is half as good", "planning/choose.py", "_AS_GOOD = 1.005", "_AS_GOOD = 1.5", "what is chosen is the fastest", "planning/test_choose.py"),

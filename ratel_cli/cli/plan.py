@@ -38,6 +38,7 @@ from ratel_cli.run.ask.plan_inputs import (
 from ratel_cli.run.ask.plan_questions import Questions, answers, reject_questions
 from ratel_cli.run.files.new_file import reject_existing
 from ratel_cli.run.files.run_directory import read_config, stores_on_machine
+from ratel_cli.run.inputs.filling import assumes_full_rows, known_filling
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit, warn_of_learning_rate
 from ratel_cli.units import format_bytes
@@ -75,14 +76,16 @@ def run(
         config = as_recorded(config)
     config = with_planned_split(config, hardware, name=config_path.stem, log=log, layout=layout)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
-    setting = setting_of(config, hardware, step_keys=step_keys, layout=layout)
+    filling = known_filling(config)
+    setting = setting_of(config, hardware, step_keys=step_keys, layout=layout, filling=filling)
     forecast = forecaster.forecast(setting)
     if is_here:
         forecast = with_space_tiers(forecast, config, forecaster)
     _warn(config, forecaster, setting, log)
     adapter = advise_adapter(config, forecaster, forecast, log, is_here=is_here)
     advices = best_first([*_advices(forecaster, forecast), *([] if adapter is None else [adapter])])
-    answered = answers(questions, forecaster, forecast)
+    of_full_rows = forecast if filling is None else forecaster.forecast(setting.of_full_rows)
+    answered = answers(questions, forecaster, of_full_rows)
     if as_json:
         helps = [
             {
@@ -97,7 +100,7 @@ def run(
         content = {**forecast.to_json(), "advice": helps, **{answer.key: answer.content for answer in answered}}
         sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
     else:
-        _show(forecast, advices, dtype=config.dtype, has_data=bool(config.datasets))
+        _show(forecast, advices, config)
         for answer in answered:
             _block(RunLog(sys.stdout), answer.title, answer.lines)
     if picture is not None:
@@ -128,9 +131,10 @@ def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
     return advise(forecast.setting, rate)
 
 
-def _show(forecast: Forecast, advices: tuple[Advice, ...], *, dtype: str, has_data: bool) -> None:
+def _show(forecast: Forecast, advices: tuple[Advice, ...], config: RunConfig) -> None:
     page = RunLog(sys.stdout)
-    page.facts(forecast_rows(forecast, dtype=dtype, has_data=has_data))
+    has_data, assumes_full = bool(config.datasets), assumes_full_rows(config)
+    page.facts(forecast_rows(forecast, dtype=config.dtype, has_data=has_data, assumes_full_rows=assumes_full))
     for line in swap_lines(forecast.prediction):
         page.say(f"  {line}")
     _block(page, "curve", terminal_curve(forecast.prediction))

@@ -39,7 +39,7 @@ from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, printable
 from ratel_cli.json_fields import hash_of
 from ratel_cli.progress import OpenBar, no_bar
-from ratel_cli.sizes import Task
+from ratel_cli.sizes import Filling, Task
 from ratel_cli.units import counted
 
 WINDOW_SAMPLES = 1 << 14
@@ -180,12 +180,18 @@ class TrainingData:
         return int((chunks * self._row_multiple * sizes * rows).sum())
 
     @property
-    def computed_tokens_per_step(self) -> int | None:
-        """Tokens that a step of the first epoch computes on average, padding included. None: rows have no padding of
-        their own, or two texts are padded apart."""
-        if self.is_packed or self._settings.task == "seq2seq":
+    def filling(self) -> Filling | None:
+        """How much of a full step those of the first epoch have; None: samples are packed."""
+        if self.is_packed:
             return None
-        return round(self.num_computed_tokens / self.steps_per_epoch)
+        settings, rows = self._settings, 1 if self._compared is None else 2
+        num_micro_batches = -(-self.num_sequences // settings.micro_batch_size)
+        full_tokens = self.steps_per_epoch * self._sequences_per_step * rows * settings.sequence_len
+        return Filling(
+            micro_batches=num_micro_batches / (self.steps_per_epoch * settings.gradient_accumulation_steps),
+            computed=self.num_computed_tokens / full_tokens,
+            tokens=self.num_tokens / full_tokens,
+        )
 
     @property
     def is_packed(self) -> bool:

@@ -56,7 +56,7 @@ class NoisyLatents:
     is_packed = False
     loss_share = None
     """Every sample has loss."""
-    computed_tokens_per_step = None
+    filling = None
     """There is no padding."""
 
     def __init__(

@@ -67,5 +67,5 @@ def measured_plan(
     planner = planner_for(context, model, hardware, workload)
     estimate = estimated_profile(planner, model)
     plan = planner.plan(estimate)
-    measured = tried_profile(context, model, batch, planner, plan, estimate, is_packed=False)
+    measured = tried_profile(context, model, [batch], planner, plan, estimate, is_packed=False)
     return planner.plan_recording(estimate) if measured is None else planner.plan(measured)

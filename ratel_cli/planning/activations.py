@@ -9,8 +9,8 @@ Invariant: for full micro-batches, `offload` counts what the engine moves, to th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -105,6 +105,21 @@ class OffloadedActivations:
     def memory_bytes(self) -> int:
         """Bytes of host memory."""
         return self.host_bytes + self.window_bytes
+
+    def moved(self, share: float) -> OffloadedActivations:
+        """What moves if micro-batches have this share of their tokens."""
+
+        def part(units: Iterable[SpilledUnits]) -> tuple[SpilledUnits, ...]:
+            return tuple(SpilledUnits(each.number, round(share * each.unit_bytes)) for each in units)
+
+        return replace(
+            self,
+            total_bytes=round(share * self.total_bytes),
+            gpu_bytes=round(share * self.gpu_bytes),
+            written_units=part(self.written_units),
+            read_units=part(self.read_units),
+            exposed=ExposedUnits(*(round(share * each) for each in self.exposed)),
+        )
 
 
 NOTHING_OFFLOADED = OffloadedActivations(

@@ -214,7 +214,10 @@ def num_head_chunks(spec: ModelSpec, workload: Workload) -> int:
 
 
 def analytic_profile(spec: ModelSpec, workload: Workload, *, traits: LayerTraits) -> ModelProfile:
-    """The profile of one micro-batch, without seconds. Layers whose parameters have equal shapes share a profile."""
+    """The profile of one micro-batch, without seconds. Layers whose parameters have equal shapes share a profile.
+
+    Bytes are those of full rows. FLOPs are those of as many tokens in rows as long as the data's.
+    """
     profiles: list[LayerProfile] = []
     known: dict[object, int] = {}
     layers = []
@@ -270,11 +273,11 @@ def _layer_profile(spec: ModelSpec, layer: Segment, workload: Workload, traits: 
     ]
     if traits.num_heads:
         candidates.insert(
-            0, _attention_candidate(traits, spec.dtype_bytes, tokens=tokens, sequence_len=workload.sequence_len)
+            0, _attention_candidate(traits, spec.dtype_bytes, tokens=tokens, sequence_len=workload.mean.sequence_len)
         )
     flops_recomputed = sum(candidate.flops for candidate in candidates)
     frozen = {name_in_layer(each.name) for block in layer.bound if not block.is_trained for each in block.parameters}
-    pairs = tokens * workload.sequence_len
+    pairs, met_pairs = tokens * workload.sequence_len, tokens * workload.mean.sequence_len
     saved_bytes = tokens * found.saved_per_token + pairs * found.saved_per_pair
     unit_bytes, moved = input_bytes(spec, tokens=tokens), traits.moved
     expanded_bytes = sum(
@@ -298,15 +301,16 @@ def _layer_profile(spec: ModelSpec, layer: Segment, workload: Workload, traits: 
             RestCosts(
                 after=rest.after,
                 num_bytes=tokens * rest.per_token + pairs * rest.per_pair,
-                flops=2 * _flops_of_rest(rest, products, traits, tokens=tokens, sequence_len=workload.sequence_len),
+                flops=2
+                * _flops_of_rest(rest, products, traits, tokens=tokens, sequence_len=workload.mean.sequence_len),
             )
             for rest in found.rests
         ),
         frozen_flops=sum(_flops(product, tokens) for product in products if product.parameter in frozen),
         forward_moved_bytes=expanded_bytes
-        + (tokens * moved.forward_per_token + pairs * moved.forward_per_pair if moved else 0),
+        + (tokens * moved.forward_per_token + met_pairs * moved.forward_per_pair if moved else 0),
         backward_moved_bytes=expanded_bytes
-        + (tokens * moved.backward_per_token + pairs * moved.backward_per_pair if moved else 0),
+        + (tokens * moved.backward_per_token + met_pairs * moved.backward_per_pair if moved else 0),
     )
 
 

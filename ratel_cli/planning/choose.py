@@ -328,7 +328,7 @@ def _best_swap(problem: Problem, placement: Placement, objective: Objective) -> 
         if found is None or not problem.fits_device(num_outputs):
             return NO_CHOICE
         offloaded = found.offloaded
-        with_units = traffic.with_offloaded(offloaded)
+        with_units = traffic.with_offloaded(problem.moved(offloaded))
         seconds = problem.seconds(placement, with_units, offloaded, num_outputs=num_outputs)
         return objective.cost(seconds, with_units.written_bytes - problem.state_written_bytes)
 

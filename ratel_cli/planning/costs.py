@@ -118,7 +118,7 @@ def compute_seconds(
         moved_again = sum(layer.forward_moved_bytes for layer in layers if layer.input_bytes) / memory_rate
         head += profile.head_moved_bytes / memory_rate
         backward += moved_again + sum(layer.backward_moved_bytes for layer in layers) / memory_rate + head
-    number, adding = workload.num_micro_batches, 0.0
+    number, adding = workload.full_micro_batches, 0.0
     if profile.source != "recorded" and hardware.gpu.memory_bytes_per_second is not None:
         adding = head_sum_bytes / hardware.gpu.memory_bytes_per_second
     return ComputeSeconds(

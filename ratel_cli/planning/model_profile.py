@@ -1,6 +1,7 @@
 """What a model's layers cost, operator by operator. Pure.
 
-A profile is recorded in a step that swaps nothing, or estimated from shapes. All numbers are for one micro-batch.
+A profile is recorded in a step that swaps nothing, or estimated from shapes. All numbers are for one full micro-batch.
+Seconds are those of as many tokens in rows as long as the data's: short rows take more for each token.
 Layers that are alike share one profile.
 
 Invariant: a layer's candidates come with the greatest benefit first. What each one saves is counted with those before
@@ -16,7 +17,7 @@ from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields, read_as
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 Source = Literal["analytic", "recorded"]
 
 
@@ -117,6 +118,20 @@ class LayerProfile:
             backward_seconds=None if self.backward_seconds is None else 0.0,
         )
 
+    def timed_by(self, other: LayerProfile) -> LayerProfile:
+        """This layer with another one's seconds. Operators keep their shares of what is recomputed."""
+        share = (other.recomputed_seconds or 0.0) / self.recomputed_seconds if self.recomputed_seconds else 1.0
+        return replace(
+            self,
+            forward_seconds=other.forward_seconds,
+            recomputed_seconds=other.recomputed_seconds,
+            backward_seconds=other.backward_seconds,
+            candidates=tuple(
+                replace(each, seconds=None if each.seconds is None else share * each.seconds)
+                for each in self.candidates
+            ),
+        )
+
 
 _Costs = TypeVar("_Costs", "ModelProfile", LayerProfile, SwapCandidate, RestCosts)
 _Number = TypeVar("_Number", int, float)
@@ -164,6 +179,18 @@ class ModelProfile:
         )
         scaled = replace(_scaled(self, share), sequence_len=self.sequence_len, adamw_share=self.adamw_share)
         return replace(scaled, profiles=tuple(profiles))
+
+    def timed_by(self, other: ModelProfile) -> ModelProfile:
+        """This profile with the seconds of another one of the same model and as many tokens."""
+        pairs = list(zip(self.layers, other.layers, strict=True))
+        number_of = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        return replace(
+            self,
+            profiles=tuple(self.profiles[own].timed_by(other.profiles[its]) for own, its in number_of),
+            layers=tuple(number_of[pair] for pair in pairs),
+            embedding_seconds=other.embedding_seconds,
+            head_seconds=other.head_seconds,
+        )
 
     def to_json(self) -> dict[str, object]:
         """A part of `run/model.json`."""

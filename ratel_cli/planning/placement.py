@@ -15,7 +15,7 @@ from ratel_cli.planning.direct.timeline import AccessMode
 from ratel_cli.schedule.blocks import BlockSpec, with_rows
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage
-from ratel_cli.sizes import GROUP_ELEMENTS
+from ratel_cli.sizes import GROUP_ELEMENTS, Filling
 
 Overlap = Literal["optimized", "naive", "separate"]
 """How the optimizer runs. `optimized`: overlapped with computing, and the transfers of one group overlapped with the
@@ -40,6 +40,9 @@ class Workload:
     """Tokens of a row."""
     chunk_tokens: int | None = None
     """Tokens whose logits exist at once, at most; None: as many as have 64 MiB of logits."""
+    filling: Filling | None = None
+    """What of it the steps of the data have, from which times follow; memory is that of a full step. None: all of
+    it."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -50,6 +53,30 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of the step."""
         return self.micro_batch_tokens * self.num_micro_batches
+
+    @property
+    def full_micro_batches(self) -> float:
+        """Full micro-batches that have as many tokens as a step of the data, padding included."""
+        return self.num_micro_batches if self.filling is None else self.num_micro_batches * self.filling.computed
+
+    @property
+    def computed_tokens(self) -> float:
+        """These tokens."""
+        return self.full_micro_batches * self.micro_batch_tokens
+
+    @property
+    def data_tokens(self) -> float:
+        """Tokens of samples in a step of the data."""
+        return self.tokens if self.filling is None else self.tokens * self.filling.tokens
+
+    @property
+    def mean(self) -> Workload:
+        """A step of the data, in whole micro-batches and tokens."""
+        if self.filling is None:
+            return self
+        number = max(1, round(self.num_micro_batches * self.filling.micro_batches))
+        width = self.full_micro_batches * self.sequence_len / number
+        return replace(self, num_micro_batches=number, sequence_len=max(1, round(width)), filling=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

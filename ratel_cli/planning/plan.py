@@ -14,7 +14,7 @@ from ratel_cli.planning.choose import Choice, curve, weigh
 from ratel_cli.planning.clipping import SpeculationCosts, speculation_costs
 from ratel_cli.planning.gpu_memory import activation_bytes
 from ratel_cli.planning.papers.prefix import Case
-from ratel_cli.planning.placement import Placement, gradient_bytes
+from ratel_cli.planning.placement import Placement, Workload, gradient_bytes
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
@@ -121,7 +121,8 @@ def make_plan(problem: Problem) -> Plan:
     check_device_memory(chosen.memory, decisions.device_limit_bytes)
     spilled_bytes = sum(gradient_bytes(problem.own, chosen.placement.gpu_embedding_rows)[: chosen.spilled_segments])
     own_bytes = store_bytes(problem.own, num_slots=decisions.num_slots)
-    number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
+    number, number_met = workload.num_micro_batches, workload.full_micro_batches
+    layers = [profile.profiles[index] for index in profile.layers]
     speculation = speculation_costs(problem, chosen)
     on_gpu_bytes = activation_bytes(profile, chosen.offloaded, chosen.placement.gpu_units)
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
@@ -134,13 +135,13 @@ def make_plan(problem: Problem) -> Plan:
         num_blocks=len(spec.segments),
         workload=workload,
         decisions=decisions,
-        flops_forward=number * (sum(layer.flops_forward for layer in layers) + profile.flops_head),
+        flops_forward=round(number_met * (sum(layer.flops_forward for layer in layers) + profile.flops_head)),
         num_trained=spec.num_trained,
-        frozen_flops=number * (sum(layer.frozen_flops for layer in layers) + profile.frozen_head_flops),
-        flops_recomputed=number * (sum(layer.flops_recomputed for layer in layers) - chosen.swap.flops),
+        frozen_flops=round(number_met * (sum(layer.frozen_flops for layer in layers) + profile.frozen_head_flops)),
+        flops_recomputed=round(number_met * (sum(layer.flops_recomputed for layer in layers) - chosen.swap.flops)),
         swappable_bytes=swappable_bytes,
         inter_block_bytes=inter_block_bytes,
-        swapped=tuple(_swapped_operators(problem.order, chosen.swap, number)),
+        swapped=tuple(_swapped_operators(problem.order, chosen.swap, workload)),
         swap=chosen.swap,
         offloaded=chosen.offloaded,
         case=_case(chosen, swappable_bytes),
@@ -210,7 +211,7 @@ def _case(chosen: Evaluation, swappable_bytes: int) -> Case:
     return 2 if chosen.offloaded.total_bytes == swappable_bytes else 3
 
 
-def _swapped_operators(order: SwapOrder, swap: SwapPrefix, num_micro_batches: int) -> Iterator[SwappedOperator]:
+def _swapped_operators(order: SwapOrder, swap: SwapPrefix, workload: Workload) -> Iterator[SwappedOperator]:
     """The operators that the plan swaps, by benefit, as they were chosen."""
     left = swap.num_outputs
     for group in order.groups:
@@ -218,12 +219,13 @@ def _swapped_operators(order: SwapOrder, swap: SwapPrefix, num_micro_batches: in
         left -= blocks
         if not blocks:
             return
-        number, candidate = blocks * num_micro_batches, group.candidate
+        number, number_met = blocks * workload.num_micro_batches, blocks * workload.full_micro_batches
+        candidate = group.candidate
         yield SwappedOperator(
             operator=candidate.operator,
             blocks=blocks,
             bytes=number * candidate.num_bytes,
-            flops=number * candidate.flops,
-            seconds=None if candidate.seconds is None else number * candidate.seconds,
+            flops=round(number_met * candidate.flops),
+            seconds=None if candidate.seconds is None else number_met * candidate.seconds,
             benefit=candidate.flops / max(1, candidate.num_bytes),
         )

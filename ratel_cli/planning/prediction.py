@@ -36,7 +36,11 @@ class SwappedOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step of one model. Numbers are for all of its micro-batches."""
+    """A step of one model. Numbers are for all of its micro-batches.
+
+    Memory and activations are those of a full step; times, rates, FLOPs and traffic those of a step of the data, as far
+    as its lengths are known.
+    """
 
     cost_model: CostModel
     source: Source
@@ -92,15 +96,15 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of a step per second."""
-        return self.num_ranks * self.workload.tokens / self.time.total
+        """Tokens of a step per second: those of the data's samples, where these are known."""
+        return self.num_ranks * self.workload.data_tokens / self.time.total
 
     @property
     def unclipped_tokens_per_second(self) -> float | None:
         """Tokens per second of a step that is not clipped; None where `unclipped_seconds` is."""
         if self.unclipped_seconds is None:
             return None
-        return self.num_ranks * self.workload.tokens / self.unclipped_seconds
+        return self.num_ranks * self.workload.data_tokens / self.unclipped_seconds
 
     @property
     def unclipped_tflops_model(self) -> float | None:

@@ -160,7 +160,7 @@ class Problem:
     @cached_property
     def compute(self) -> ComputeSeconds:
         """Computing of a step that swaps nothing but layers' inputs."""
-        adding_bytes = head_sum_bytes(self.computed, self.workload)
+        adding_bytes = head_sum_bytes(self.computed, self.workload.mean)
         return compute_seconds(self.profile, self.workload, self.hardware, head_sum_bytes=adding_bytes)
 
     @cached_property
@@ -274,11 +274,16 @@ class Problem:
         return step_traffic(
             self.own,
             placement,
-            offloaded,
+            self.moved(offloaded),
             holds_gradients=self.decisions.holds_gradients,
             spilled_segments=spilled_segments,
             overlap=self.decisions.overlap,
         )
+
+    def moved(self, offloaded: OffloadedActivations) -> OffloadedActivations:
+        """What a step of the data moves where a full one offloads this."""
+        filling = self.workload.filling
+        return offloaded if filling is None else offloaded.moved(filling.computed)
 
     def seconds(
         self, placement: Placement, traffic: Traffic, offloaded: OffloadedActivations, *, num_outputs: int
@@ -415,11 +420,11 @@ class Problem:
             traffic,
             self.hardware,
             compute=self.compute,
-            offloaded=offloaded,
-            not_recomputed_seconds=self.workload.num_micro_batches * saved,
-            num_micro_batches=self.workload.num_micro_batches,
+            offloaded=self.moved(offloaded),
+            not_recomputed_seconds=self.workload.full_micro_batches * saved,
+            num_micro_batches=self.workload.mean.num_micro_batches,
             lookup_rows_bytes=self.lookup_rows_bytes,
-            num_head_chunks=num_head_chunks(self.computed, self.workload),
+            num_head_chunks=num_head_chunks(self.computed, self.workload.mean),
             holds_gradients=self.decisions.holds_gradients,
             overlap=self.decisions.overlap,
             part=self.part,
@@ -428,7 +433,8 @@ class Problem:
     @cached_property
     def lookup_rows_bytes(self) -> int:
         """Rows of a tied head's gradient, of all micro-batches, that wait for the embedding's."""
-        return self.workload.num_micro_batches * lookup_rows_bytes(self.computed, self.workload)
+        step = self.workload.mean
+        return step.num_micro_batches * lookup_rows_bytes(self.computed, step)
 
     @cached_property
     def _gpu_embedding_rows(self) -> int | None:

@@ -47,9 +47,10 @@ class SeenStep:
 
 
 def refined_profile(
-    profile: ModelProfile, steps: Sequence[SeenStep], *, swapped: Mapping[int, frozenset[str]], num_micro_batches: int
+    profile: ModelProfile, steps: Sequence[SeenStep], *, swapped: Mapping[int, frozenset[str]], num_micro_batches: float
 ) -> ModelProfile:
-    """A recorded profile with the times of the steps after it. `swapped` are the keys of their plan, by block."""
+    """A recorded profile with the times of the steps after it. `swapped` are the keys of their plan, by block.
+    `num_micro_batches`: full ones with as many tokens as a step has on average."""
     assert profile.source == "recorded"
     alike: dict[int, list[int]] = {}
     for block, number in enumerate(profile.layers, start=1):
@@ -112,7 +113,7 @@ def _refined_layer(
     blocks: Sequence[int],
     steps: Sequence[SeenStep],
     swapped: Mapping[int, frozenset[str]],
-    num_micro_batches: int,
+    num_micro_batches: float,
 ) -> LayerProfile:
     recorded_forward, recomputed = layer.forward_seconds or 0.0, layer.recomputed_seconds or 0.0
     seen_forward = [median(step.blocks[block].forward for block in blocks) / num_micro_batches for step in steps]

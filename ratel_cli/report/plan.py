@@ -51,10 +51,12 @@ _MOST_PERCENT = 2.0
 """The largest share of more wear that is said in percent; beyond it, bytes say more."""
 
 
-def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tuple[str, str]]:
+def forecast_rows(
+    forecast: Forecast, *, dtype: str, has_data: bool, assumes_full_rows: bool = False
+) -> list[tuple[str, str]]:
     """The table, from the model to what is offloaded: a name and a fact for each row.
 
-    `has_data`: the config names data, from which the number of steps follows.
+    `has_data`: the config names data, from which the number of steps follows. `assumes_full_rows`: rows may be shorter.
     """
     prediction, hardware = forecast.prediction, forecast.setting.hardware
     gpu, nvme, number = hardware.gpu, hardware.nvme, prediction.num_ranks
@@ -62,9 +64,10 @@ def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tup
     rates = f"{format_rate(nvme.read_bytes_per_second)} read, {format_rate(nvme.write_bytes_per_second)} written"
     parameters = parameter_words(prediction.num_parameters, prediction.num_trained)
     parameters += f" in {counted(prediction.num_blocks, 'block')}"
+    split = split_words(prediction.workload, is_planned=not forecast.setting.has_own_split, num_ranks=number)
     return [
         ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
-        ("step", split_words(prediction.workload, is_planned=not forecast.setting.has_own_split, num_ranks=number)),
+        ("step", f"{split}, assuming full rows" if assumes_full_rows else split),
         *_ranks(forecast),
         ("machine", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; {drives}, {rates}"),
         ("estimate", _estimate(prediction)),
@@ -237,7 +240,11 @@ def split_words(workload: Workload, *, is_planned: bool, num_ranks: int = 1) -> 
     """The split of a step into micro-batches; `is_planned`: the plan, not the user, chose it."""
     micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
     size = f"{workload.micro_batch_size} x {workload.sequence_len}"
-    words = f"{micro_batches} of {size} = {workload.tokens} tokens{', split by the plan' if is_planned else ''}"
+    words = f"{micro_batches} of {size} = {workload.tokens} tokens"
+    if workload.filling is not None:
+        padded = f"{workload.data_tokens:.0f} on average in this data, {workload.computed_tokens:.0f} with padding"
+        words = f"{micro_batches} of at most {size} = {workload.tokens} tokens; {padded}"
+    words += ", split by the plan" if is_planned else ""
     return words if num_ranks == 1 else f"{words}, in each of {num_ranks} ranks"
 
 

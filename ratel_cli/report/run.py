@@ -52,22 +52,19 @@ def opening(
     output_dir: Path,
     taken_bytes: int = 0,
     split: str,
-    computed_tokens: int | None = None,
     endurance_tb: float | None = None,
 ) -> list[tuple[str, str]]:
     """Rows about what will be trained, where its state will be, and what that will cost.
 
     `loss_share` is the share of the tokens that carry loss; None if it is not known. `taken_bytes` is the size of an
     earlier store of this run, whose space counts as available. `split`: the step's micro-batches in
-    words. `computed_tokens`: of a step on average, padding included, where samples are not packed.
-    `endurance_tb` is what the drives are rated for; None if that is not known.
+    words. `endurance_tb` is what the drives are rated for; None if that is not known.
     """
     gpu = hardware.gpu
     return [
         ("model", _model(spec, dtype)),
         ("data", _data(samples, data_tokens, loss_share)),
         ("step", f"{split}; {_steps(num_steps, first_step)}"),
-        *_not_full(plan, computed_tokens),
         ("compute", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; one block at a time"),
         *_gpu_memory(plan, hardware),
         ("memory", _memory(plan)),
@@ -256,15 +253,6 @@ def _model(spec: ModelSpec, dtype: str) -> str:
         state = f"master weights in fp32, by {' and '.join(rules)}"
     frozen = ", linear layers quantised" if any(block.dtype == "uint8" for block in spec.blocks) else ""
     return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}{frozen}, {state}"
-
-
-def _not_full(plan: Plan, computed_tokens: int | None) -> list[tuple[str, str]]:
-    """A row about steps that compute fewer tokens than the plan, which is for the longest samples that there may be."""
-    if computed_tokens is None or computed_tokens >= plan.workload.tokens:
-        return []
-    share = percent(computed_tokens / plan.workload.tokens)
-    fact = f"samples are not packed: a step of this data has {computed_tokens} tokens on average, padding included"
-    return [("padding", f"{fact}; that is {share} of the step that is predicted")]
 
 
 def _data(samples: int, data_tokens: int, loss_share: float | None) -> str:

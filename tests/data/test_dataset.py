@@ -343,6 +343,12 @@ def test_the_tokens_that_an_epoch_computes(load: Load, write_rows: WriteRows) ->
         assert data.num_computed_tokens == computed
         assert data.packing_efficiency == sum(batch.num_tokens for batch in batches) / computed
         assert packing or size > 1 or data.packing_efficiency == 1
+        full_tokens = data.steps_per_epoch * size * number * 64
+        assert (data.filling is None) == packing
+        if data.filling is not None:
+            assert data.filling.computed * full_tokens == pytest.approx(computed)
+            assert data.filling.tokens * full_tokens == pytest.approx(sum(batch.num_tokens for batch in batches))
+            assert data.filling.micro_batches * data.steps_per_epoch * number == pytest.approx(len(batches))
 
 
 def test_rows_of_the_model_decide_what_is_cached(load: Load, write_rows: WriteRows, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from ratel_cli.report.run import (
     step_line,
 )
 from ratel_cli.schedule.rules import OptimizerName, rules_of
+from ratel_cli.sizes import Filling
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB, format_bytes, format_seconds, format_traffic
 from tests.planning.profiles import estimated
@@ -104,7 +105,6 @@ def facts(
     num_steps: int = 10,
     first_step: int = 0,
     taken_bytes: int = 0,
-    computed_tokens: int | None = None,
     endurance_tb: float | None = None,
 ) -> dict[str, str]:
     rows = opening(
@@ -122,7 +122,6 @@ def facts(
         paths=[Path("/a"), Path("/b")],
         output_dir=Path("out"),
         taken_bytes=taken_bytes,
-        computed_tokens=computed_tokens,
         endurance_tb=endurance_tb,
     )
     assert len(dict(rows)) == len(rows)
@@ -130,14 +129,15 @@ def facts(
 
 
 def test_steps_of_samples_that_are_not_packed() -> None:
-    """Their padding to `sequence_len` is not computed, and not predicted as if it were without a word."""
+    """What a step of the data has stands beside what a full one may have, and nothing says that another is predicted."""
     made = plan()
-    tokens = made.workload.tokens
-    assert "padding" not in facts(made) and "padding" not in facts(made, computed_tokens=tokens)
-    assert facts(made, computed_tokens=tokens // 4)["padding"] == (
-        f"samples are not packed: a step of this data has {tokens // 4} tokens on average, padding included; "
-        "that is 25 % of the step that is predicted"
-    )
+    workload = made.workload
+    assert "average" not in facts(made)["step"]
+    short = replace(made, workload=replace(workload, filling=Filling(micro_batches=1.0, computed=0.25, tokens=0.125)))
+    found = facts(short)
+    assert f"at most {workload.micro_batch_size} x {workload.sequence_len} = {workload.tokens} tokens; " in found["step"]
+    average = f"{workload.tokens // 8} on average in this data, {workload.tokens // 4} with padding"
+    assert average in found["step"] and "padding" not in found
 
 
 def test_the_opening_statement() -> None:

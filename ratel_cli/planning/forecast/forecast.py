@@ -57,6 +57,11 @@ class Setting:
         return replace(share, gpu=replace(share.gpu, flops_per_second=flops_per_second))
 
     @property
+    def of_full_rows(self) -> Setting:
+        """The same for steps that are full, whatever is known of the data."""
+        return replace(self, workload=replace(self.workload, filling=None))
+
+    @property
     def has_own_split(self) -> bool:
         """Whether the user, not the plan, chose how the step is split into micro-batches."""
         return self.step_keys == SPLIT_KEYS

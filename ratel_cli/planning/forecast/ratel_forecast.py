@@ -69,6 +69,7 @@ class RatelForecaster:
         """The logits that a run with this setting would compute at once if it began now."""
         if setting.chunk_bytes is not None:
             return setting.chunk_bytes
+        setting = setting.of_full_rows  # chosen before the data is known
         limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
         problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
         estimate = (self.estimate or self.profile).of_tokens(setting.workload.micro_batch_tokens)

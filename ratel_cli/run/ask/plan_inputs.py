@@ -38,7 +38,7 @@ from ratel_cli.run.inputs.length import known_steps
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.settings import decisions_of, wear_limit, workload_of
 from ratel_cli.run.train.space import spaces_of, taken_bytes
-from ratel_cli.sizes import SPLIT_KEYS
+from ratel_cli.sizes import SPLIT_KEYS, Filling
 from ratel_cli.units import MIB, parse_rate
 
 _PROCESS_BYTES = 460 * MIB
@@ -88,12 +88,14 @@ def setting_of(
     *,
     step_keys: tuple[str, ...] = SPLIT_KEYS,
     layout: RankLayout = ONE_RANK,
+    filling: Filling | None = None,
 ) -> Setting:
     """What to plan for: the config's step, on this machine, with drives of the endurance that the config gives.
-    `step_keys`: those of the config as it was written. `layout`: the ranks that train."""
+    `step_keys`: those of the config as it was written. `layout`: the ranks that train. `filling`: of the data's steps;
+    None: they are full."""
     endurance_tb = config.storage.endurance_tb or hardware.nvme.endurance_tb_written
     return Setting(
-        workload=workload_of(config),
+        workload=replace(workload_of(config), filling=filling),
         hardware=replace(hardware, nvme=replace(hardware.nvme, endurance_tb_written=endurance_tb)),
         host_limit_bytes=config.limits.host_memory,
         wear=config.storage.wear,

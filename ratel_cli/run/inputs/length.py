@@ -23,7 +23,7 @@ from ratel_cli.run.inputs.settings import DECIDES_THE_LENGTH
 from ratel_cli.training.facts import read_facts
 from ratel_cli.training.schedule import LearningRateSchedule, ScheduleOptions
 
-_DECIDES_THE_COUNT: Final = (
+DECIDES_THE_COUNT: Final = (
     "base_model", "datasets", "chat_template", "chat_template_jinja", "special_tokens", "eot_tokens",
     "tokenizer_use_mistral_common", "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing",
     "attn_implementation", "val_set_size", "seed", *DECIDES_THE_LENGTH,
@@ -51,7 +51,7 @@ def known_steps(config: RunConfig) -> int | None:
     before, facts = _before(config), read_facts(run_directory(config.output_dir))
     if config.max_steps is not None or before is None or facts is None:
         return config.max_steps
-    keys = set(_DECIDES_THE_COUNT)
+    keys = set(DECIDES_THE_COUNT)
     is_same = before.model_dump(include=keys) == as_recorded_by_run(config).model_dump(include=keys)
     return facts.num_steps if is_same and before.sequences_per_step == config.sequences_per_step else None
 

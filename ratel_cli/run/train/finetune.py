@@ -43,6 +43,7 @@ from ratel_cli.run.files.origin import Origin, OriginRecord, check_same_origin, 
 from ratel_cli.run.files.output import claim_output, reject_lost_store
 from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, place_of
 from ratel_cli.run.files.run_files import files_of_training, forget_missing, write_run_files
+from ratel_cli.run.inputs.filling import note_filling
 from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.inputs.length import check_length, num_steps, rounds_up
 from ratel_cli.run.inputs.process import prepare_process
@@ -237,6 +238,7 @@ def _find(
         context = replace(context, config=config)
         inputs = replace(inputs, data=inputs.data.split_by(config.known_split[0]))
     identity = identity_of(context.config, inputs)
+    note_filling(context.config, inputs.data.filling)
     return _Run(
         context=context,
         inputs=inputs,
@@ -248,7 +250,7 @@ def _find(
         written=written,
         hardware=hardware,
         meter=meter,
-        planner=make_planner(context, inputs.model.spec, share),
+        planner=make_planner(context, inputs.model.spec, share, filling=inputs.data.filling),
     )
 
 
@@ -300,7 +302,7 @@ def _planned(run: _Run, cached: ModelProfile | None) -> tuple[ModelProfile, Plan
     plan = make_plan(profile)
     if cached is None:
         data, model = run.inputs.data, run.inputs.model
-        measured = tried_profile(context, model, data.step(0)[0], planner, plan, profile, is_packed=data.is_packed)
+        measured = tried_profile(context, model, data.step(0), planner, plan, profile, is_packed=data.is_packed)
         if measured is not None:
             profile, plan = measured, make_plan(measured)
     report_other_load(run.meter, context.log)
@@ -398,7 +400,6 @@ def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config.storage.paths),
         split=split_words(plan.workload, is_planned=run.written.split is None, num_ranks=run.context.ranks.size),
-        computed_tokens=data.computed_tokens_per_step,
         endurance_tb=config.storage.endurance_tb,
     )
     if config.base_storage == "in_place":

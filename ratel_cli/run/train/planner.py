@@ -36,6 +36,7 @@ from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
 from ratel_cli.schedule.uses import Stage
+from ratel_cli.sizes import Filling
 from ratel_cli.store.copy import COPY_BYTES
 from ratel_cli.store.layout import WHOLE, RankSlice
 
@@ -72,15 +73,20 @@ class Planner:
             return self._plan(profile, replace(self.decisions, activations="auto"))
 
     def recorded(self, recording: StepRecording, spans: Sequence[Span], *, estimate: ModelProfile) -> ModelProfile:
-        """The profile of the model from a recorded step, the spans of its work, and the profile before it."""
-        return recorded_profile(
+        """The profile of the model from a recorded step, the spans of its work, and the profile before it.
+
+        The micro-batches of the step count as the mean ones of the data.
+        """
+        step = self.workload.mean
+        profile = recorded_profile(
             recording.units(),
             self._block_seconds(spans, estimate),
             self.spec,
-            self.workload,
+            step,
             num_micro_batches=recording.num_micro_batches,
-            estimate=estimate,
+            estimate=estimate.of_tokens(step.micro_batch_tokens),
         )
+        return replace(profile.of_tokens(self.workload.micro_batch_tokens), sequence_len=self.workload.sequence_len)
 
     def seen(self, seconds: float, spans: Sequence[Span], profile: ModelProfile) -> SeenStep:
         """What a step that took `seconds` shows by the spans of its work. `profile`: the one of its plan."""
@@ -95,7 +101,7 @@ class Planner:
     def refined(self, profile: ModelProfile, plan: Plan, steps: Sequence[SeenStep]) -> tuple[Planner, ModelProfile]:
         """A planner and a profile with the rates and the times that the steps under `plan` show."""
         refined = refined_profile(
-            profile, steps, swapped=plan.placement.swapped, num_micro_batches=self.workload.num_micro_batches
+            profile, steps, swapped=plan.placement.swapped, num_micro_batches=self.workload.full_micro_batches
         )
         return replace(self, hardware=refined_hardware(self.hardware, plan.time, steps)), refined
 
@@ -124,8 +130,10 @@ class Planner:
         return make_plan(self.problem(profile, decisions))
 
 
-def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile) -> Planner:
-    """The planner of a run, with the memory that is free now."""
+def make_planner(
+    context: RunContext, spec: ModelSpec, hardware: HardwareProfile, *, filling: Filling | None = None
+) -> Planner:
+    """The planner of a run, with the memory that is free now. `filling`: of the data's steps; None: they are full."""
     config = context.config
     decisions = decisions_of(config, host_limit_bytes=context.host_limit_bytes)
     if context.device.type != "cpu":
@@ -135,7 +143,7 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
         )
     return Planner(
         spec=spec,
-        workload=chunked_workload_of(config, spec),
+        workload=replace(chunked_workload_of(config, spec), filling=filling),
         decisions=decisions,
         hardware=hardware,
         process_bytes=kept_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),

@@ -2,8 +2,8 @@
 
     1. try      forward and backward on a few tokens: what cannot run, such as an operator without a deterministic
                 kernel, is an error now, not in step 1, after the import
-    2. measure  the run's own micro-batch, operator by operator, alone and next to AdamW: a plan from this profile
-                predicts step 1
+    2. measure  a full micro-batch, operator by operator, and the seconds of a usual one of the data, alone and next to
+                AdamW: a plan from this profile has memory for the one and the time of the other
 
 The plan from shapes comes first. A trial takes what that plan has for the block that computes, so it fits where the
 plan fits. Where it would take too long, or more memory after all, step 1 is recorded instead.
@@ -13,7 +13,7 @@ Invariant: nothing is written, and the model is as before afterwards, but for it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,10 +33,11 @@ from ratel_cli.hardware.spec import Host
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.cut_model import AnyModel
 from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.recorded import recorded_profile
+from ratel_cli.planning.recorded import BlockSeconds, UnitRecord, recorded_profile
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.train.engine import open_planned_device
 from ratel_cli.run.train.planner import Planner
@@ -54,7 +55,7 @@ _ADAMW_BYTES = 128 * MIB
 def tried_profile(
     context: RunContext,
     model: AnyModel,
-    batch: AnyModelBatch,
+    batches: Sequence[AnyModelBatch],
     planner: Planner,
     plan: Plan,
     estimate: ModelProfile,
@@ -63,14 +64,16 @@ def tried_profile(
 ) -> ModelProfile | None:
     """The model's measured profile; None if step 1 has to be recorded. `plan` is the one from `estimate`.
 
-    `batch`: a micro-batch of the run, of whatever size. `is_packed`: its sequences may have several samples. Raises
+    `batches`: micro-batches of the run, of whatever size. `is_packed`: their sequences may have several samples. Raises
     BadInput if the model cannot run as the config has it.
     """
     workload, log = planner.workload, context.log
+    usual = min(batches, key=lambda each: abs(each.num_computed_tokens - workload.mean.micro_batch_tokens))
+    full, is_usual = _of_full_size(batches[0], model, workload), workload.filling is None
     try:
         with (
             open_planned_device(context, plan, Timeline()) as device,
-            log.bar("trying one layer of each kind", 2 * len(model.spec.segments)) as bar,
+            log.bar("trying one layer of each kind", (2 if is_usual else 3) * len(model.spec.segments)) as bar,
         ):
             profiler = block_profiler(
                 model, context.pool, device, dtype=context.config.dtype, placement=plan.placement, workload=workload
@@ -80,11 +83,10 @@ def tried_profile(
             if seconds > _MOST_SECONDS:
                 log.notice(f"measuring a layer would take about {format_seconds(seconds)}; step 1 is recorded instead")
                 return None
-            units, seconds_of = profiler.record(
-                _of_full_size(batch, model, workload),
-                beside=adamw_beside(context.pool, planner.hardware.host, device),
-                progress=progress,
-            )
+            beside = adamw_beside(context.pool, planner.hardware.host, device)
+            record = partial(profiler.record, progress=progress)
+            of_full = record(full, beside=beside) if is_usual else record(full, most_runs=1)
+            of_usual = of_full if is_usual else record(usual, beside=beside)
     except DoesNotFit as failure:
         log.notice(f"the layers could not be measured before step 1: {failure.message}; step 1 is recorded instead")
         return None
@@ -93,8 +95,22 @@ def tried_profile(
         return_free_memory()
         if context.device.type != "cpu":
             torch.accelerator.empty_cache()
-    profile = recorded_profile(units, seconds_of, planner.spec, workload, num_micro_batches=1, estimate=estimate)
+    profile = _profile(of_full, planner.spec, workload, estimate)
+    if not is_usual:
+        step = replace(workload, micro_batch_size=1, sequence_len=usual.num_computed_tokens)
+        timed = _profile(of_usual, planner.spec, step, estimate.of_tokens(usual.num_computed_tokens))
+        profile = profile.timed_by(timed.of_tokens(workload.micro_batch_tokens))
     return replace(profile, adamw_share=profiler.sharing)
+
+
+def _profile(
+    recorded: tuple[Mapping[tuple[int, int], UnitRecord], Mapping[int, BlockSeconds]],
+    spec: ModelSpec,
+    workload: Workload,
+    estimate: ModelProfile,
+) -> ModelProfile:
+    units, seconds = recorded
+    return recorded_profile(units, seconds, spec, workload, num_micro_batches=1, estimate=estimate)
 
 
 def block_profiler(
@@ -158,7 +174,7 @@ def _of_full_size(batch: AnyModelBatch, model: AnyModel, workload: Workload) -> 
 
 
 def _advancing(advance: Callable[[float], None]) -> Callable[[Segment], None]:
-    """Advances a bar to each block of two passes through the model, as it comes."""
+    """Advances a bar to each block of several passes through the model, as it comes."""
     last = 0
 
     def progress(block: Segment) -> None:
