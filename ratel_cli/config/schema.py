@@ -379,12 +379,14 @@ class RunConfig(Section):
     """The seed of everything random: the order of the data, dropout, and the weights if `random_init` is set."""
 
     def resolved(self, name: str) -> Self:
-        """This config with the default paths filled in. `name` is the run's name, from which `output_dir` follows."""
+        """This config with the defaults filled in that follow from other keys: paths, the split, an adapter's scale.
+        `name` is the run's name, from which `output_dir` follows."""
         output_dir = self.output_dir if "output_dir" in self.model_fields_set else Path("outputs") / (name or "run")
         named = output_dir.name not in ("", "..")
         store = output_dir.with_name(output_dir.name + ".store") if named else output_dir / "ratel.store"
         storage = self.storage if self.storage.paths else self.storage.model_copy(update={"paths": (store,)})
-        config = self.model_copy(update={"output_dir": output_dir, "storage": storage})
+        alpha = self.lora_r if self.adapter is not None and self.lora_alpha is None else self.lora_alpha
+        config = self.model_copy(update={"output_dir": output_dir, "storage": storage, "lora_alpha": alpha})
         if isinstance(self.micro_batch_size, int):
             return config.split_by(self.micro_batch_size)
         if isinstance(self.gradient_accumulation_steps, int):
@@ -479,6 +481,12 @@ class RunConfig(Section):
     def resolved_gradient_dtype(self) -> DtypeName:
         """The gradients' data type, with `auto` replaced by the type that it stands for."""
         return self.dtype if self.gradient_dtype == "auto" else self.gradient_dtype
+
+    @property
+    def resolved_wear(self) -> Literal["save", "balanced", "ignore"]:
+        """`storage.wear` with `auto` replaced by the rule that it stands for."""
+        of_default = "balanced" if self.adapter is None else "save"
+        return of_default if self.storage.wear == "auto" else self.storage.wear
 
     @property
     def num_saved_generations(self) -> int:

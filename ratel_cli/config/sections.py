@@ -249,10 +249,11 @@ class StorageConfig(Section):
     max_tb_written: Number | None = Field(default=None, gt=0)
     """Stop before more than this many TB (10^12 bytes) are written to the store; every step so far stays saved. A dry
     run says at which step. Default: no limit."""
-    wear: Literal["save", "balanced", "ignore"] = "balanced"
+    wear: Literal["auto", "save", "balanced", "ignore"] = "auto"
     """What may be written to the drives to save time, in addition to the model's state. `balanced`: activations and
     gradients, where writing a percent more, by what a step of the whole model writes, makes a step at least half a
-    percent faster. `save`: nothing, unless the run does not fit otherwise. `ignore`: whatever makes a step faster."""
+    percent faster. `save`: nothing, unless the run does not fit otherwise. `ignore`: whatever makes a step faster.
+    `auto`: `save` beside an adapter, whose state is small, and `balanced` for all other runs."""
     endurance_tb: Number | None = Field(default=None, gt=0)
     """The rated endurance of all drives of the store together: the sum of their TBW, in TB (10^12 bytes). With it,
     `ratel plan` and a run report the share of the drives' life that the run takes. Default: unknown."""

@@ -289,7 +289,7 @@ def _trade(from_seconds: float, from_bytes: int, *, seconds: float, written_byte
     """How much faster a step gets, and how much more it writes: next to an adapter's state, in bytes."""
     more = written_bytes / from_bytes - 1
     amount = percent(more) if more <= _MOST_PERCENT else format_bytes(written_bytes - from_bytes)
-    return percent(from_seconds / seconds - 1), f"{amount} more wear"
+    return percent(from_seconds / seconds - 1), f"{amount} more wear per step"
 
 
 def _predicted(prediction: Prediction) -> str:

@@ -272,10 +272,10 @@ def test_what_the_rule_for_wear_holds_back_is_told_and_advised(ask: Ask, here: P
     slow = replace(paper, gpu=replace(paper.gpu, flops_per_second=1e13))
     arguments = (here / "wide.yaml", "--hardware", hardware_file(here / "slow.json", slow))
     save, balanced, ignore = (ask(*arguments, f"storage.wear={rule}") for rule in ("save", "balanced", "ignore"))
-    assert re.search("faster for .* % more wear than storage.wear: save", ignore.row("wear"))
+    assert re.search("faster for .* % more wear per step than storage.wear: save", ignore.row("wear"))
     assert "storage.wear: ignore" not in ignore.out
     for result in (save, balanced):
-        assert re.search("storage.wear: ignore would be .* % faster for .* % more wear", result.row("wear"))
+        assert re.search("storage.wear: ignore would be .* % faster for .* % more wear per step", result.row("wear"))
         assert "storage.wear: ignore (more is written)" in result.out
     trade = json.loads(ask(*arguments, "--json").out)["wear"]["trade"]
     assert trade["policy"] == "balanced"

@@ -52,6 +52,21 @@ def test_every_key_has_a_meaning() -> None:
             assert field.description, f"{model.__name__}.{name} has no docstring"
 
 
+def test_the_default_for_wear_is_that_of_what_is_trained(load: Load) -> None:
+    """Beside an adapter activations wear the drives many times as much as its state."""
+    assert load(MINIMAL).config.resolved_wear == "balanced"
+    assert load(MINIMAL + "adapter: lora\n").config.resolved_wear == "save"
+    for rule in ("save", "balanced", "ignore"):
+        for adapter in ("", "adapter: lora\n"):
+            assert load(f"{MINIMAL}{adapter}storage: {{wear: {rule}}}\n").config.resolved_wear == rule
+
+
+def test_the_scale_of_an_adapter_is_filled_in(load: Load) -> None:
+    assert load(MINIMAL).config.lora_alpha is None
+    assert load(MINIMAL + "adapter: lora\nlora_r: 4\n").config.lora_alpha == 4
+    assert load(MINIMAL + "adapter: lora\nlora_r: 4\nlora_alpha: 9\n").config.lora_alpha == 9
+
+
 def test_the_minimal_config_gets_every_default(load: Load) -> None:
     loaded = load(MINIMAL)
     assert loaded.notices == ()

@@ -64,7 +64,9 @@ def test_rates_are_those_of_samples() -> None:
     """Padding takes time, and is no token of the data: as `tokens_per_second` of a step counts."""
     found = plan(filled(width=256), has_gpu=False)
     assert found.tokens_per_second == pytest.approx(0.75 * 256 * 4 * 6 / found.time.total)
-    assert plan(FULL, has_gpu=False).tokens_per_second == pytest.approx(FULL.tokens / plan(FULL, has_gpu=False).time.total)
+    assert plan(FULL, has_gpu=False).tokens_per_second == pytest.approx(
+        FULL.tokens / plan(FULL, has_gpu=False).time.total
+    )
 
 
 @pytest.mark.parametrize("width", [512, 128, 16])

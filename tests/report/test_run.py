@@ -129,13 +129,15 @@ def facts(
 
 
 def test_steps_of_samples_that_are_not_packed() -> None:
-    """What a step of the data has stands beside what a full one may have, and nothing says that another is predicted."""
+    """What a step of the data has stands beside what a full one may have."""
     made = plan()
     workload = made.workload
     assert "average" not in facts(made)["step"]
     short = replace(made, workload=replace(workload, filling=Filling(micro_batches=1.0, computed=0.25, tokens=0.125)))
     found = facts(short)
-    assert f"at most {workload.micro_batch_size} x {workload.sequence_len} = {workload.tokens} tokens; " in found["step"]
+    assert (
+        f"at most {workload.micro_batch_size} x {workload.sequence_len} = {workload.tokens} tokens; " in found["step"]
+    )
     average = f"{workload.tokens // 8} on average in this data, {workload.tokens // 4} with padding"
     assert average in found["step"] and "padding" not in found
 
@@ -254,19 +256,22 @@ def test_what_is_written_to_save_time_has_a_row() -> None:
     assert trade(seconds=(105.0, 105.0, 100.0), written=(GIB, GIB, more)) == [
         (
             "wear",
-            "nothing is written but the model's state; storage.wear: ignore would be 5 % faster for 19 % more wear",
+            (
+                "nothing is written but the model's state; "
+                "storage.wear: ignore would be 5 % faster for 19 % more wear per step"
+            ),
         )
     ]
     assert trade(seconds=(105.0, 100.0, 100.0), written=(GIB, more, more)) == [
-        ("wear", "5 % faster for 19 % more wear than storage.wear: save")
+        ("wear", "5 % faster for 19 % more wear per step than storage.wear: save")
     ]
     assert trade(seconds=(100.0, 100.0, 100.0), written=(GIB, GIB, more)) == []
     words = (
-        "7.8 % faster for 19 % more wear than storage.wear: save; "
-        "storage.wear: ignore would be 2 % faster for 68 % more wear"
+        "7.8 % faster for 19 % more wear per step than storage.wear: save; "
+        "storage.wear: ignore would be 2 % faster for 68 % more wear per step"
     )
     assert trade(seconds=(110.0, 102.0, 100.0), written=(GIB, more, 2 * GIB)) == [("wear", words)]
-    words = "5 % faster for 2.50 GiB more wear than storage.wear: save"
+    words = "5 % faster for 2.50 GiB more wear per step than storage.wear: save"
     written = (GIB, 7 * GIB // 2, 7 * GIB // 2)
     assert trade(seconds=(105.0, 100.0, 100.0), written=written) == [("wear", words)], "more than twice the state"
 
@@ -276,7 +281,7 @@ def test_what_must_be_written_is_said_to_be_forced() -> None:
     words = "64.0 MiB of activations and gradients are written because RAM is too small"
     assert trade(seconds=(2.0, 2.0, 2.0), written=(forced, forced, forced)) == [("wear", words)]
     assert trade(seconds=(3.0, 2.0, 2.0), written=(forced, 2 * forced, 2 * forced)) == [
-        ("wear", f"{words}; 50 % faster for 100 % more wear than storage.wear: save")
+        ("wear", f"{words}; 50 % faster for 100 % more wear per step than storage.wear: save")
     ]
 
 

@@ -98,7 +98,7 @@ def setting_of(
         workload=replace(workload_of(config), filling=filling),
         hardware=replace(hardware, nvme=replace(hardware.nvme, endurance_tb_written=endurance_tb)),
         host_limit_bytes=config.limits.host_memory,
-        wear=config.storage.wear,
+        wear=config.resolved_wear,
         has_reference=config.has_reference,
         chunk_bytes=None if config.head_chunk == "auto" else config.head_chunk,
         num_steps=known_steps(config if layout.num_ranks == 1 else config.of_ranks(layout.num_ranks)),

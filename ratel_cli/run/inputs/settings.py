@@ -162,7 +162,7 @@ def decisions_of(config: RunConfig, *, host_limit_bytes: int) -> Decisions:
         device_limit_bytes=config.limits.gpu_memory,
         activations=config.activations,
         overlap=config.optimizer_overlap,
-        wear=config.storage.wear,
+        wear=config.resolved_wear,
     )
 
 
