@@ -99,3 +99,15 @@ def test_an_export_does_without_a_picture(make_config: MakeConfig, monkeypatch: 
     monkeypatch.setattr(curves, "import_module", fail)
     assert "note: the model card has no picture: matplotlib failed: no fonts\n" in succeed(config)
     assert "curves.png" not in card_of(config)
+
+
+@pytest.mark.full
+def test_the_scale_of_an_adapter_is_written_out(make_config: MakeConfig) -> None:
+    """As the run has it, though the config leaves it to `lora_r`; and nothing that does not count."""
+    config = make_config(adapter="lora", lora_r=4, max_steps=1)
+    succeed(config)
+    settings = settings_in(card_of(config))
+    assert (settings["lora_r"], settings["lora_alpha"]) == (4, 4)
+    assert not {"mlm_probability", "lora_target_linear", "peft_use_dora", "peft_use_rslora"} & set(settings)
+    assert load_config(output_of(config) / "run" / "config.yaml").config.lora_alpha == 4
+    assert "lora_alpha: 4\n" in (output_of(config) / "run" / "config.yaml").read_text()

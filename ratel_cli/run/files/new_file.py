@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
@@ -15,9 +17,17 @@ def reject_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def check_new(path: Path, *, overwrite: bool) -> None:
-    """Raise BadInput unless `-o` may name this file. For commands that work for a while before they write it."""
+    """Raise BadInput unless `-o` may name this file, and EnvironmentFailure if it cannot be written. For commands that
+    work for a while before they write it."""
     check_place(path)
     reject_existing(path, overwrite=overwrite)
+    try:
+        if not os.path.exists(path):
+            TemporaryFile(dir=path.parent).close()
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _cannot_write(path, error.strerror) from error
 
 
 def check_place(path: Path) -> None:
@@ -35,5 +45,8 @@ def write_new(path: Path, text: str, *, overwrite: bool) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise EnvironmentFailure(f"{path}: cannot be written: {reason}") from error
+        raise _cannot_write(path, error.strerror if isinstance(error, OSError) else error) from error
+
+
+def _cannot_write(path: Path, reason: object) -> EnvironmentFailure:
+    return EnvironmentFailure(f"{path}: cannot be written: {reason}")

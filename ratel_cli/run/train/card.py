@@ -83,6 +83,8 @@ def _settings(config: RunConfig) -> dict[str, object]:
         *(OF_TEXT if config.task == "denoising" else ()),
         *(("adapter", *OF_ADAPTER, *OF_QUANTISATION) if config.adapter is None else ()),
         *(("bnb_4bit_use_double_quant",) if not config.load_in_4bit else ()),
+        *(("mlm_probability",) if config.task != "masked_lm" else ()),
+        *(key for key in OF_ADAPTER if values[key] is False and not RunConfig.model_fields[key].default),
     )
     left_out += tuple(
         key
