@@ -42,6 +42,8 @@ ROW_TOKENS = _SAMPLES[0]
 _TOLERANCE = 1e-9
 """How far the numbers of a sample may move, relative to the largest of them. Those of experts move by some 1e-16: how
 their sums are ordered depends on the other tokens."""
+_SWITCHED_OFF = "_disable_adapters"
+"""The attribute of PEFT's layers. Its own switch would change what is trained, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +127,22 @@ def counts_positions_from_zero(layer_runner: LayerRunner, outside: Sequence[Stan
 
 @contextlib.contextmanager
 def trying(layer_runner: AnyRunner) -> Iterator[StandIns]:
-    """A context in which the model computes with stand-ins, without draws."""
+    """A context in which the model computes with stand-ins, without draws and without adapters.
+
+    What an adapter adds mixes no more tokens than the matrix beside it. PEFT adds that of a stack of experts to the
+    whole stack, which stands on few numbers only as long as nothing is added to it.
+    """
     training = layer_runner.model.training
+    adapted = [each for each in layer_runner.model.modules() if getattr(each, _SWITCHED_OFF, None) is False]
     layer_runner.model.eval()
     try:
+        for each in adapted:
+            setattr(each, _SWITCHED_OFF, True)
         with torch.no_grad(), StandIns() as stand_ins:
             yield stand_ins
     finally:
+        for each in adapted:
+            setattr(each, _SWITCHED_OFF, False)
         layer_runner.model.train(training)
 
 
