@@ -61,6 +61,10 @@ class ModelSpec:
     substitutes: tuple[int, ...] = ()
     """Tokens that this code may look up in the place of others, such as padding in that of an image's token."""
 
+    def __hash__(self) -> int:
+        """Of what is cheap to hash: searches ask for what follows from a spec thousands of times."""
+        return hash((self.name, self.architecture, self.hidden_size, self.vocab_size, len(self.blocks)))
+
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Those of all blocks, in the order of the store."""

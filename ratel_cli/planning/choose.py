@@ -36,6 +36,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.problem import Evaluation, Problem, SpilledPrefix
+from ratel_cli.planning.traffic import Traffic
 from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced, objective_of
 from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.sizes import GROUP_ELEMENTS
@@ -323,14 +324,26 @@ def _best_swap(problem: Problem, placement: Placement, objective: Objective) -> 
     def spilled(num_outputs: int) -> SpilledPrefix | None:
         return problem.spill_into(available_bytes, num_outputs=num_outputs)
 
-    def cost(num_outputs: int) -> Cost:
+    def tried(num_outputs: int) -> tuple[float, Traffic] | None:
         found = spilled(num_outputs)
         if found is None or not problem.fits_device(num_outputs):
+            return None
+        with_units = traffic.with_offloaded(problem.moved(found.offloaded))
+        return problem.seconds(placement, with_units, found.offloaded, num_outputs=num_outputs), with_units
+
+    key = (
+        *(placement.prefetch_blocks, placement.pending_updates, placement.groups, placement.deferred),
+        *(placement.resident_weights, placement.resident_states, placement.spilled_units),
+    )
+    known = problem.tried_with_residents.setdefault(key, {})
+
+    def cost(num_outputs: int) -> Cost:
+        if num_outputs not in known:
+            known[num_outputs] = tried(num_outputs)
+        found = known[num_outputs]
+        if found is None:
             return NO_CHOICE
-        offloaded = found.offloaded
-        with_units = traffic.with_offloaded(problem.moved(offloaded))
-        seconds = problem.seconds(placement, with_units, offloaded, num_outputs=num_outputs)
-        return objective.cost(seconds, with_units.written_bytes - problem.state_written_bytes)
+        return objective.cost(found[0], found[1].written_bytes - problem.state_written_bytes)
 
     wanted = problem.wanted_outputs
     num_outputs = problem.order.least(cost) if wanted is None else wanted

@@ -39,7 +39,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
@@ -164,7 +164,7 @@ def overlapped_step(
     """
     own, network = (spec, NO_TRAFFIC) if part is None else (part.own, part.network)
     is_deferred = placement.update_stage(0, holds_gradients=holds_gradients, overlap=overlap) == "forward"
-    updated = _updated(own, placement, holds_gradients=holds_gradients, overlap=overlap)
+    updated = _updated(own, placement.deferred, holds_gradients=holds_gradients, overlap=overlap)
     # The head's fp32 gradient of a matrix that it borrows goes to host memory and comes back, with the rows.
     is_away = placement.gpu_holds_head and not placement.gpu_holds_lookup
     lookup_sum_bytes = spec.lent.sum_bytes + lookup_rows_bytes if is_away else 0
@@ -172,7 +172,7 @@ def overlapped_step(
     sums = host_sums(spec, placement, num_micro_batches=num_micro_batches)
     of_head = head_sums(spec, placement, num_chunks=num_head_chunks)
     rows_down_bytes = 0 if placement.gpu_holds_head else lookup_rows_bytes
-    forward_weights, backward_weights = uploaded_bytes(spec, placement, attrgetter("compute_bytes"))
+    forward_weights, backward_weights = uploaded_bytes(spec, placement)
     down_gradients = sum(gradient_bytes(spec, placement.gpu_embedding_rows))
     shared_bytes = num_micro_batches * sum(block.compute_bytes * len(block.borrowers) for block in spec.shared_blocks)
     reads_ahead = placement.prefetch_blocks > 0
@@ -329,12 +329,13 @@ class _Updated(NamedTuple):
         )
 
 
+@lru_cache(maxsize=256)
 def _updated(
-    spec: ModelSpec, placement: Placement, *, holds_gradients: bool, overlap: Overlap
+    spec: ModelSpec, indices: frozenset[int], *, holds_gradients: bool, overlap: Overlap
 ) -> Mapping[Stage, _Updated]:
-    """What is updated in each stage."""
-    deferred = _Updated.of(each for each in spec.segments if each.index in placement.deferred)
-    others = _Updated.of(each for each in spec.segments if each.index not in placement.deferred)
+    """What is updated in each stage. `indices`: of the segments that are deferred."""
+    deferred = _Updated.of(each for each in spec.segments if each.index in indices)
+    others = _Updated.of(each for each in spec.segments if each.index not in indices)
     updated: dict[Stage, _Updated] = dict.fromkeys(("forward", "backward", "update"), _Updated(0, 0))
     for of_deferred, found in ((True, deferred), (False, others)):
         stage = update_stage(is_deferred=of_deferred, holds_gradients=holds_gradients, overlap=overlap)

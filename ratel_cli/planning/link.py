@@ -7,8 +7,9 @@ the gradients of every micro-batch come down, and the sums go up with the last o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.model.spec import ModelSpec
@@ -23,7 +24,6 @@ from ratel_cli.planning.placement import (
     tensors_ahead,
 )
 from ratel_cli.schedule.lifetimes import upload_lifetimes
-from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage, step_uses
 
 _BOOKED = 0.85
@@ -70,20 +70,26 @@ def exposed_weight_bytes(spec: ModelSpec, placement: Placement) -> tuple[int, in
 
     Those of forward, and those of backward with the head.
     """
-    window_bytes = placement.gpu_window_bytes
-    if max((segment.compute_bytes for segment in spec.segments), default=0) <= window_bytes:
-        return 0, 0
-    return uploaded_bytes(spec, placement, lambda each: each.compute_bytes - bytes_ahead(each, window_bytes))
+    return _uploaded_bytes(spec, placement.gpu_weights, placement.gpu_embedding_rows, placement.gpu_window_bytes)
 
 
-def uploaded_bytes(spec: ModelSpec, placement: Placement, bytes_of: Callable[[Segment], int]) -> tuple[int, int]:
-    """Weights that go up in forward, and in backward with the head; `bytes_of`: those of one use of a segment."""
+def uploaded_bytes(spec: ModelSpec, placement: Placement) -> tuple[int, int]:
+    """Weights that go up in forward, and in backward with the head."""
+    return _uploaded_bytes(spec, placement.gpu_weights, placement.gpu_embedding_rows, 0)
+
+
+@lru_cache(maxsize=1024)
+def _uploaded_bytes(
+    spec: ModelSpec, staying: frozenset[int], num_rows: int | None, window_bytes: int
+) -> tuple[int, int]:
+    """The same, less what of each use goes up in the window. A search asks for the same at every level."""
     if not spec.segments:
         return 0, 0
-    embedding, uses = looked_up(spec, placement.gpu_embedding_rows), step_uses(spec.segments)
+    embedding, uses = looked_up(spec, num_rows), step_uses(spec.segments)
     moved: dict[Stage, int] = {"forward": 0, "backward": 0}
-    for upload in upload_lifetimes(uses, staying=placement.gpu_weights):
-        moved[uses[upload.first].stage] += bytes_of(upload.of if upload.of.index else embedding)
+    for upload in upload_lifetimes(uses, staying=staying):
+        segment = upload.of if upload.of.index else embedding
+        moved[uses[upload.first].stage] += segment.compute_bytes - bytes_ahead(segment, window_bytes)
     return moved["forward"], moved["backward"]
 
 

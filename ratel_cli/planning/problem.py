@@ -158,6 +158,16 @@ class Problem:
         return {}
 
     @cached_property
+    def tried_with_residents(self) -> dict[object, dict[int, tuple[float, Traffic] | None]]:
+        """The same where something stays: by prefix the seconds and the traffic; None for one that does not fit."""
+        return {}
+
+    @cached_property
+    def _known_offloads(self) -> dict[tuple[int, int], OffloadedActivations]:
+        """What `offload` has answered: a search asks for the same at every level."""
+        return {}
+
+    @cached_property
     def compute(self) -> ComputeSeconds:
         """Computing of a step that swaps nothing but layers' inputs."""
         adding_bytes = head_sum_bytes(self.computed, self.workload.mean)
@@ -310,8 +320,11 @@ class Problem:
 
     def offload(self, num_outputs: int, *, spilled_units: int = 0) -> OffloadedActivations:
         """What a step offloads when a prefix is swapped and its first `spilled_units` units go to NVMe."""
-        resident = self._gpu_resident(num_outputs)
-        return self._offload(num_outputs, resident, spilled_units=spilled_units)
+        key = num_outputs, spilled_units
+        if key not in self._known_offloads:
+            resident = self._gpu_resident(num_outputs)
+            self._known_offloads[key] = self._offload(num_outputs, resident, spilled_units=spilled_units)
+        return self._known_offloads[key]
 
     def _offload(
         self, num_outputs: int, resident: GpuResident | None, *, spilled_units: int = 0

@@ -56,6 +56,8 @@ class StageTime:
 def weighted_sum(parts: Iterable[tuple[float, StageTime]]) -> StageTime:
     """The stage that consists of `parts`, one after another: (weight, time) pairs."""
     parts = list(parts)
+    if len(parts) == 1 and parts[0][0] == 1:
+        return parts[0][1]
     return StageTime(
         **{each.name: sum(weight * getattr(time, each.name) for weight, time in parts) for each in fields(StageTime)}
     )
