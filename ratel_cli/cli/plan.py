@@ -1,4 +1,4 @@
-"""`ratel plan CONFIG`: will it fit, how long does it take and why, and what would help.
+"""`ratel plan CONFIG|MODEL`: will it fit, how long does it take and why, and what would help.
 
 No weights are read, and only a machine that nothing is known about is measured. Nothing is written but the picture that
 `--plot` asks for and the description of a model in the user's cache. The forecast goes to stdout, everything else to
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.cli.arguments import check_option
+from ratel_cli.config.parts import Parts
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
@@ -36,8 +38,10 @@ from ratel_cli.run.ask.plan_inputs import (
     with_space_tiers,
 )
 from ratel_cli.run.ask.plan_questions import Questions, answers, reject_questions
+from ratel_cli.run.ask.planned_config import config_to_plan
+from ratel_cli.run.files.hardware_file import described
 from ratel_cli.run.files.new_file import reject_existing
-from ratel_cli.run.files.run_directory import read_config, stores_on_machine
+from ratel_cli.run.files.run_directory import stores_on_machine
 from ratel_cli.run.inputs.filling import assumes_full_rows, known_filling
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit, warn_of_learning_rate
@@ -45,9 +49,10 @@ from ratel_cli.units import format_bytes
 
 
 def run(
-    config_path: Path,
+    named: Path,
     overrides: list[str],
     hardware_path: Path | None,
+    parts: Parts | None,
     picture: Path | None,
     questions: Questions,
     cluster: Cluster,
@@ -58,24 +63,28 @@ def run(
     """Show the forecast. Raises RatelError; DoesNotFit only after everything was shown."""
     check_option("--overwrite", overwrite, only_with="--plot FILE", is_met=picture is not None)
     log = RunLog()
-    config = read_config(config_path, log, overrides)
+    described_here = None if parts is None else described(parts.machine())
+    planned = config_to_plan(named, overrides, log)
+    config = planned.config
     if picture is not None:
         check_picture(picture)
         reject_existing(picture, overwrite=overwrite)
     if cluster.num_ranks > 1:
         reject_questions(questions, config.cost_model)
         reject_unsupported(config, cluster.num_ranks)
-    is_here = hardware_path is None
-    stores = on_same_drives(stores_on_machine(config_path, overrides, cluster.on_machine)) if is_here else []
-    hardware = cluster.of_machines(find_hardware(config, hardware_path, log, stores=stores))
+    is_here = hardware_path is None and parts is None
+    stores = list[Sequence[Path]]()
+    if is_here and planned.path is not None:
+        stores = on_same_drives(stores_on_machine(planned.path, overrides, cluster.on_machine))
+    hardware = cluster.of_machines(described_here or find_hardware(config, hardware_path, log, stores=stores))
     step_keys = config.step_keys
     config = config.of_rank(cluster.num_ranks)
-    layout = cluster.layout(on_drives=len(stores) if is_here else cluster.on_machine)
+    layout = cluster.layout(on_drives=len(stores) or cluster.on_machine)
     if is_here:
         warn_of_host_limit(config, log)
         config = as_recorded(config)
-    config = with_planned_split(config, hardware, name=config_path.stem, log=log, layout=layout)
-    forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
+    config = with_planned_split(config, hardware, name=planned.name, log=log, layout=layout)
+    forecaster = forecaster_of(config, hardware, name=planned.name, log=log)
     filling = known_filling(config)
     setting = setting_of(config, hardware, step_keys=step_keys, layout=layout, filling=filling)
     forecast = forecaster.forecast(setting)
@@ -100,7 +109,7 @@ def run(
         content = {**forecast.to_json(), "advice": helps, **{answer.key: answer.content for answer in answered}}
         sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
     else:
-        _show(forecast, advices, config)
+        _show(forecast, advices, config if planned.path is not None else config.model_copy(update={"datasets": ()}))
         for answer in answered:
             _block(RunLog(sys.stdout), answer.title, answer.lines)
     if picture is not None:

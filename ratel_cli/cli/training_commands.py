@@ -19,6 +19,7 @@ from ratel_cli.cli.arguments import (
     check_option,
     command_line,
 )
+from ratel_cli.errors import BadInput
 from ratel_cli.run.train.start import start_of
 
 commands = typer.Typer()
@@ -157,11 +158,39 @@ def profile(
 
 @commands.command(
     help="Predict whether a run fits and how long it takes. Explains why, and what would help.",
-    epilog="Example: ratel plan configs/models/gpt-70b.yaml --hardware configs/hardware/paper-4090-12ssd.yaml",
+    epilog="Example: ratel plan Qwen/Qwen3-14B --gpu rtx4090 --ram 64GB --ssd 2x990pro adapter=lora",
 )
 def plan(
-    config: ConfigPath,
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|MODEL",
+            help="A run (its config file, or its output directory); or a model: a directory with its config.json, a "
+            "hub id whose config.json is in the hub's cache, or a name of configs/models.",
+            show_default=False,
+        ),
+    ],
     overrides: Overrides = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan for a machine with this GPU, such as rtx4090, instead of this one.",
+            show_default=False,
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --gpu: its memory. Default: 64GB.", show_default=False),
+    ] = None,
+    ssd: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxDRIVE",
+            help="With --gpu: its drives by name, or by what each reads and writes: 2x7GB/s. Default: 2x990pro.",
+            show_default=False,
+        ),
+    ] = None,
     hardware: Annotated[
         Path | None,
         typer.Option(
@@ -210,10 +239,18 @@ def plan(
 ) -> None:
     check_option("--nodes", nodes > 1, only_with="--ranks N", is_met=ranks > 1)
     check_option("--network", network is not None, only_with="--nodes N", is_met=nodes > 1)
+    check_option("--ram", ram is not None, only_with="--gpu NAME", is_met=gpu is not None)
+    check_option("--ssd", ssd is not None, only_with="--gpu NAME", is_met=gpu is not None)
+    if gpu is not None and hardware is not None:
+        raise BadInput("arguments '--gpu' and '--hardware': each describes the machine", "leave out one of them")
     from ratel_cli.cli import plan as command
+    from ratel_cli.config.parts import Parts
     from ratel_cli.run.ask.plan_inputs import Cluster
     from ratel_cli.run.ask.plan_questions import Questions
 
     questions = Questions(compare=compare, direct=direct, largest=largest, prices=prices, rok=rok)
     cluster = Cluster(num_ranks=ranks, num_machines=nodes, network=network)
-    command.run(config, overrides or [], hardware, plot, questions, cluster, as_json=as_json, overwrite=overwrite)
+    parts = None if gpu is None else Parts(gpu=gpu, ram=ram, ssd=ssd)
+    command.run(
+        config, overrides or [], hardware, parts, plot, questions, cluster, as_json=as_json, overwrite=overwrite
+    )

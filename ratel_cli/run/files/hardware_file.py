@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ratel_cli.config.hardware_file import LinkSection, NvmeSection, read_hardware_file
+from ratel_cli.config.hardware_file import HardwareFile, LinkSection, NvmeSection, read_hardware_file
 from ratel_cli.hardware.spec import (
     ComputeDevice,
     DriveRates,
@@ -25,7 +25,11 @@ from ratel_cli.hardware.spec import (
 
 def load_hardware(path: Path) -> HardwareProfile:
     """The machine that a hardware file describes, JSON or YAML. Raises BadInput with everything that is wrong."""
-    file = read_hardware_file(path)
+    return described(read_hardware_file(path))
+
+
+def described(file: HardwareFile) -> HardwareProfile:
+    """The machine that the content of a hardware file describes."""
     return HardwareProfile(
         gpu=ComputeDevice(**file.gpu.model_dump()),
         link=None if file.link is None else _link(file.link),

@@ -111,8 +111,10 @@ def _files_of_weights(base_model: str) -> list[tuple[str, int, int]]:
 
 def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     assert config.base_model is not None
-    file = description_file(config)
-    cached = _read(file, name=Path(config.base_model).name)
+    file, path = description_file(config), Path(config.base_model)
+    # In the hub's cache a directory is named after a revision, and its repository's is models--OWNER--NAME.
+    name = path.parents[1].name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
+    cached = _read(file, name=name)
     if cached is not None:
         return replace(cached, spec=cached.spec.with_gradients(config.resolved_gradient_dtype))
     from ratel_cli.engine.footprint import measured_traits
@@ -121,7 +123,7 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
 
     silence_transformers()
     model = build_model(config)
-    description = ModelDescription(spec=model.spec, traits=measured_traits(model))
+    description = ModelDescription(spec=replace(model.spec, name=name), traits=measured_traits(model))
     content = {
         "format_version": FORMAT_VERSION,
         "spec": description.spec.to_json(),

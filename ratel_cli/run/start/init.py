@@ -45,15 +45,18 @@ from ratel_cli.run.inputs.text_data import sources_of
 from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.run.start.starting_data import DataSketch, for_task, has_pairs, needs_template, sketch_data
 from ratel_cli.run.start.starting_storage import has_space, is_in_memory, other_places
-from ratel_cli.run.start.starting_text import DATA_PLACEHOLDER, MODEL_PLACEHOLDER, StartingText
+from ratel_cli.run.start.starting_text import (
+    DATA_PLACEHOLDER,
+    MODEL_PLACEHOLDER,
+    STEP_TOKENS,
+    TEXT_LENGTH,
+    StartingText,
+)
 from ratel_cli.sizes import Task
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate, format_traffic
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt"]
 _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
-_SPLIT_LENGTH = 2048
-"""The sequence length for plain texts, which are split."""
-_STEP_TOKENS = 1 << 15
 _USUAL_RATES = {
     (None, False): (1e-5, "a whole model: 5e-6 to 2e-5"),
     (None, True): (1e-6, "a whole model and preference data: 5e-7 to 5e-6"),
@@ -262,10 +265,10 @@ def _choose_length(text: StartingText, model: _Model | None, sketches: Sequence[
     positions = None if model is None else getattr(model.config, "max_position_embeddings", None)
     most = min(_GREATEST_LENGTH, positions) if isinstance(positions, int) else _GREATEST_LENGTH
     if not sketches:
-        text.choose("sequence_len", min(_SPLIT_LENGTH, most), "longer samples are truncated, plain texts are split")
+        text.choose("sequence_len", min(TEXT_LENGTH, most), "longer samples are truncated, plain texts are split")
         return
     if all(sketch.is_text for sketch in sketches):
-        text.choose("sequence_len", min(_SPLIT_LENGTH, most), "longer texts are split")
+        text.choose("sequence_len", min(TEXT_LENGTH, most), "longer texts are split")
         return
     lengths = [length for sketch in sketches if not sketch.is_text for length in sketch.lengths]
     chosen = min(most, max(_LEAST_LENGTH, 1 << (max(lengths) - 1).bit_length()))
@@ -312,7 +315,7 @@ def _choose_step(
         return None if model is None or hardware is None else _forecast(config, model, hardware, log)
     if config.compares is not None or config.task in ("classification", "seq2seq") or not config.sample_packing:
         return _choose_rows(text, model, sketches, hardware, log)
-    most = _STEP_TOKENS // length
+    most = STEP_TOKENS // length
     if sketches:
         most = min(most, sum(sketch.num_tokens for sketch in sketches) // (length * _LEAST_STEPS))
     numbers = [1 << power for power in range(max(1, most).bit_length())]

@@ -19,6 +19,10 @@ from ratel_cli.config.yaml_marks import Plain, raise_all
 
 DATA_PLACEHOLDER = "train.jsonl"
 MODEL_PLACEHOLDER = "OWNER/NAME"
+TEXT_LENGTH = 2048
+"""The sequence length for plain texts, which are split, and where there is no data."""
+STEP_TOKENS = 1 << 15
+"""The most tokens of a step."""
 _COMMENT_COLUMN = 36
 _GROUPS = (
     ("base_model", "random_init", "adapter", "rl", "datasets", "chat_template"),
