@@ -291,9 +291,11 @@ class PlacedStep:
 
     def _written_at(self, index: int) -> int:
         """The position from which a segment's update is not pending any more: by then `pending_updates` others have
-        been handed over after it."""
+        been handed over after it. One without an update counts as held no sooner than those before it in backward, for
+        gradients are held in that order."""
         if index not in self._handed_over:
-            return self._arrival(index)
+            before = [each for each in self._handed_over if each > index]
+            return max([self._arrival(index), *map(self._written_at, before[-1:])])
         number = self._handed_over.index(index) + self._placement.pending_updates
         excess = number - len(self._handed_over)
         return self._turn + excess if excess >= 0 else self._arrival(self._handed_over[number])

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,10 @@ from ratel_cli.planning.activations import (
     tokens_per_chunk,
 )
 from ratel_cli.planning.capacity import HostMemory, StepMemory, check_device_memory
+from ratel_cli.planning.host_lifetimes import PlacedStep, SegmentMemory
 from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
+from ratel_cli.schedule.rules import FROZEN
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import GIB, MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt
@@ -302,3 +306,21 @@ def test_the_tokens_of_a_chunk_have_64_mib_of_logits_unless_they_are_given() -> 
         assert tokens_per_chunk(vocab_size) == head_chunk_tokens(spec, most) == tokens
         assert head_chunk_tokens(spec, replace(most, chunk_tokens=7)) == 7
         assert head_chunk_tokens(spec, replace(most, micro_batch_size=1, sequence_len=5)) == 5
+
+
+@examples(60)
+@given(seed=SEEDS)
+def test_what_is_held_follows_from_how_many_segments_hold(seed: int) -> None:
+    """Wherever segments without gradients lie, in the middle of backward too."""
+    choice = random.Random(seed)
+    spec = gpt(num_layers=choice.randint(1, 9), tied=choice.random() < 0.5)
+    trained = choice.sample(range(len(spec.blocks)), choice.randint(1, len(spec.blocks)))
+    rules = [block if block.index in trained else replace(block, rule=FROZEN) for block in spec.blocks]
+    spec = replace(spec, blocks=tuple(rules))
+    placement = Placement(prefetch_blocks=choice.randint(0, 3), pending_updates=choice.randint(0, 4))
+    stages: list[Stage] = [choice.choice(["forward", "update"])] * len(spec.segments)
+    memory = SegmentMemory(spec, WORKLOAD, on_gpu=choice.random() < 0.5, has_sums=False)
+    step = PlacedStep(memory, placement, stages)
+    by_number = list(accumulate(reversed(step.held_bytes), initial=0))
+    for part in step.parts():
+        assert [by_number[number] for number in part.number_for("held")] == part.bytes_for("held")
