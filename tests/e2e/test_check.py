@@ -228,6 +228,19 @@ def test_a_limit_that_the_machine_does_not_have(make_config: MakeConfig, limit: 
         assert ("warning: limits.host_memory is 400 TiB, but this machine has " in ended.stderr) == is_too_much
 
 
+def test_nothing_is_measured_for_a_run_that_cannot_begin(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But its rows are looked at."""
+    (tmp_path / "bad.jsonl").write_text('{"no": "text"}\n')
+    config = make_config(datasets=[{"path": str(tmp_path / "bad.jsonl")}])
+    output_of(config).write_text("a file")
+    monkeypatch.setattr("ratel_cli.run.train.finetune.run_finetune", lambda *_, **__: pytest.fail("it is measured"))
+    ended = check(config)
+    assert ended.code == 2
+    assert all(part in ended.stderr for part in ("output_dir", "bad.jsonl"))
+
+
 def test_a_set_that_cannot_be_used_is_not_looked_for(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

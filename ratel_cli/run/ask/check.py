@@ -69,7 +69,7 @@ def check_run(reading: Reading, *, path: Path, overrides: Sequence[str]) -> Chec
     config, is_right = reading.config, not reading.findings
     found: list[RatelError] = []
     if config is not None and is_right:
-        found = _errors_of(lambda: _run_dry(_of_its_run(config, path, overrides), log))
+        found = _errors_of(lambda: _run_dry(_of_its_run(config, path, overrides), reading, log))
     elif config is not None:
         found = _errors_of(lambda: _read_rest(config, reading, log))
     if config is not None and (found or not is_right) and not reading.doubtful & _DECIDES_ABOUT_MACHINE:
@@ -90,11 +90,13 @@ def _of_its_run(config: RunConfig, path: Path, overrides: Sequence[str]) -> RunC
     return with_own_store(config) if config_file(path) == path else as_of_run(config, path, overrides)
 
 
-def _run_dry(config: RunConfig, log: RunLog) -> None:
+def _run_dry(config: RunConfig, reading: Reading, log: RunLog) -> None:
     """What `ratel finetune --dry-run` checks. Raises RatelError."""
     check_can_train(config, log.notice)
     errors = ErrorList()
     check_first(config, errors)
+    if errors:  # nothing is measured for a run that cannot begin
+        _read_rest(config, reading, log)
     from ratel_cli.run.train.finetune import run_finetune
 
     errors.attempt((), lambda: run_finetune(config, log, start=Resume(), dry_run=True))
