@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,19 @@ def known_filling(config: RunConfig) -> Filling | None:
         return read_as(Filling, json.loads(_file(config).read_bytes()))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def expected_filling(lengths: Sequence[int], *, micro_batch_size: int, sequence_len: int) -> Filling:
+    """How full steps are on average whose rows have one sample each, with lengths like these, of which some are there.
+    The last step of an epoch is not counted."""
+    ascending = sorted(min(each, sequence_len) for each in lengths)
+    draws = len(ascending) ** micro_batch_size
+    # The i-th length is the longest of a micro-batch in so many draws of its samples.
+    widest = sum(
+        each * (number**micro_batch_size - (number - 1) ** micro_batch_size) for number, each in enumerate(ascending, 1)
+    )
+    mean = sum(ascending) / len(ascending)
+    return Filling(micro_batches=1.0, computed=widest / draws / sequence_len, tokens=mean / sequence_len)
 
 
 def assumes_full_rows(config: RunConfig) -> bool:

@@ -38,6 +38,7 @@ from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.report.plan import percent
 from ratel_cli.run.ask.adapter_advice import with_adapter
 from ratel_cli.run.ask.plan_inputs import find_hardware, forecaster_of, setting_of, with_planned_split
+from ratel_cli.run.inputs.filling import expected_filling
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.process import silence_transformers
 from ratel_cli.run.inputs.settings import num_slots
@@ -52,7 +53,7 @@ from ratel_cli.run.start.starting_text import (
     TEXT_LENGTH,
     StartingText,
 )
-from ratel_cli.sizes import Task
+from ratel_cli.sizes import Filling, Task
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate, format_traffic
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt"]
@@ -345,12 +346,16 @@ def _choose_rows(
     """The rows of a step where each sample has a row of its own, in micro-batches that fit. Returns the plan."""
     most = min(_STEP_ROWS, max(1, sum(sketch.num_rows for sketch in sketches) // _LEAST_STEPS))
     number = size = 1 << (most.bit_length() - 1)
+    lengths = [each for sketch in sketches for each in sketch.lengths]
     while True:
         text.choose("micro_batch_size", size, "rows; each is padded to the longest of them")
         text.choose("gradient_accumulation_steps", number // size, f"{counted(number, 'row')} in a step")
         if model is None or hardware is None:
             return None
-        forecast = _forecast(text.config, model, hardware, log)
+        filling = None
+        if lengths:
+            filling = expected_filling(lengths, micro_batch_size=size, sequence_len=text.config.sequence_len)
+        forecast = _forecast(text.config, model, hardware, log, filling)
         if forecast.fits or size == 1:
             return forecast
         size //= 2
@@ -371,10 +376,13 @@ def _hardware(config: RunConfig, log: RunLog) -> HardwareProfile | None:
         return None
 
 
-def _forecast(config: RunConfig, model: _Model, hardware: HardwareProfile, log: RunLog) -> Forecast:
+def _forecast(
+    config: RunConfig, model: _Model, hardware: HardwareProfile, log: RunLog, filling: Filling | None = None
+) -> Forecast:
     local = _local(config, model)
     split = with_planned_split(local, hardware, name=model.spec.name, log=log)
-    return forecaster_of(split, hardware, name=model.spec.name, log=log).forecast(setting_of(split, hardware))
+    setting = setting_of(split, hardware, filling=filling)
+    return forecaster_of(split, hardware, name=model.spec.name, log=log).forecast(setting)
 
 
 def _local(config: RunConfig, model: _Model) -> RunConfig:
