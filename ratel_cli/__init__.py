@@ -1,7 +1,8 @@
 """Ratel: fine-tuning of models larger than GPU memory and RAM.
 
 What a loop of one's own needs is here; docs/library.md explains it. The names are loaded when they are first used:
-that takes seconds, and the command line needs none of them.
+that takes seconds, and the command line needs none of them. Importing this package loads no torch, and sets how torch's
+threads wait.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ratel_cli.errors import RatelError
+from ratel_cli.openmp import let_idle_threads_sleep
 
 if TYPE_CHECKING:
     from ratel_cli.library.explaining import explain
@@ -47,6 +49,8 @@ _HOMES = {
     "offload_activations": ("ratel_cli.library.offloading", "offload_activations"),
     "open": ("ratel_cli.library.opening", "open_model"),
 }
+
+let_idle_threads_sleep()  # here, since torch has read how they wait once it is loaded
 
 
 def __getattr__(name: str) -> object:

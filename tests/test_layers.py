@@ -21,8 +21,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ratel_cli"
 PARTS = (
-    "errors", "units", "sizes", "dataset_keys", "closing", "json_fields", "commands", "neighbours", "progress",
-    "input_files", "console", "_native", "config", "io", "store", "schedule",
+    "errors", "units", "sizes", "dataset_keys", "closing", "json_fields", "commands", "neighbours", "openmp",
+    "progress", "input_files", "console", "_native", "config", "io", "store", "schedule",
     "hardware", "data", "model", "planning", "engine", "training", "report", "run", "library", "cli",
 )  # fmt: skip
 """From the ground up."""

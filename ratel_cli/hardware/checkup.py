@@ -1,7 +1,7 @@
 """What `ratel doctor` finds about this machine: each check ends in a verdict, a reason, and a remedy if one is needed.
 
-Here is what the kernel says: io_uring, huge pages, locked memory, swap, limits on memory, the processor's clock. Drives
-are in `checkup_drives`, GPUs in `checkup_gpu`.
+Here is what the kernel says: io_uring, huge pages, locked memory, swap, limits on memory, the processor's clock; and what
+the environment says of torch's threads. Drives are in `checkup_drives`, GPUs in `checkup_gpu`.
 
 `slow`: a run works, but not as fast as it could. `broken`: a run would fail. Invariant: a check depends only on its
 arguments, so a test can give it any machine.
@@ -10,11 +10,13 @@ arguments, so a test can give it any machine.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from ratel_cli.hardware.host import available_bytes, group_limit_bytes
 from ratel_cli.hardware.system_files import SystemFiles
+from ratel_cli.openmp import SPIN_ROUNDS, WAIT_POLICY
 from ratel_cli.units import GIB, MIB, counted, format_bytes
 
 Verdict = Literal["ok", "slow", "broken"]
@@ -30,6 +32,8 @@ _CLOCK_SHARE: Final = 0.95
 _COUNTS_RINGS_BEFORE: Final = (5, 12)
 """Kernels before this one count a ring's memory as locked."""
 _RING_BYTES: Final = 8 * MIB
+_DIGITS_OF_LONG_SPINNING: Final = 5
+"""10,000 rounds take some microseconds; libgomp's own 300,000 take longer than most waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +169,20 @@ def check_clock(files: SystemFiles) -> Diagnosis:
             remedy="sudo cpupower frequency-set -u MAXIMUM; cpupower frequency-info shows it",
         )
     return Diagnosis(what="CPU clock", verdict="ok", reason=f"governor {names}")
+
+
+def check_waiting(environment: Mapping[str, str]) -> Diagnosis:
+    """Whether torch's idle threads sleep soon. `environment`: the variables of a run."""
+    name = SPIN_ROUNDS if SPIN_ROUNDS in environment else WAIT_POLICY
+    value = environment.get(name, "")
+    if (value.isdecimal() and len(value) < _DIGITS_OF_LONG_SPINNING) or value.lower() == "passive":
+        return Diagnosis(what="threads", verdict="ok", reason=f"idle threads sleep soon ({name}={value})")
+    return Diagnosis(
+        what="threads",
+        verdict="slow",
+        reason=f"idle threads spin ({name}={value}): beside other programs a step takes several times as long",
+        remedy=f"unset {name}",
+    )
 
 
 def memory_total_bytes(files: SystemFiles) -> int:

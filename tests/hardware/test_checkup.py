@@ -15,6 +15,7 @@ from ratel_cli.hardware.checkup import (
     check_locked_memory,
     check_memory,
     check_swap,
+    check_waiting,
 )
 from ratel_cli.units import GIB, MIB
 from tests.hardware.machines import Machine
@@ -187,3 +188,19 @@ def test_the_clock(machine: Machine, values: dict[str, object], verdict: Verdict
     machine.cpu(0, scaling_governor="performance").cpu(1, **values)
     machine.write("sys/devices/system/cpu/cpufreq/boost", "1\n")
     check(check_clock(machine.files), verdict, reason, "cpupower" if verdict == "slow" else None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "verdict", "reason"),
+    [
+        ({"GOMP_SPINCOUNT": "2000"}, "ok", "idle threads sleep soon (GOMP_SPINCOUNT=2000)"),
+        ({"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "active"}, "ok", "GOMP_SPINCOUNT=0"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "ok", "idle threads sleep soon (OMP_WAIT_POLICY=PASSIVE)"),
+        ({"GOMP_SPINCOUNT": "300000", "OMP_WAIT_POLICY": "passive"}, "slow", "idle threads spin (GOMP_SPINCOUNT=30"),
+        ({"GOMP_SPINCOUNT": "infinite"}, "slow", "idle threads spin (GOMP_SPINCOUNT=infinite)"),
+        ({"OMP_WAIT_POLICY": "active"}, "slow", "a step takes several times as long"),
+    ],
+)
+def test_threads_that_wait(environment: dict[str, str], verdict: Verdict, reason: str) -> None:
+    remedy = f"unset {next(iter(environment))}" if verdict == "slow" else None
+    check(check_waiting(environment), verdict, reason, remedy)

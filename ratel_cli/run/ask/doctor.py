@@ -24,6 +24,7 @@ from ratel_cli.hardware.checkup import (
     check_locked_memory,
     check_memory,
     check_swap,
+    check_waiting,
 )
 from ratel_cli.hardware.checkup_drives import Place, check_place, check_sharing, check_space
 from ratel_cli.hardware.checkup_gpu import GpuSight, check_gpu
@@ -55,6 +56,7 @@ def examine(
     diagnoses += [
         check_locked_memory(None if locked == resource.RLIM_INFINITY else locked, platform.release()),
         check_clock(files),
+        check_waiting(os.environ),
     ]
     diagnoses += _packages()
     with ExitStack() as resources:
