@@ -1,7 +1,7 @@
 """What `ratel doctor` finds about this machine: each check ends in a verdict, a reason, and a remedy if one is needed.
 
-Here is what the kernel says: io_uring, huge pages, locked memory, swap, limits on memory, the processor's clock; and what
-the environment says of torch's threads. Drives are in `checkup_drives`, GPUs in `checkup_gpu`.
+Here is what the kernel says: io_uring, huge pages, locked memory, swap, limits on memory, the processor's clock; and
+what the environment says of torch's threads. Drives are in `checkup_drives`, GPUs in `checkup_gpu`.
 
 `slow`: a run works, but not as fast as it could. `broken`: a run would fail. Invariant: a check depends only on its
 arguments, so a test can give it any machine.
