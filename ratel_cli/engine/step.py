@@ -47,7 +47,6 @@ from ratel_cli.engine.loss import (
 )
 from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import gradient_of_input
-from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.partial_sums import PartialSums
@@ -358,7 +357,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
 
     def _head(
         self, state: StepState[AnyBatch], hidden: list[torch.Tensor], begin_updates: Callable[[], None]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], LookupSum | HostLookupSum | None]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor], LookupSum | None]:
         """Phase 3, for all micro-batches.
 
         `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch, removed one by one. Returns the
@@ -368,7 +367,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """
         head, scale = self._program.spec.head, state.gradient_scale
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
-        lookup_sum: LookupSum | HostLookupSum | None = None
+        lookup_sum: LookupSum | None = None
         for block in head.borrowed_lookups:
             lookup_sum = self._gradient_sums.of_lookup(block, state.distinct_tokens, scale=scale)
             state.resources.enter_context(lookup_sum)
@@ -468,20 +467,19 @@ class StepEngine(Closing, Generic[AnyBatch]):
         return state.carried[number].replay(layer.index - 1, run)
 
     def _embedding_backward(
-        self, state: StepState[AnyBatch], gradients: list[torch.Tensor], lookup_sum: LookupSum | HostLookupSum | None
+        self, state: StepState[AnyBatch], gradients: list[torch.Tensor], lookup_sum: LookupSum | None
     ) -> None:
         """Phase 5. `gradients`: those of the first hidden states, `[batch, tokens, hidden]` for each micro-batch."""
         self._trim()
         self._sums.wait_released()
         embedding = self._program.spec.embedding
         single, rows = len(state.batches) == 1, state.rows
-        scale = state.gradient_scale
-        if lookup_sum is not None:
-            total = self._gradient_sums.with_lookup(embedding, lookup_sum, single=single, scale=scale)
-            lookup_sum.fetch()
-        else:
-            total = self._gradient_sums.of_embedding(embedding, single=single, scale=scale, rows=rows)
+        total = self._gradient_sums.of_embedding(
+            embedding, lookup_sum, single=single, scale=state.gradient_scale, rows=rows
+        )
         state.resources.enter_context(total)
+        if lookup_sum is not None:
+            lookup_sum.fetch()
         with self._reader.open(embedding) as weights:
             with self._computing(embedding, "backward"):
                 for number, batch in enumerate(state.batches if weights.trained else ()):

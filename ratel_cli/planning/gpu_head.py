@@ -1,7 +1,6 @@
 """What head and loss take of a GPU's memory, besides weights and hidden states: chunk by chunk of a micro-batch. Pure.
 
-The fp32 sums of the head's gradients over chunks are on the GPU, or in host memory (engine/optimizer/host_sums.py,
-engine/optimizer/host_lookup_sum.py).
+The fp32 sums of the head's gradients over chunks are on the GPU, or in host memory (engine/optimizer/host_sums.py).
 """
 
 from __future__ import annotations

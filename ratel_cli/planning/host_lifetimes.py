@@ -22,7 +22,6 @@ from ratel_cli.planning.activations import (
     head_chunk_tokens,
     logits_bytes,
     lookup_chunk_bytes,
-    lookup_rows_bytes,
     lookup_sum_bytes,
     segment_activation_bytes,
 )
@@ -307,8 +306,7 @@ class PlacedStep:
         if not memory.on_gpu or self._placement.gpu_holds_head:
             return
         if spec.tied:
-            num_bytes = spec.lent.updated_bytes + lookup_rows_bytes(spec, memory.workload)
-            yield Taken("sums", num_bytes, head, self._turn - 1)
+            yield Taken("sums", spec.lent.updated_bytes, head, self._turn - 1)
             yield Taken("sums", memory.lookup_chunk, head, head)
         else:
             yield Taken("sums", spec.head.sum_bytes + spec.head.updated_bytes, head, head)

@@ -84,6 +84,32 @@ class DeviceSums(Closing):
         """The sum so far, flat `[elements]`, which stays."""
         return self._sums[index]
 
+    def here(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the parameter at 0, or rows of one, where the sums are; it is there once `values` returns."""
+        return gradient
+
+    def add_chunks(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """The fp32 sum of two chunks' gradients, of which `first` was brought `here` or is such a sum. It is spent."""
+        return first.float().add_(second)
+
+    def add_rounded(
+        self,
+        part: torch.Tensor,
+        dtype: torch.dtype,
+        rows: torch.Tensor,
+        *,
+        most_rows: int | None,  # noqa: ARG002 - they take what they need
+    ) -> torch.Tensor:
+        """Round the sum `[rows, width]` of a micro-batch's chunks, and add it to the parameter at 0. Returns these
+        `rows` of it; `most_rows`: the most of them that any step has, as it is planned."""
+        part = part.to(dtype)  # the sum itself takes no memory from here on
+        saved = part[rows]
+        self.add(0, part)
+        return saved
+
+    def end_chunks(self) -> None:
+        """No more chunks come."""
+
     def clear(self) -> None:
         """Forget all contributions."""
         self._sums.clear()

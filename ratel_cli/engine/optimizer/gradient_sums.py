@@ -11,7 +11,6 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.optimizer.accumulators import DeviceSums, LeasedSums
 from ratel_cli.engine.optimizer.gradients import GradientSum
-from ratel_cli.engine.optimizer.host_lookup_sum import HostLookupSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, StayingSums, SumThread
 from ratel_cli.engine.optimizer.leaving import DeviceLeaving, HostLeaving, RoundedOnHost
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
@@ -70,36 +69,36 @@ class GradientSums:
         return SegmentSum.of(self._on_host(block, self._staying(block), scale=scale) for block in head.trained)
 
     def of_embedding(
-        self, embedding: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
+        self,
+        embedding: Segment,
+        lookup_sum: LookupSum | None,
+        *,
+        single: bool,
+        scale: float,
+        rows: EmbeddingRows | None,
     ) -> SegmentSum:
-        """That of an embedding of which the head borrows nothing. `rows`: what contributions have of its matrix, if not
-        all of it."""
-        return self._on_device(embedding, single=single, scale=scale, rows=rows)
-
-    def of_lookup(self, block: BlockSpec, tokens: torch.Tensor, *, scale: float) -> LookupSum | HostLookupSum:
-        """That of a matrix that tokens are looked up in and the head borrows; closing it closes its total. `tokens`:
-        the step's distinct ones `[rows]`, on the device."""
-        pool, device, most_rows = self._pool, self._device, self._most_rows
-        if most_rows is not None:
-            most_rows = min(most_rows, block.parameters[0].shape[0])
-        if self._holds_head:
-            leaving_bytes = self._leaving_bytes_of(Segment((block,)))
-            total = self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes)
-            assert isinstance(total.sums, DeviceSums)
-            return LookupSum(
-                total, total.sums, tokens, device=device, pool=pool, is_held=self._holds_lookup, most_rows=most_rows
-            )
-        sums = self._staying(block)
-        total = self._on_host(block, sums, scale=scale)
-        return HostLookupSum(total, sums, tokens, device=device, pool=pool, most_rows=most_rows)
-
-    def with_lookup(
-        self, embedding: Segment, lookup_sum: LookupSum | HostLookupSum, *, single: bool, scale: float
-    ) -> SegmentSum:
-        """That of all of an embedding of which `lookup_sum` has the first block's."""
+        """`lookup_sum` has the first block's, if the head borrows that. `rows`: what contributions have of its matrix,
+        if not all of it."""
+        if lookup_sum is None:
+            return self._on_device(embedding, single=single, scale=scale, rows=rows)
         leaving_bytes = self._leaving_bytes_of(embedding)
         opened = partial(self._open, single=single, scale=scale, leaving_bytes=leaving_bytes)
         return SegmentSum.of(chain([lookup_sum.total], map(opened, embedding.trained[1:])))
+
+    def of_lookup(self, block: BlockSpec, tokens: torch.Tensor, *, scale: float) -> LookupSum:
+        """That of a matrix that tokens are looked up in and the head borrows; closing it closes its total. `tokens`:
+        the step's distinct ones `[rows]`, on the device."""
+        most_rows = self._most_rows
+        if most_rows is not None:
+            most_rows = min(most_rows, block.parameters[0].shape[0])
+        opened = partial(LookupSum, device=self._device, pool=self._pool, most_rows=most_rows)
+        if not self._holds_head:
+            staying = self._staying(block)
+            return opened(self._on_host(block, staying, scale=scale), staying, tokens.cpu(), is_held=True)
+        leaving_bytes = self._leaving_bytes_of(Segment((block,)))
+        total = self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes)
+        assert isinstance(total.sums, DeviceSums)
+        return opened(total, total.sums, tokens, is_held=self._holds_lookup)
 
     def _on_device(
         self, segment: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
@@ -118,7 +117,7 @@ class GradientSums:
         return GradientSum(sums, RoundedOnHost(block, self._pool, self._device, scale=scale, dtype=self._dtype))
 
     def _staying(self, block: BlockSpec) -> StayingSums:
-        return StayingSums(block, self._pool, self._device, self._thread, leaving_bytes=0)
+        return StayingSums(block, self._pool, self._device, self._thread)
 
     def _leaving_bytes_of(self, segment: Segment) -> int:
         return max(self._leaving_bytes, least_leaving_bytes(segment))

@@ -8,7 +8,7 @@ With several micro-batches each parameter of a layer goes through these phases:
     3. close   the thread gives the memory back when the uploads have ended
 
 The gradients of a head that the GPU has no memory for are all added here, chunk by chunk, and the sum is rounded where
-it is (`StayingSums`).
+it is (`StayingSums`). So is that of a matrix that the head borrows, of which `LookupSum` has more to add.
 
 Invariants: the additions are those that the GPU would do, in the same order, so the bits are the same; the sums on the
 GPU take no more than `summed_elements` (planning/gpu_memory.py), however many parameters there are; the sums of one
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -124,7 +125,7 @@ class HostSums(Closing):
             num_bytes = self._block.num_elements * (4 + size)
             self._lease = self._pool.lease(num_bytes, f"sums of gradients of {self._block.name}")
         parameter, start = self._block.parameters[index], 4 * self._block.num_elements
-        memory = self._lease.memory[start + parameter.start * size : start + parameter.stop * size]
+        memory = self._lease.memory[start + parameter.start * size :][: gradient.nbytes]
         download = self._device.download(
             [(gradient.view(torch.uint8), memory)],
             self._label,
@@ -132,22 +133,10 @@ class HostSums(Closing):
         )
         return view(memory, gradient.dtype), download
 
-    def add_here(self, index: int, work: Callable[[torch.Tensor], None]) -> None:
-        """Have the thread do `work` on the sum of the parameter at `index`, fp32 and flat `[elements]`, after what was
-        added before. A gradient was brought before."""
-        before = self._additions.get(index)
-        if before is not None:
-            self._thread.wait(before)
-        self._additions[index] = self._thread.submit(partial(work, self._sum(index)))
-
     def values(self, index: int) -> torch.Tensor:
         """The sum of the parameter at `index`, fp32 and flat `[elements]`, in host memory, once all is added."""
         self._thread.wait(self._additions[index])
         return self._sum(index)
-
-    def wait_added(self) -> None:
-        """Return when all is added that was to be. What failed is not raised."""
-        wait_for(self._additions.values())
 
     def end_contribution(self) -> None:
         """Downloads limit themselves."""
@@ -217,6 +206,14 @@ class HostSums(Closing):
 class StayingSums(HostSums):
     """Sums that do not return. A contribution has left the device when the next one is made."""
 
+    def __init__(self, block: BlockSpec, pool: BufferPool, device: Device, thread: SumThread) -> None:
+        super().__init__(block, pool, device, thread, leaving_bytes=0)
+        self._chunks: torch.Tensor | None = None
+        """The fp32 sum of a micro-batch's chunks, once one has had two."""
+        self._while_chunks = ExitStack()
+        self._rows: list[Lease] = []
+        """Those saved of each micro-batch, in the compute dtype."""
+
     def end_contribution(self) -> None:
         """Wait for its downloads."""
         self._device.free_downloads()
@@ -235,10 +232,73 @@ class StayingSums(HostSums):
     def reuse(self) -> None:
         """The next ones are where they will be rounded."""
 
+    def here(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See `DeviceSums`. It has left the device when the next one is made."""
+        values, download = self.bring(0, gradient.reshape(-1))
+        self.end_contribution()
+        self._add_here(lambda _: download.wait())
+        return values.view(gradient.shape)
+
+    def add_chunks(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """See `DeviceSums`. The first chunk makes room for the second."""
+        if self._chunks is None:
+            lease = self._pool.lease(4 * first.numel(), "gradient of the tied head", crosses_link=False)
+            self._chunks = view(lease.memory, torch.float32).view(first.shape)
+            self._while_chunks.callback(lease.release)
+        total = self._chunks
+        if first is not total:
+            self._add_here(lambda _: total.copy_(first))
+        values, download = self.bring(0, second.reshape(-1))
+        self.end_contribution()
+
+        def add(_: torch.Tensor) -> None:
+            download.wait()
+            add_in_pieces(total.view(-1), values)
+
+        self._add_here(add)
+        return total
+
+    def add_rounded(
+        self, part: torch.Tensor, dtype: torch.dtype, rows: torch.Tensor, *, most_rows: int | None
+    ) -> torch.Tensor:
+        """See `DeviceSums`. It is rounded piece by piece."""
+        row_bytes, is_first, flat = part.shape[1] * dtype.itemsize, not self._rows, part.view(-1)
+        at_most_bytes = None if most_rows is None else most_rows * row_bytes
+        lease = self._pool.lease(len(rows) * row_bytes, "rows of the tied head's gradient", at_most_bytes=at_most_bytes)
+        self._rows.append(lease)
+        saved = view(lease.memory, dtype).view(-1, part.shape[1])
+
+        def add(total: torch.Tensor) -> None:
+            saved.copy_(part[rows])
+            for start in range(0, len(total), ADDED_AT_ONCE):
+                piece = slice(start, start + ADDED_AT_ONCE)
+                rounded = flat[piece].to(dtype)
+                total[piece].copy_(rounded) if is_first else total[piece].add_(rounded)
+
+        self._add_here(add)
+        return saved
+
+    def end_chunks(self) -> None:
+        """See `DeviceSums`."""
+        wait_for(self._additions.values())
+        self._chunks = None
+        self._while_chunks.close()
+
     def close(self) -> None:
-        """And return when the memory is free."""
+        """And return when the memory is free. What failed is not raised."""
+        self.end_chunks()
+        while self._rows:
+            self._rows.pop().release()
         super().close()
         self._thread.wait_released()
+
+    def _add_here(self, work: Callable[[torch.Tensor], None]) -> None:
+        """Have the thread do `work` on the sum of the parameter at 0, fp32 and flat `[elements]`, after what was added
+        before. A gradient was brought before."""
+        before = self._additions.get(0)
+        if before is not None:
+            self._thread.wait(before)
+        self._additions[0] = self._thread.submit(partial(work, self._sum(0)))
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, download: Download, *, is_first: bool) -> None:

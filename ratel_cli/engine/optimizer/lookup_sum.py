@@ -5,7 +5,9 @@ parts of all micro-batches come first. But the embedding part is zero except in 
 so only those rows of the head parts are saved, once for each micro-batch (`planning.capacity` counts them).
 
 A GPU that has no memory to spare has host memory hold all of it from the head to the embedding. The rows of each
-micro-batch then leave as soon as they are made, and come back one micro-batch ahead of their use.
+micro-batch then leave as soon as they are made, and come back one micro-batch ahead of their use. A GPU that has no
+memory for the sum either has it added up in host memory (engine/optimizer/host_sums.py): the same additions in the same
+order, of a chunk's gradient at a time, and then of the rows of the embedding's part.
 
 Invariant: where host memory holds it, at most two micro-batches' rows are on the GPU.
 """
@@ -21,6 +23,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download, Upload
 from ratel_cli.engine.optimizer.accumulators import DeviceSums
 from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.host_sums import StayingSums
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
 
@@ -33,7 +36,7 @@ class LookupSum(Closing):
     def __init__(
         self,
         total: GradientSum,
-        sums: DeviceSums,
+        sums: DeviceSums | StayingSums,
         rows: torch.Tensor,
         *,
         device: Device,
@@ -41,9 +44,9 @@ class LookupSum(Closing):
         is_held: bool,
         most_rows: int | None,
     ) -> None:
-        """`total` is the sum of the embedding's block, which `sums` has on `device`; `rows` are the step's distinct
-        tokens `[rows]`, there as well. `is_held`: all of it stays on the device; otherwise host memory from `pool`
-        holds it. `most_rows`: the most that any step has, as it is planned; None: not known."""
+        """`total` is the sum of the embedding's block, which `sums` has on `device` or in host memory; `rows` are the
+        step's distinct tokens `[rows]`, there as well. `is_held`: all of it stays there; otherwise it is on the device,
+        and host memory from `pool` holds it. `most_rows`: the most that any step has, as planned; None: not known."""
         self.total = total
         self._sums = sums
         self._rows = rows
@@ -66,17 +69,13 @@ class LookupSum(Closing):
     def add_head(self, gradient: torch.Tensor) -> None:
         """Add the head's part `[vocab, hidden]` of one chunk of the current micro-batch."""
         if self._part is None:
-            self._part, self._dtype = gradient, gradient.dtype
+            self._part, self._dtype = self._sums.here(gradient), gradient.dtype
         else:
-            self._part = self._part.float().add_(gradient)
+            self._part = self._sums.add_chunks(self._part, gradient)
 
     def end_micro_batch(self) -> None:
         """End the current micro-batch: the sum of its chunks is rounded, as a single gradient is."""
-        assert self._part is not None
-        part, self._part = self._part.to(self._dtype), None
-        rows = part[self._rows]
-        self._sums.add(0, part)
-        del part
+        rows = self._sums.add_rounded(self._taken_part(), self._dtype, self._rows, most_rows=self._most_rows)
         if self._is_held:
             self._head_rows.append(rows)
         else:
@@ -85,6 +84,7 @@ class LookupSum(Closing):
 
     def end_head(self) -> None:
         """After the head: the sum leaves the device, too, unless it is held there."""
+        self._sums.end_chunks()
         if not self._is_held:
             values = self._sums.take(0)
             assert values is not None
@@ -93,6 +93,7 @@ class LookupSum(Closing):
     def fetch(self) -> None:
         """Before the embedding's backward: bring back the sum if it has left, and the first rows."""
         if self._offloaded_total is not None:
+            assert isinstance(self._sums, DeviceSums)
             total, self._offloaded_total = self._upload(self._offloaded_total), None
             self._sums.put(0, total.open().view(torch.float32))
         self._fetch_ahead()
@@ -100,10 +101,11 @@ class LookupSum(Closing):
     def add_embedding(self, *gradients: torch.Tensor) -> None:
         """Add the rows `[rows, hidden]` of the embedding's part of the next micro-batch, in the same order of
         micro-batches: one for each time that tokens were looked up, in the order of backward."""
-        values = self._sums.values(0).view(-1, gradients[0].shape[1])
         part = self._next_rows(gradients[0])
         for gradient in gradients:
-            part = part + gradient
+            own = self._sums.here(gradient)
+            values = self._sums.values(0).view(-1, part.shape[1])  # what was brought here is there now
+            part = part + own
         contribution = part.to(values)
         if self._started:
             contribution = values[self._rows] + contribution
@@ -120,6 +122,12 @@ class LookupSum(Closing):
         for lease in leases:
             lease.release()
         self.total.close()
+
+    def _taken_part(self) -> torch.Tensor:
+        """The sum of the current micro-batch, which has no other user then."""
+        part, self._part = self._part, None
+        assert part is not None
+        return part
 
     def _next_rows(self, like: torch.Tensor) -> torch.Tensor:
         """The head's rows `[rows, hidden]` of the next micro-batch, in the data type of `like` `[rows, hidden]`."""
