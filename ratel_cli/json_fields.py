@@ -86,6 +86,14 @@ def read_as(kind: type[_Read], content: object, **known: object) -> _Read:
     return kind(**known, **{name: _checked(hints[name], fields.value(name), name) for name in names})
 
 
+def read_file_as(kind: type[_Read], path: Path) -> _Read | None:
+    """The dataclass that `read_as` finds in a file; None if there is none, or it cannot be read."""
+    try:
+        return read_as(kind, json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 @cache
 def _hints(kind: object) -> dict[str, object]:
     return get_type_hints(kind)

@@ -71,7 +71,8 @@ class ChunkTable:
     def set_chunks(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         """Compute the checksums of elements [start, stop) of a field, whole chunks, from their bytes in `memory`."""
         for entry, first, _, part in self._parts(block, field, start, stop, memory):
-            self._set(entry, self._digest(block, field, first, part))
+            self._digests[entry] = self._digest(block, field, first, part)
+            self._is_set[entry] = 1
 
     def set_zeros(self) -> None:
         """Give every chunk that has no checksum yet the checksum of zeros. A new store holds nothing but zeros."""
@@ -125,10 +126,6 @@ class ChunkTable:
             num_bytes = found.num_bytes(end - first)
             yield entry, first, end, memory[position : position + num_bytes]
             position += num_bytes
-
-    def _set(self, entry: int, digest: int) -> None:
-        self._digests[entry] = digest
-        self._is_set[entry] = 1
 
     def _check(self, entry: int, digest: int, where: str, first: int, end: int) -> None:
         assert self._is_set[entry], "a chunk is read before it was written"

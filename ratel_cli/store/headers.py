@@ -22,6 +22,7 @@ from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import HEADER_BYTES, IDENTIFICATION_OFFSET, NUM_MANIFESTS
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.manifest import (
+    CRC,
     EMPTY_PAGE,
     FORMAT_VERSION,
     MANIFEST_MAGIC,
@@ -33,7 +34,6 @@ from ratel_cli.units import counted
 
 _MAGIC: Final = b"RATELDAT"
 _IDENTIFICATION: Final = struct.Struct("<8sI16sII")
-_CRC: Final = struct.Struct("<I")
 _ORDER_HINT: Final = "name the directories in the order that they had when the store was made"
 
 
@@ -51,8 +51,8 @@ class Identification:
         Magic, format version, store id, index, number of files, zeros, CRC-32 of all before it.
         """
         fields = _IDENTIFICATION.pack(_MAGIC, FORMAT_VERSION, self.store_id, self.file_index, self.num_files)
-        body = fields.ljust(PAGE_BYTES - _CRC.size, b"\0")
-        return body + _CRC.pack(zlib.crc32(body))
+        body = fields.ljust(PAGE_BYTES - CRC.size, b"\0")
+        return body + CRC.pack(zlib.crc32(body))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ def _generation(page: bytes) -> int:
 
 
 def _identification(page: bytes) -> Identification | None:
-    body, (crc,) = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])
+    body, (crc,) = page[: -CRC.size], CRC.unpack(page[-CRC.size :])
     magic, _, store_id, file_index, num_files = _IDENTIFICATION.unpack(body[: _IDENTIFICATION.size])
     if zlib.crc32(body) != crc or magic != _MAGIC:
         return None

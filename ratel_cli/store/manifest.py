@@ -32,8 +32,8 @@ FORMAT_VERSION: Final = 5
 """Formats 1 to 4 were never released."""
 MANIFEST_MAGIC: Final = b"RATELMAN"
 _HEAD: Final = struct.Struct("<8sII16sQ32s")
-_CRC: Final = struct.Struct("<I")
-_MAX_PAYLOAD_BYTES: Final = PAGE_BYTES - _HEAD.size - _CRC.size
+CRC: Final = struct.Struct("<I")
+_MAX_PAYLOAD_BYTES: Final = PAGE_BYTES - _HEAD.size - CRC.size
 EMPTY_PAGE: Final = bytes(PAGE_BYTES)
 NO_PREVIOUS: Final = bytes(32)
 _LARGEST: Final = 1 << 53
@@ -141,8 +141,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     head = _HEAD.pack(
         MANIFEST_MAGIC, FORMAT_VERSION, len(payload), manifest.store_id, manifest.generation, manifest.previous_sha256
     )
-    body = (head + payload).ljust(PAGE_BYTES - _CRC.size, b"\0")
-    return body + _CRC.pack(zlib.crc32(body))
+    body = (head + payload).ljust(PAGE_BYTES - CRC.size, b"\0")
+    return body + CRC.pack(zlib.crc32(body))
 
 
 def decode_manifest(page: bytes) -> Manifest | None:
@@ -150,7 +150,7 @@ def decode_manifest(page: bytes) -> Manifest | None:
 
     Raises BadInput for a page of another format, and IntegrityFailure for an intact page without a readable manifest.
     """
-    body, (crc,) = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])
+    body, (crc,) = page[: -CRC.size], CRC.unpack(page[-CRC.size :])
     if len(page) != PAGE_BYTES or zlib.crc32(body) != crc:
         return None
     magic, version, payload_bytes, store_id, generation, previous_sha256 = _HEAD.unpack(body[: _HEAD.size])

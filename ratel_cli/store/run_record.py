@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 from ratel_cli.errors import printable
-from ratel_cli.json_fields import JsonFields
+from ratel_cli.json_fields import read_file_as
 
 RECORD_FILE_NAME: Final = "ratel.run"
 
@@ -59,8 +59,5 @@ def hand_over(directories: Sequence[Path], run: str) -> None:
 
 def read_record(directory: Path) -> RunRecord | None:
     """The record in a directory; None if there is none."""
-    try:
-        fields = JsonFields(json.loads((directory / RECORD_FILE_NAME).read_bytes()))
-        return RunRecord(run=fields.text("run"), made=printable(fields.text("made")))
-    except (OSError, ValueError, RecursionError):
-        return None
+    record = read_file_as(RunRecord, directory / RECORD_FILE_NAME)
+    return None if record is None else replace(record, made=printable(record.made))

@@ -7,12 +7,11 @@ Invariant: a reader gets the facts or None; a damaged file says nothing. Nothing
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.json_fields import read_as
+from ratel_cli.json_fields import read_file_as
 
 FACTS_NAME: Final = "run.json"
 _FORMAT_VERSION: Final = 1
@@ -54,7 +53,4 @@ class RunFacts:
 
 def read_facts(run_dir: Path) -> RunFacts | None:
     """The facts in the directory of a run's own files; None if there are none."""
-    try:
-        return read_as(RunFacts, json.loads((run_dir / FACTS_NAME).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
+    return read_file_as(RunFacts, run_dir / FACTS_NAME)

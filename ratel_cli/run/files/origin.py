@@ -17,7 +17,7 @@ from pathlib import Path
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.json_fields import read_as
+from ratel_cli.json_fields import read_file_as
 from ratel_cli.run.files.run_directory import ORIGIN_NAME, REFERENCE_NAME, find_run, run_directory
 from ratel_cli.run.files.run_files import is_users, list_run_files, remove_run_file, write_run_file
 
@@ -105,10 +105,7 @@ def read_origin(config: RunConfig) -> OriginRecord | None:
     """What the config's run has recorded of its origin; None if it has none, or it cannot be read."""
     if is_users(config.output_dir, ORIGIN_NAME):
         return None
-    try:
-        return read_as(OriginRecord, json.loads(_path(config).read_text(encoding="utf-8")))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
+    return read_file_as(OriginRecord, _path(config))
 
 
 def write_origin(config: RunConfig, record: OriginRecord | None) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.json_fields import read_as
+from ratel_cli.json_fields import read_file_as
 from ratel_cli.run.files.user_cache import user_cache_file, write_user_cache
 from ratel_cli.run.inputs.length import DECIDES_THE_COUNT
 from ratel_cli.run.inputs.settings import DECIDES_THE_LENGTH
@@ -31,10 +31,7 @@ def note_filling(config: RunConfig, filling: Filling | None) -> None:
 
 def known_filling(config: RunConfig) -> Filling | None:
     """How full the steps of the config's data are; None if that is not known."""
-    try:
-        return read_as(Filling, json.loads(_file(config).read_bytes()))
-    except (OSError, ValueError, RecursionError):
-        return None
+    return read_file_as(Filling, _file(config))
 
 
 def expected_filling(lengths: Sequence[int], *, micro_batch_size: int, sequence_len: int) -> Filling:
