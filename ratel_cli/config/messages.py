@@ -99,7 +99,7 @@ def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str |
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         bound = context[name]
-        shown = f"{bound:g}" if isinstance(bound, float) else str(bound)
+        shown = f"{bound:g}" if isinstance(bound, float) or bound == 10**15 else str(bound)
         return f"`{key}` must be {words} {shown}, not {show(value)}", _KEY_HINTS.get(key)
     if kind == "string_too_short":
         return f"`{key}` must not be empty", None

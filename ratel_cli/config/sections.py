@@ -67,7 +67,7 @@ def contradictions(found: list[Contradiction]) -> PydanticCustomError:
 def within_most(value: _AnyNumber) -> _AnyNumber:
     """The value of a key, which no run can use if it is larger than all that is counted."""
     if value > _MOST:
-        raise rejection("must be at most 10^15")
+        raise rejection(f"must be at most {_MOST:g}")
     return value
 
 
@@ -115,8 +115,8 @@ def _bytes_of(value: object, words: str) -> int:
     return within_most(num_bytes)
 
 
-Whole = Annotated[int, AfterValidator(within_most)]
-Number = Annotated[float, AfterValidator(within_most)]
+Whole = Annotated[int, Field(le=_MOST)]
+Number = Annotated[float, Field(le=_MOST)]
 Directory = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=Annotated[str, Field(min_length=1)])]
 PathOrHubId = Annotated[str, Field(min_length=1), AfterValidator(_expand_home)]
 _WrittenSize = Annotated[str, Field(pattern=r"^\s*[0-9]+(\.[0-9]+)?\s*([KkMmGgTt]([Ii]?[Bb])?|[Bb])?\s*$")]

@@ -37,9 +37,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     """Rows that are conversations and nothing else."""
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS))
-    return file
+    write(tmp_path / "chats.jsonl", [{"messages": row["messages"]} for row in ROWS])
+    return tmp_path / "chats.jsonl"
 
 
 def written(path: str = "run.yaml") -> LoadedConfig:
@@ -169,7 +168,9 @@ def test_rows_with_images_are_read_without_them(base: Path) -> None:
 @pytest.mark.full
 def test_why_no_row_can_be_used_is_said(base: Path) -> None:
     Path("a.jsonl").write_text(json.dumps({"conversations": _SHAREGPT_CALL}) + "\n")
-    ended = init(base, "--data", "a.jsonl")
+    text = "{{ m.content if m.content else raise_exception('none') }}"
+    Path("t.jinja").write_text("{% for m in messages %}" + text + "{% endfor %}")
+    ended = init(base, "chat_template_jinja=t.jinja", "--data", "a.jsonl")
     assert_rejected(ended, 2, "a.jsonl: no row can be used: the chat template cannot write tool calls")
 
 
