@@ -52,4 +52,4 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merge_ba
         log.say(f"loss on {counted(found[0].num_samples, 'sample')} of {found[0].data}, in {config.dtype}:")
         log.facts([(each.model, f"{each.loss:.4f}") for each in found])
     except (BadInput, EnvironmentFailure, IntegrityFailure, Diverged) as error:
-        log.notice(f"the losses with --base dequantised and --base original are not known: {error.message}")
+        log.notice(f"the merged models were not compared: {error.message}")

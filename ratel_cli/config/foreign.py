@@ -325,8 +325,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="impossible",
-            reason="it belongs to a kind of adapter that Ratel does not train",
-            hint="remove it; `adapter: lora` trains one",
+            reason="Ratel does not train this kind of adapter",
+            hint="remove it; `adapter: lora` trains LoRA, and with `load_in_4bit: true` QLoRA",
         ),
         """peft adapter_name_or_path freeze_base_model pissa_init use_llama_pro lora_model_dir lora_init
         kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size lora_* qlora* peft_*""",

@@ -126,7 +126,10 @@ _EXPERTS = "with transformers 5 {} adapts neither the router nor the stacked exp
 _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "axolotl": {
         "adapter": _EXPERTS.format("axolotl"),
-        "datasets": "axolotl divides a longer text into windows that overlap, each with an EOS token; Ratel's do not",
+        "datasets": (
+            "axolotl splits a longer text into overlapping windows, each with an EOS token; Ratel's parts neither "
+            "overlap nor get one"
+        ),
     },
     "LLaMA-Factory": {
         "adapter": _EXPERTS.format("LLaMA-Factory"),

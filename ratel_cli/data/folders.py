@@ -79,8 +79,8 @@ def _check_split(label: str, split: str, splits: Collection[str]) -> None:
     """Raise BadInput if a directory has no such split."""
     if split not in splits:
         raise BadInput(
-            f"{label}: there is no split {split!r}; its files are of: {excerpt(', '.join(splits) or 'no split')}",
-            hint=f"set `split` to what there is, or name the files in `path` by a pattern: {label}/**/*.ENDING",
+            f"{label}: there is no split {split!r}; it has: {excerpt(', '.join(splits) or 'no split')}",
+            hint=f"set `split` to one of these, or name the files in `path` by a pattern: {label}/**/*.ENDING",
         )
 
 
@@ -100,7 +100,12 @@ def _of_card(card: Path, name: str | None) -> tuple[str, Mapping[str, Sequence[s
     wanted = next(defaults, None) if name is None else name
     if wanted not in configs:
         raise BadInput(
-            f"{printable(str(card.parent))}: it has no configuration {wanted!r}",
+            f"{printable(str(card.parent))}: "
+            + (
+                "its README has several configurations and no default"
+                if wanted is None
+                else f"it has no configuration {wanted!r}"
+            ),
             hint=f"set `name` of the dataset to one of: {excerpt(', '.join(configs) or 'default')}",
         )
     patterns: dict[str, list[str]] = {}

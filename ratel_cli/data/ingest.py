@@ -41,8 +41,8 @@ _RULE_OF_TURNS = 2
 """Whoever changes which tokens of a conversation have loss counts it up, so that no cache of the earlier rule is used
 for a new run."""
 _OF_EARLIER_RULE = (
-    "this run keeps the tokens that it began with, from a version of Ratel with another rule of where turns end; "
-    "another output_dir begins with new ones"
+    "this run keeps the tokens of an earlier version of Ratel, which ended turns elsewhere; a new output_dir gets new "
+    "tokens"
 )
 
 

@@ -20,8 +20,8 @@ _PROMPTS = ("prompt", "instruction", "question", "query", "input", "conversation
 _CHATS = ("messages", "chat_completion", "instruction", "question_answer")
 _TEXTS = ("completion", "prompt_completion", "alpaca")
 _ALL = (*_CHATS, *_TEXTS, "tokens")
-_EVAL = "`ratel eval` reads answers to imitate"
-_ONE_ANSWER = "Ratel trains on the answers that it reads, and compares none"
+_EVAL = "`ratel eval` takes supervised data only"
+_ONE_ANSWER = "without `rl`, Ratel trains on one answer of each row"
 _WAYS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "system": ((*_CHATS, "alpaca"), "`field_system: system` makes it the system prompt"),
     "system_prompt": ((*_CHATS, "alpaca"), "`field_system: system_prompt` makes it the system prompt"),
@@ -31,7 +31,7 @@ _WAYS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "image": (("completion",), "Ratel trains on text"),
     "images": (("completion",), "Ratel trains on text"),
     **dict.fromkeys((*_COMPARED, *_OPENAI_COMPARED), (_ALL, _ONE_ANSWER)),
-    "kto_tag": (_ALL, "good and bad answers are trained alike"),
+    "kto_tag": (_ALL, "without `rl: kto`, good and bad answers are trained alike"),
 }
 """By column: the kinds of formats where it means something elsewhere, and what to do to have it read."""
 
@@ -46,9 +46,9 @@ def unread_columns(kind: str, read: AbstractSet[str | None], record: Mapping[str
         if kind in kinds and column not in known and record.get(column) not in (None, "", [], {}, False)
     ]
     if "label" not in read and isinstance(record.get("label"), bool) and has_verdict(record):
-        found.append(("unread", "label; good and bad answers are trained alike"))
+        found.append(("unread", "label; without `rl: kto`, good and bad answers are trained alike"))
     if isinstance(record.get("weight"), int | float) and record["weight"] != 1:
-        found.append(("unread", "weight; all rows of a dataset count alike; the config has one `weight` for it"))
+        found.append(("unread", "weight; rows have no weights of their own, a dataset has one: `weight`"))
     return tuple(found)
 
 
@@ -90,28 +90,28 @@ _FOR_PREFERENCES: Sequence[
 ] = (
     (
         _has(*_COMPARED),
-        f"pairs of a chosen and a rejected answer, for preference tuning; `rl: dpo` learns from both, and {_EVAL}",
+        f"preference data (chosen and rejected answers): set `rl: dpo` to train on it; {_EVAL}",
         _way_to_chosen,
     ),
     (
         _has(*_OPENAI_COMPARED),
         (
-            "pairs of a preferred and another answer, for preference tuning; `rl: dpo` learns from both in columns "
-            f"prompt, chosen and rejected, and {_EVAL}"
+            "preference data (preferred and other answers): `rl: dpo` trains on columns prompt, chosen and rejected; "
+            f"{_EVAL}"
         ),
         lambda _: (
-            "to train on the preferred answers only, write their prompts and them as lists of messages into the "
+            "to train on the preferred answers only, write prompts and answers as lists of messages into the "
             "columns prompt and completion"
         ),
     ),
     (
         has_verdict,
-        f"answers with a verdict, for preference tuning; `rl: kto` learns from them, and {_EVAL}",
+        f"answers that are marked good or bad: set `rl: kto` to train on them; {_EVAL}",
         lambda _: "remove the rows with bad answers, and set the type of the others, such as type: chat_template",
     ),
     (
         _has("prompt", "completions", "labels"),
-        "solutions with a verdict for each step, for a reward model; Ratel trains no reward models",
+        "solutions with a label for each step, for a process reward model; Ratel trains no reward models",
         lambda _: None,
     ),
 )

@@ -425,8 +425,9 @@ class HorizontalEngine(Closing):
     def _check_open(self) -> None:
         if self._is_closed or self.is_of_parent:
             raise BadInput(
-                "a forward is from before the optimizer was made, or before the hooked module was closed, or this is a "
-                "forked child of the process that made it",
+                "a forked process uses the hooked module of its parent"
+                if self.is_of_parent
+                else "this forward ran before the optimizer was made, or before the hooked module was closed",
                 "run the forward again",
             )
 

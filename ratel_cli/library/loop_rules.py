@@ -50,8 +50,8 @@ class LoopRules:
         for name, parameter in self._hooked.trained:
             if parameter.grad is not None and parameter.grad is not self._marked.get(name):
                 raise BadInput(
-                    f"{name} has a gradient that was set by the caller, to which backward would add",
-                    "set it to None; what is to be added to gradients can be a part of the loss",
+                    f"{name} has a gradient before backward; Ratel does not add to it",
+                    "set it to None; add a term to the loss instead",
                 )
             if parameter.grad is not None and self._calls_step:
                 raise BadInput(
@@ -85,7 +85,7 @@ class LoopRules:
             return
         if self._calls_step:
             raise BadInput(
-                f"{what} comes between backward and step(): the update is overlapped with backward, and done",
+                f"{what} comes between backward and step(), but backward has already updated the weights",
                 "call step() right after the last backward of each step; to leave a step out, skip its backward",
             )
         self._between = self._between or what
@@ -120,6 +120,7 @@ class LoopRules:
         for name, parameter in self._hooked.trained:
             if parameter.grad is not self._marked.get(name):
                 raise BadInput(
-                    f"the gradient of {name} was changed after backward, where the update had it already",
-                    "use register_hook for what is to be done to gradients, and max_grad_norm to clip them",
+                    f"the gradient of {name} was changed after backward, but backward has already used it for the "
+                    "update",
+                    "use register_hook to change gradients, and max_grad_norm to clip them",
                 )

@@ -87,8 +87,8 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         if ParamWrapper.__name__ in str(error):
             # Stacks of experts are no modules: PEFT adds their adapters to their matrices in forward.
             raise BadInput(
-                f"adapter: the experts of {type(model).__name__} would get one, which can have no dropout and no DoRA,"
-                " and their matrices must not be quantised",
+                f"adapter: the experts of {type(model).__name__} are stacked: their adapters allow neither dropout "
+                "nor DoRA, and their matrices must not be quantised",
                 "set lora_dropout: 0, peft_use_dora: false and quantize_moe_experts: false, or name the other modules, "
                 "such as lora_target_modules: [q_proj, k_proj, v_proj, o_proj]",
             ) from error

@@ -113,7 +113,8 @@ def hooks_of(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def share_hooks(before: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Let a parameter that takes another one's place have its hooks, now and after a handle has removed some."""
+    """Let a parameter that takes another one's place have its hooks, and keep sharing them when a handle removes
+    one."""
     with torch._C.DisableTorchFunctionSubclass():
         for name, hooks in hooks_of(before).items():
             setattr(parameter, name, hooks)

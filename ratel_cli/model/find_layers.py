@@ -64,7 +64,7 @@ def find_layers(
     for found, homes in placed_parameters(module, list(layers.values())):
         if hooks_of(found.unbound):
             raise BadInput(
-                f"{found.name} has a hook, which would see the gradients of some samples of a step alone",
+                f"{found.name} has a hook, which would get the gradient of one micro-batch at a time",
                 "remove it, or train the module with ratel.hook",
             )
         placed.append(replace(found, unbound=placeholder(found.unbound)))

@@ -118,8 +118,7 @@ def check_output(output_dir: Path, *, overwrite: bool, option: str) -> None:
     if not is_empty and not overwrite and read_marker(output_dir) is None:
         raise BadInput(
             f"{option}: {output_dir} has files in it, and Ratel did not make it",
-            "choose a new directory; or with --overwrite files of the same names as the model's are replaced there, "
-            "and an index of other weights is renamed",
+            "choose an empty directory, or use --overwrite to replace the model files in it",
         )
 
 

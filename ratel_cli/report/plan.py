@@ -86,7 +86,7 @@ def forecast_rows(
 def reference_row(num_steps: int, seconds: float) -> tuple[str, str]:
     """A row about the reference model, whose log-probabilities of the answers of these steps come before step 1."""
     steps = counted(num_steps, "step")
-    return "reference", f"the answers of {steps} go through the model before step 1: {format_seconds(seconds)} at most"
+    return "reference", f"log-probabilities of {steps}, computed before step 1: {format_seconds(seconds)} at most"
 
 
 def _reference(forecast: Forecast) -> list[tuple[str, str]]:
@@ -269,14 +269,14 @@ def wear_rows(prediction: Prediction) -> list[tuple[str, str]]:
         gain, more = _trade(
             trade.save_seconds, trade.save_written_bytes, seconds=trade.seconds, written_bytes=trade.written_bytes
         )
-        facts.append(f"{gain} faster for {more} than storage.wear: save")
+        facts.append(f"writes {more} per step than with storage.wear: save, and is {gain} faster")
     elif not forced_bytes and would_gain:
         facts.append("nothing is written but the model's state")
     if would_gain:
         gain, more = _trade(
             trade.seconds, trade.written_bytes, seconds=trade.ignore_seconds, written_bytes=trade.ignore_written_bytes
         )
-        facts.append(f"storage.wear: ignore would be {gain} faster for {more}")
+        facts.append(f"storage.wear: ignore would write {more} per step, and be {gain} faster")
     return [("wear", "; ".join(facts))] if facts else []
 
 
@@ -289,7 +289,7 @@ def _trade(from_seconds: float, from_bytes: int, *, seconds: float, written_byte
     """How much faster a step gets, and how much more it writes: next to an adapter's state, in bytes."""
     more = written_bytes / from_bytes - 1
     amount = percent(more) if more <= _MOST_PERCENT else format_bytes(written_bytes - from_bytes)
-    return percent(from_seconds / seconds - 1), f"{amount} more wear per step"
+    return percent(from_seconds / seconds - 1), f"{amount} more"
 
 
 def _predicted(prediction: Prediction) -> str:

@@ -194,12 +194,12 @@ def adapted_line(
 ) -> str:
     """One line about the plan after `step`, since the last `num_steps` steps took `seconds`. `other_load`: of these
     steps."""
-    taken = f"steps took {format_seconds(seconds)}, not {format_seconds(predicted_seconds)} as predicted"
+    taken = f"steps take {format_seconds(seconds)} instead of {format_seconds(predicted_seconds)}"
     if other_load is not None:
-        taken += f", while {other_load.words}"
+        taken += f" ({other_load.words})"
     if not is_changed:
-        return f"{taken}: the plan stays, no other one is much faster; predicted now: {step_time(plan)}"
-    return f"{taken}: plan updated from the {num_steps} steps up to {step}: {_placed(plan)}; {step_time(plan)}"
+        return f"{taken}; the plan stays; new estimate: {step_time(plan)}"
+    return f"{taken}; new plan from the {num_steps} steps up to {step}: {_placed(plan)}; {step_time(plan)}"
 
 
 def _placed(plan: Plan) -> str:
@@ -223,7 +223,7 @@ def run_summary(totals: RunTotals, *, endurance_tb: float | None = None) -> list
     if not totals.num_steps:
         return []
     seconds = totals.seconds / totals.num_steps
-    which = "without the first (warm-up)" if totals.leaves_out_first else "the warm-up"
+    which = "without the first, which includes start-up" if totals.leaves_out_first else "which includes start-up"
     busy = [(resource, totals.busy_seconds[resource] / totals.num_steps) for resource in RESOURCES]
     rows = [
         ("step", seconds, f"{totals.tokens / totals.seconds:.0f} tokens/s"),

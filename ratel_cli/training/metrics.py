@@ -263,8 +263,8 @@ class MetricsLog(Closing):
                 self._last_line = line if step is not None and missing == 0 else b""
         if damaged:
             self._warn(
-                f"{self._path}:{damaged[0]}: {counted(len(damaged), 'damaged line')}; what the steps there measured is "
-                "lost, and does not count when the best step is chosen"
+                f"{self._path}:{damaged[0]}: {counted(len(damaged), 'damaged line')}; the metrics of these steps are "
+                "lost; none of them can be chosen as the best step"
             )
 
     def _give_up(self, error: OSError) -> None:

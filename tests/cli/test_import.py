@@ -96,7 +96,7 @@ def test_a_file_that_exists_is_not_replaced(capsys: pytest.CaptureFixture[str]) 
 
 
 REWARDS = "it belongs to training on rewards, or to a reward model"
-OTHER_ADAPTER = "it belongs to a kind of adapter that Ratel does not train"
+OTHER_ADAPTER = "Ratel does not train this kind of adapter"
 
 
 def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: theirs.yaml:11:1: `pissa_init` is not a key of Ratel: {OTHER_ADAPTER}",
-        "hint: remove it; `adapter: lora` trains one",
+        "hint: remove it; `adapter: lora` trains LoRA, and with `load_in_4bit: true` QLoRA",
         f"error: theirs.yaml:12:1: `reward_model` is not a key of Ratel: {REWARDS}",
         f"hint: {instead_of('grpo')}",
     ]

@@ -244,7 +244,7 @@ def test_what_the_reference_model_takes_before_the_first_step(ask: Ask, config: 
     """A forward for the answers of each step, where the loss compares the model with what it was."""
     arguments = (config, "--hardware", machine, "max_steps=7")
     words = ask(*arguments, "rl=dpo").row("reference")
-    assert words.startswith("the answers of 7 steps go through the model before step 1: ")
+    assert words.startswith("log-probabilities of 7 steps, computed before step 1: ")
     time = json.loads(ask(*arguments, "rl=dpo", "--json").out)["time"]
     assert time["reference_seconds"] == pytest.approx(7 * time["forward_seconds"])
     for other in (("rl=simpo",), ()):
@@ -272,10 +272,10 @@ def test_what_the_rule_for_wear_holds_back_is_told_and_advised(ask: Ask, here: P
     slow = replace(paper, gpu=replace(paper.gpu, flops_per_second=1e13))
     arguments = (here / "wide.yaml", "--hardware", hardware_file(here / "slow.json", slow))
     save, balanced, ignore = (ask(*arguments, f"storage.wear={rule}") for rule in ("save", "balanced", "ignore"))
-    assert re.search("faster for .* % more wear per step than storage.wear: save", ignore.row("wear"))
+    assert re.search("writes .* % more per step than with storage.wear: save, and is .* % faster", ignore.row("wear"))
     assert "storage.wear: ignore" not in ignore.out
     for result in (save, balanced):
-        assert re.search("storage.wear: ignore would be .* % faster for .* % more wear per step", result.row("wear"))
+        assert re.search("storage.wear: ignore would write .* % more per step, and be .* % faster", result.row("wear"))
         assert "storage.wear: ignore (more is written)" in result.out
     trade = json.loads(ask(*arguments, "--json").out)["wear"]["trade"]
     assert trade["policy"] == "balanced"

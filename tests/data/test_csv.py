@@ -144,8 +144,8 @@ def test_a_valid_row_of_lines_like_rows_is_reported_once(
     row = '"one,x\n' + "".join(f"{number},x\n" for number in range(num_lines)) + 'two",x\n'
     found = [each for each in _read(tmp_path, f"a,b\n1,2\n{row * 2}".encode(), bound=1 << 20) if isinstance(each, Row)]
     note = (
-        f"f:3: this row ends in line {num_lines + 4}, and all lines inside look like rows; if they are, the first line "
-        "has a quote too many"
+        f"f:3: this row ends in line {num_lines + 4}, and all lines inside look like rows; if they are, line 3 "
+        "has an unmatched quote"
     )
     assert [each.note for each in found] == [None, note if is_noted else None, None]
     path = tmp_path / "rows.csv"

@@ -74,7 +74,7 @@ def _check(root: Path, cache: Path, notices: list[str], name: str | None = None)
     expected = _in_datasets(root, cache, name)
     for split in SPLITS:
         if split not in expected:
-            with pytest.raises(BadInput, match=f"there is no split '{split}'; its files are of: ") as caught:
+            with pytest.raises(BadInput, match=f"there is no split '{split}'; it has: ") as caught:
                 _read(root, notices, split, name)
             assert {*caught.value.message.rpartition("are of: ")[2].split(", ")} == {*expected}
             continue
@@ -143,7 +143,7 @@ def test_configurations_that_are_not_there(
 def test_a_card_reads_nothing_outside_its_directory(tmp_path: Path, path: str) -> None:
     (tmp_path / "outside.jsonl").write_text('{"text": "x"}\n')
     root = _made(tmp_path / "data", "a.jsonl", f"- config_name: default\n  data_files: {path}")
-    with pytest.raises(BadInput, match="there is no split 'train'; its files are of: no split"):
+    with pytest.raises(BadInput, match="there is no split 'train'; it has: no split"):
         _read(root, [])
 
 

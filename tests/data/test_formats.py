@@ -96,14 +96,18 @@ def test_unknown_columns_are_named() -> None:
 @pytest.mark.parametrize(
     ("record", "what", "hint"),
     [
-        ({"chosen": "a", "rejected": "b"}, "pairs of a chosen and a rejected answer", "field: chosen"),
+        ({"chosen": "a", "rejected": "b"}, "preference data (chosen and rejected answers)", "field: chosen"),
         ({"prompt": "p", "chosen": TURNS, "rejected": TURNS}, "pairs of a chosen", "field_messages: chosen"),
         ({"conversations": [], "kto_tag": True, "x": 1}, "answers with a verdict", "type: chat_template"),
         ({"messages": TURNS, "label": False}, "answers with a verdict", "type: chat_template"),
-        ({"input": {}, "preferred_output": [], "non_preferred_output": []}, "a preferred and another", "prompt and"),
+        (
+            {"input": {}, "preferred_output": [], "non_preferred_output": []},
+            "preferred and other answers",
+            "prompt and",
+        ),
         ({"instruction": "a", "kto_tag": True}, "answers with a verdict", None),
         ({"prompt": "a", "completion": "b", "label": False}, "answers with a verdict", None),
-        ({"prompt": "a", "completions": ["b"], "labels": [True]}, "a verdict for each step", None),
+        ({"prompt": "a", "completions": ["b"], "labels": [True]}, "a label for each step", None),
     ],
 )
 def test_preference_data_is_named_as_such(record: dict[str, object], what: str, hint: str | None) -> None:

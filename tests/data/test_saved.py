@@ -100,7 +100,7 @@ def test_a_damaged_description(tmp_path: Path, damage: Callable[[Path], object],
 
 
 def test_a_split_that_a_single_dataset_has_not(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="there is no split 'test'; its files are of: train"):
+    with pytest.raises(BadInput, match="there is no split 'test'; it has: train"):
         _read(_saved(tmp_path / "rows", ROWS[:2]), split="test")
 
 

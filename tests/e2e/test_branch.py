@@ -249,15 +249,13 @@ def test_what_a_run_cannot_change_leads_to_a_new_one(make_config: MakeConfig, so
     ended = finetune(source, "learning_rate=0.003", "max_steps=8")
     assert_rejected(ended, 2, "which has other settings: learning_rate was 0.01, is now 0.003")
     run = output_of(source)
-    assert (
-        f"hint: for a new run, set another output_dir (--from {run} begins it with this run's state); " in ended.stderr
-    )
+    assert f"for a new run, set another output_dir (--from {run} starts it from this run's state); " in ended.stderr
     branch = make_config("branch")
     succeed(branch, "learning_rate=0.003", "max_steps=8", "--from", str(run))
     assert [line["step"] for line in metrics(branch)] == [7, 8]
     ended = finetune(source, "dtype=bfloat16")
     assert_rejected(ended, 2, "which has other settings: dtype was float32, is now bfloat16")
-    assert "hint: for a new run, set another output_dir; to resume that run, set them back" in ended.stderr
+    assert "hint: to resume that run, restore the old values; for a new run, set another output_dir;" in ended.stderr
 
 
 @pytest.mark.nightly

@@ -97,7 +97,7 @@ def test_a_vocabulary_that_is_larger_than_the_model(
     save_vocabulary(directory, "v3")
     ended = ratel("check", make_config(base=directory, **KEY))
     assert ended.code == 2 and "rejected 48 of 48 rows" in ended.errors[0]
-    assert "the tokenizer has ids 0 to 32767, the model's embedding only" in ended.stderr
+    assert "the tokenizer has ids 0 to 32767, but the model's embedding has only" in ended.stderr
     assert "has the id 29572, but the model's embedding has only 700 rows" in ended.stderr
 
 

@@ -317,12 +317,12 @@ def test_eval_has_the_cross_entropy_of_answers(config_of: ConfigOf, rows: Path) 
     succeed(config)
     ended = ratel("eval", config, rows, "--json")
     assert ended.code == 0 and 4 < json.loads(ended.stdout)["loss"] < 7, ended.stderr
-    words = ("its rows are pairs of a chosen and a rejected answer", "`ratel eval` reads answers to imitate")
+    words = ("its rows are preference data", "`ratel eval` takes supervised data only")
     assert_rejected(ratel("eval", config, config.parents[1] / "dpo-rows.jsonl"), 2, *words)
 
 
 def test_rows_that_fill_their_length_are_tried_before_step_1(config_of: ConfigOf) -> None:
     """The micro-batch of the run itself, while nothing is known of the reference model yet."""
     config = config_of(rows=[{**row, "chosen": str(row["chosen"]) * 9, "rejected": " no" * 40} for row in pairs()])
-    assert "reference  the answers of 4 steps go through the model before step 1" in succeed(config, "sequence_len=24")
+    assert "reference  log-probabilities of 4 steps, computed before step 1" in succeed(config, "sequence_len=24")
     assert metrics(config)[-1]["tokens"] == 4 * 2 * 24

@@ -176,8 +176,8 @@ def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
         ended, 2, f"{store_of(config).parent} holds the store of the run out (step 4, made ",
         "), which has other settings: learning_rate was 0.01, is now 0.02; seed was 7, is now 42",
     )  # fmt: skip
-    assert f"(--from {output_of(config)} begins it with this run's state)" in ended.stderr
-    assert "replace its store with --resume no --overwrite-store" in ended.stderr
+    assert f"(--from {output_of(config)} starts it from this run's state)" in ended.stderr
+    assert "to discard that run, use --resume no --overwrite-store" in ended.stderr
     assert_rejected(finetune(config, "--overwrite-store"), 2, "it belongs to --resume no")
     assert file_hash(store_of(config)) == before
     succeed(config, "--resume", "no", "--overwrite-store")

@@ -143,7 +143,9 @@ def test_experts(tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_
 @pytest.mark.parametrize("adapter", ["dropout", "dora"])
 def test_what_adapters_of_experts_cannot_have(adapter: str) -> None:
     skeleton = build_skeleton(tiny_config("mixtral"), dtype="bfloat16", attn_implementation="sdpa")
-    with pytest.raises(BadInput, match=r"the experts of .* would get one, which can have no dropout") as raised:
+    with pytest.raises(
+        BadInput, match=r"the experts of .* are stacked: their adapters allow neither dropout"
+    ) as raised:
         inject(skeleton, ADAPTERS[adapter])
     assert raised.value.hint is not None and "lora_target_modules: [q_proj" in raised.value.hint
 

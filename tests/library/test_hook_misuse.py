@@ -240,7 +240,7 @@ def a_rate_that_is_no_number(opened: Opened) -> None:
         (decay_that_changes, "betas, eps, weight_decay or the parameters of an optimizer were changed"),
         (a_parameter_that_is_added, "betas, eps, weight_decay or the parameters of an optimizer were changed"),
         (an_optimizer_that_was_replaced, "another optimizer was made after this one"),
-        (an_optimizer_between_forward_and_backward, "a forward is from before the optimizer was made"),
+        (an_optimizer_between_forward_and_backward, "this forward ran before the optimizer was made"),
         (an_optimizer_within_a_step, "an optimizer is made while gradients wait"),
         (a_block_that_is_frozen_late, "requires_grad of 0.weight was changed after ratel.hook"),
         (a_frozen_block_and_an_optimizer, "requires_grad of 0.weight was changed after ratel.hook"),

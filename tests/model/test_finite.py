@@ -38,7 +38,7 @@ def test_a_weight_beyond_the_range_is_not_imported(tmp_path: Path, dtype: DtypeN
     source = CountingSource(spec)
     source.values["p2048"][2047] = number
     if dtype == "float16" and number != 65519.9:
-        what = r"tensor p2048 has the number .*, which is not finite in float16 \(65504 at most\)"
+        what = r"tensor p2048 has the value .*, which is beyond the range of float16 \(65504 at most\)"
         with pytest.raises(BadInput, match=what), imported_store(tmp_path, spec, source):
             pass
     else:
@@ -51,7 +51,9 @@ def test_codes_that_stand_for_more(tmp_path: Path, dtype: torch.dtype) -> None:
     codes = torch.full((64, 96), 448.0).to(torch.float8_e4m3fn)
     tensors = {"layer.weight": codes, "layer.weight_scale_inv": torch.full((1,), 200.0)}
     if dtype == torch.float16:
-        with pytest.raises(BadInput, match=r"tensor layer.weight has the number 89600, which is not finite in float16"):
+        with pytest.raises(
+            BadInput, match=r"tensor layer.weight has the value 89600, which is beyond the range of float16"
+        ):
             read_one(tmp_path, tensors, {"quant_method": "fp8"}, dtype)
     else:
         assert read_one(tmp_path, tensors, {"quant_method": "fp8"}, dtype).isfinite().all()
@@ -62,7 +64,9 @@ def test_scales_of_words_that_stand_for_more(tmp_path: Path, method: str) -> Non
     parts, _ = of_words((64, 64), method, size=16, by_activation=False, seed=1)  # type: ignore[arg-type]
     parts["scales"][1, 3] = 60000.0
     settings = {"quant_method": method, "bits": 4, "group_size": 16, "version": "gemm"}
-    with pytest.raises(BadInput, match=r"tensor layer.weight has the number -?inf, which is not finite in bfloat16"):
+    with pytest.raises(
+        BadInput, match=r"tensor layer.weight has the value -?inf, which is beyond the range of bfloat16"
+    ):
         read_one(tmp_path, {f"layer.{end}": part for end, part in parts.items()}, settings, torch.bfloat16)
 
 
@@ -97,7 +101,9 @@ def test_quantised_matrices(form: QuantisedForm, dtype: torch.dtype, is_stored: 
     read(matrix)
     matrix.view(-1)[-1] = 70000.0
     if dtype == torch.float16 or (form == "int8" and not is_stored):
-        with pytest.raises(BadInput, match=r"tensor layer.weight has the number .*, which is not finite in float16"):
+        with pytest.raises(
+            BadInput, match=r"tensor layer.weight has the value .*, which is beyond the range of float16"
+        ):
             read(matrix)
     else:
         read(matrix)
@@ -118,7 +124,7 @@ def test_scales_of_int4_are_products_in_float16() -> None:
             source.read("layer.weight", 0, 8)
         else:
             with pytest.raises(
-                BadInput, match=r"tensor layer.weight has the number inf, which is not finite in bfloat16"
+                BadInput, match=r"tensor layer.weight has the value inf, which is beyond the range of bfloat16"
             ):
                 source.read("layer.weight", 0, 8)
 

@@ -258,20 +258,20 @@ def test_what_is_written_to_save_time_has_a_row() -> None:
             "wear",
             (
                 "nothing is written but the model's state; "
-                "storage.wear: ignore would be 5 % faster for 19 % more wear per step"
+                "storage.wear: ignore would write 19 % more per step, and be 5 % faster"
             ),
         )
     ]
     assert trade(seconds=(105.0, 100.0, 100.0), written=(GIB, more, more)) == [
-        ("wear", "5 % faster for 19 % more wear per step than storage.wear: save")
+        ("wear", "writes 19 % more per step than with storage.wear: save, and is 5 % faster")
     ]
     assert trade(seconds=(100.0, 100.0, 100.0), written=(GIB, GIB, more)) == []
     words = (
-        "7.8 % faster for 19 % more wear per step than storage.wear: save; "
-        "storage.wear: ignore would be 2 % faster for 68 % more wear per step"
+        "writes 19 % more per step than with storage.wear: save, and is 7.8 % faster; "
+        "storage.wear: ignore would write 68 % more per step, and be 2 % faster"
     )
     assert trade(seconds=(110.0, 102.0, 100.0), written=(GIB, more, 2 * GIB)) == [("wear", words)]
-    words = "5 % faster for 2.50 GiB more wear per step than storage.wear: save"
+    words = "writes 2.50 GiB more per step than with storage.wear: save, and is 5 % faster"
     written = (GIB, 7 * GIB // 2, 7 * GIB // 2)
     assert trade(seconds=(105.0, 100.0, 100.0), written=written) == [("wear", words)], "more than twice the state"
 
@@ -281,7 +281,7 @@ def test_what_must_be_written_is_said_to_be_forced() -> None:
     words = "64.0 MiB of activations and gradients are written because RAM is too small"
     assert trade(seconds=(2.0, 2.0, 2.0), written=(forced, forced, forced)) == [("wear", words)]
     assert trade(seconds=(3.0, 2.0, 2.0), written=(forced, 2 * forced, 2 * forced)) == [
-        ("wear", f"{words}; 50 % faster for 100 % more wear per step than storage.wear: save")
+        ("wear", f"{words}; writes 100 % more per step than with storage.wear: save, and is 50 % faster")
     ]
 
 
@@ -329,12 +329,9 @@ def test_steps_that_took_other_than_predicted_are_reported_with_what_follows() -
         for is_changed in (False, True)
     )
     time = f"{format_seconds(made.time.total)} per step, mostly NVMe write"
-    assert kept == (
-        "steps took 11.9 s, not 15.9 s as predicted: the plan stays, no other one is much faster; "
-        f"predicted now: {time}"
-    )
+    assert kept == (f"steps take 11.9 s instead of 15.9 s; the plan stays; new estimate: {time}")
     assert changed == (
-        "steps took 11.9 s, not 15.9 s as predicted: plan updated from the 3 steps up to 9: "
+        "steps take 11.9 s instead of 15.9 s; new plan from the 3 steps up to 9: "
         f"only the inputs of layers offloaded (4.50 MiB), 40.5 MiB recomputed; {time}"
     )
 
@@ -350,7 +347,7 @@ def test_other_work_that_made_steps_slow_is_named() -> None:
         predicted_seconds=2.5,
         other_load=load,
     )
-    assert line.startswith("steps took 7.16 s, not 2.50 s as predicted, while other processes use 1.2 of 2 cores: ")
+    assert line.startswith("steps take 7.16 s instead of 2.50 s (other processes use 1.2 of 2 cores); ")
 
 
 def test_a_step_line_has_as_much_as_fits() -> None:
@@ -463,7 +460,7 @@ def summary(*steps: StepMetrics, endurance_tb: float | None = None) -> list[str]
 def test_the_summary_of_a_run() -> None:
     warming_up = replace(METRICS, step_seconds=100.0, tokens=1, waited_seconds=IDLE | {"compute": 96.0})
     assert summary(warming_up, METRICS, METRICS) == [
-        "mean of: 2 steps, without the first (warm-up)",
+        "mean of: 2 steps, without the first, which includes start-up",
         "step:  4.00 s  100 %  250 tokens/s",
         "compute:  3.84 s   96 %",
         "NVMe read:  2.00 s   50 %  14.0 GB at 7.00 GB/s while busy",

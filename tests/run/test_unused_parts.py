@@ -24,7 +24,7 @@ def test_layers_that_transformers_leaves_out_are_kept_and_told_once(tmp_path: Pa
     skeleton, spec = skeleton_of(base)
     with CheckpointSource(base, skeleton, spec) as source:
         told = unused_parts(base, source)
-    assert told == ["the run does not train mtp (2 tensors, 60 B); the export has the base model's bytes there"]
+    assert told == ["not trained: mtp (2 tensors, 60 B); the export contains them unchanged"]
     export(tmp_path, base, model, "bfloat16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], values) for name, values in extra.items())

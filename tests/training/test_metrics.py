@@ -150,7 +150,7 @@ def test_a_line_without_metrics_is_reported_and_stays_among_the_steps_that_are_d
     first, second, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + noise + third)
     (warning,) = write(path, 4, committed_step=3)
-    assert warning.startswith(f"{path}:2: 1 damaged line; what the steps there measured is lost")
+    assert warning.startswith(f"{path}:2: 1 damaged line; the metrics of these steps are lost")
     assert path.read_bytes().startswith(first + noise + third) and len(path.read_bytes().splitlines()) == 4
     path.write_bytes(first + second + noise)
     assert write(path, committed_step=2) == []

@@ -64,7 +64,7 @@ def adapter_advice(now: Forecast, then: Forecast, *, rank: int, tokens_per_secon
     times = then.prediction.tokens_per_second / now.prediction.tokens_per_second
     speed = f", {times:.1f} x faster" if now.fits and times >= _SHOWN_AS_FASTER else ""
     return Advice(
-        change=f"adapter: lora (LoRA r={rank}: {_times_words(times_less)} x less written{speed}; trains other weights)",
+        change=f"adapter: lora (LoRA r={rank}: {_times_words(times_less)} x less written{speed}; the result differs)",
         tokens_per_second=times * tokens_per_second,
         gain=times - 1 if now.fits else 0.0,
         times_less_written=times_less,
@@ -97,10 +97,10 @@ def _advice(change: str, now: SplitRate, then: SplitRate, *, stops_clipping: boo
     gain = then.tokens_per_second / now.tokens_per_second - 1
     if not stops_clipping:
         return Advice(change=change, tokens_per_second=then.tokens_per_second, gain=gain)
-    facts, unclipped_gain = "trains other weights", None
+    facts, unclipped_gain = "no clipping: the result differs", None
     if now.unclipped_tokens_per_second is not None:
         unclipped_gain = then.tokens_per_second / now.unclipped_tokens_per_second - 1
-        facts += f"; {unclipped_gain:+.0%} over a step that is not clipped, {gain:+.0%} over one that is"
+        facts += f"; {unclipped_gain:+.0%} over steps that need no clipping, {gain:+.0%} over clipped ones"
     return Advice(
         change=f"{change} ({facts})",
         tokens_per_second=then.tokens_per_second,

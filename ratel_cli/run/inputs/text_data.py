@@ -195,7 +195,8 @@ def read_fitting_tokenizer(config: RunConfig, base: LanguageBase, log: RunLog) -
     tokenizer = read_tokenizer(config, base.directory, base.config, num_embeddings=rows, notice=log.notice)
     if (most := num_ids(tokenizer)) > rows:
         log.notice(
-            f"the tokenizer has ids 0 to {most - 1}, the model's embedding only {rows} rows: no text may have others"
+            f"the tokenizer has ids 0 to {most - 1}, but the model's embedding has only {rows} rows: rows of data "
+            "with a higher id are rejected"
         )
     for name in ("eos_token", "pad_token", *(("mask_token",) if config.task == "masked_lm" else ())):
         token = getattr(tokenizer, f"{name}_id")

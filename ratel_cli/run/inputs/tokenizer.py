@@ -221,7 +221,7 @@ def _template(config: RunConfig, *, has_own: bool, notice: Callable[[str], None]
             f"chat_template: Ratel has no template named {name}, and the tokenizer has none of its own",
             hint=f"write chat_template: {' or '.join(TEMPLATES)}, or name a file with chat_template_jinja",
         )
-    notice(f"chat_template: {name}: the tokenizer's own chat template is used; Ratel has none of that name")
+    notice(f"chat_template: Ratel has no template named {name}; using the tokenizer's own")
     return None
 
 

@@ -29,8 +29,8 @@ def unused_parts(directory: Path, source: WeightSource) -> list[str]:
     if isinstance(source, CheckpointSource) and (kept := source.kept_tensors()):
         parts = _parts(kept, source.read_names())
         sentences.append(
-            f"the run does not train {_listed(parts)} ({counted(len(kept), 'tensor')}, "
-            f"{format_bytes(sum(entry.num_bytes for entry in kept))}); the export has the base model's bytes there"
+            f"not trained: {_listed(parts)} ({counted(len(kept), 'tensor')}, "
+            f"{format_bytes(sum(entry.num_bytes for entry in kept))}); the export contains them unchanged"
         )
     adapters = adapter_files(directory)
     if adapters:

@@ -189,15 +189,15 @@ def _explained(config: RunConfig, paths: Sequence[Path], fields: Sequence[str]) 
         return BadInput(
             f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings: "
             f"{'; '.join(changed)}",
-            f"{_for_a_new_run(config, changed)}; to resume that run, set them back; or replace its store with "
+            f"to resume that run, restore the old values; {_for_a_new_run(config, changed)}; to discard that run, use "
             "--resume no --overwrite-store",
         )
     if is_data:
         sources = ", ".join(dataset.path for dataset in config.datasets)
         return BadInput(
             f"the training data changed since this run began ({sources})",
-            f"{_for_a_new_run(config)}; to resume that run, use the earlier data; or replace its store with "
-            "--resume no --overwrite-store",
+            f"to resume that run, use the earlier data; {_for_a_new_run(config)}; to discard that run, use --resume "
+            "no --overwrite-store",
         )
     return None
 
@@ -206,7 +206,7 @@ def _for_a_new_run(config: RunConfig, changed: Sequence[str] = ()) -> str:
     """The part of a hint that says how to begin a new run with the settings that `changed`, from this one's state."""
     if any(each.startswith(DECIDES_THE_STATE) for each in changed):
         return "for a new run, set another output_dir"
-    return f"for a new run, set another output_dir (--from {config.output_dir} begins it with this run's state)"
+    return f"for a new run, set another output_dir (--from {config.output_dir} starts it from this run's state)"
 
 
 def _check_fits(store: Store, config: RunConfig, start: Start) -> None:

@@ -54,6 +54,7 @@ from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
 from ratel_cli.training.snapshots import Snapshots
 from ratel_cli.training.wear_limit import written_bytes
+from ratel_cli.units import counted
 
 
 class Training(Closing):
@@ -216,10 +217,11 @@ class Training(Closing):
         is_known = len(own) == num_steps
         if not progress.updates or (is_known and not any(each.applied for each in own)):
             failure = Diverged(
-                f"no step of {num_steps} was applied: the loss or a gradient was not finite in each of them, so the "
-                "model has not changed, and it is not exported",
+                f"no update in {counted(num_steps, 'step')}: each had a loss or a gradient that was not finite; the "
+                "model has not changed, and is not exported",
                 "set dtype: bfloat16, which has the range of float32, for a new run; if the losses were finite, more "
-                f"steps may be enough: each halves the loss scale, which is {progress.loss_scale:g} now",
+                "steps may be enough: each skipped step halves the loss scale"
+                f", which is {progress.loss_scale:g} now",
             )
             failure.reported_by = 0
             raise failure

@@ -56,7 +56,7 @@ def test_each_change_is_tried_by_itself() -> None:
 
 def test_advice_not_to_clip_says_that_it_changes_the_weights() -> None:
     [advice] = advise(SETTING, lambda setting: rate_of(setting, 100.0 if setting.clips else 150.0))
-    assert advice.change == "max_grad_norm: null (trains other weights)"
+    assert advice.change == "max_grad_norm: null (no clipping: the result differs)"
     assert (advice.gain, advice.unclipped_gain) == (0.5, None)
 
 
@@ -70,7 +70,8 @@ def test_advice_not_to_clip_says_what_a_step_gains_that_is_not_clipped_anyway() 
 
     [advice] = advise(SETTING, rate)
     assert advice.change == (
-        "max_grad_norm: null (trains other weights; +20% over a step that is not clipped, +50% over one that is)"
+        "max_grad_norm: null (no clipping: the result differs; +20% over steps that need no clipping, +50% over "
+        "clipped ones)"
     )
     assert (advice.gain, advice.unclipped_gain) == (0.5, pytest.approx(0.2))
 
@@ -196,7 +197,7 @@ def test_an_adapter_says_how_much_less_it_writes(
         assert advice is None
         return
     assert advice is not None
-    assert advice.change == f"adapter: lora (LoRA r=16: {wanted}; trains other weights)"
+    assert advice.change == f"adapter: lora (LoRA r=16: {wanted}; the result differs)"
     assert advice.tokens_per_second == pytest.approx(50 * times_faster)
     assert advice.gain == pytest.approx(times_faster - 1 if fits[0] else 0)
     assert advice.times_less_written == pytest.approx(times_less)
