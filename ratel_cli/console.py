@@ -212,7 +212,7 @@ class RunLog:
         finally:
             self._live = None
             if shown.failure is not None:
-                self.warn(f"what changes can no longer be shown on the terminal ({printable(shown.failure)})")
+                self.warn(f"progress can no longer be shown on the terminal ({printable(shown.failure)})")
 
     def _folded(self, text: str, indent: int, *, then: str = "") -> list[str]:
         """The text as one line; on a terminal as lines that fit behind an indent, folded between words.

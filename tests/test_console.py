@@ -293,7 +293,7 @@ def test_a_failure_to_draw_ends_the_lines_and_not_the_work(monkeypatch: pytest.M
         run_log.say("work")
     assert shown(stream).lines == [
         "work",
-        "warning: what changes can no longer be shown on the terminal",
+        "warning: progress can no longer be shown on the terminal",
         "  (no such number)",
     ]
 

@@ -61,7 +61,7 @@ Overwrite = Annotated[
     bool,
     typer.Option(
         "--overwrite",
-        help="Write into a directory that holds other files, and replace those that have the names of the model's.",
+        help="Write into a directory that has other files in it. Files with the names of the model's are replaced.",
     ),
 ]
 

@@ -21,7 +21,7 @@ from ratel_cli.units import counted, format_bytes
 def run(path: Path, *, only_store: bool, with_export: bool, is_agreed: bool) -> None:
     """Delete what the run has left. Raises RatelError; BadInput if nobody can be asked."""
     if only_store and with_export:
-        raise BadInput("arguments '--store' and '--output': with --store the model stays", "leave out one of them")
+        raise BadInput("arguments '--store' and '--output': --store keeps the model", "leave out one of them")
     extent: Extent = "store" if only_store else "export" if with_export else "run"
     log = RunLog()
     left = find_left_files(find_run(path, log), extent)
@@ -36,11 +36,14 @@ def run(path: Path, *, only_store: bool, with_export: bool, is_agreed: bool) -> 
     output_dir = left.config.output_dir
     if left.step and not left.is_exported:
         first = command("export", path, "-o", "DIR")
-        log.warn(f"{output_dir} has no export of step {left.step}: its weights go with the store; {first} writes them")
+        log.warn(
+            f"{output_dir} has no export of step {left.step}: deleting the store deletes its weights; "
+            f"export them first: {first}"
+        )
     what = f"{counted(len(left.files), 'file')}, {format_bytes(left.num_bytes)}"
     if not is_agreed:
         if not (sys.stdin.isatty() and log.is_terminal):
-            raise BadInput(f"nothing was deleted: {what} would be, and there is no terminal to ask on", "add --yes")
+            raise BadInput(f"nothing was deleted ({what}): there is no terminal to ask on", "add --yes")
         log.say(f"delete {what}? The run cannot be resumed then. [y/N]")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             log.say("nothing was deleted")

@@ -30,7 +30,7 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool, merge_ba
             f"{path}: this run trains no adapter", f"{command('export', path, '-o', output)} writes its model"
         )
     if merges and os.path.realpath(output) == os.path.realpath(config.output_dir):
-        raise BadInput(f"-o: {output} has the adapter", "choose another directory")
+        raise BadInput(f"-o: {output} contains the adapter", "choose another directory")
     check_export_output(config, output, step=step, overwrite=overwrite)
     finish_export(output, log, option="-o")
     from ratel_cli.run.ask.evaluate import evaluate_merged

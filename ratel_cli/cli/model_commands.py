@@ -46,8 +46,8 @@ def merge(
         MergeBase,
         typer.Option(
             metavar="dequantised|original",
-            help="Of a run with load_in_4bit or load_in_8bit: add the adapter to what the quantised base stands for, "
-            "which the run computes with, or to the model from before quantisation.",
+            help="For a run with load_in_4bit or load_in_8bit: merge into the dequantised base, with which the run "
+            "computes, or into the original base.",
         ),
     ] = "dequantised",
     overwrite: Overwrite = False,
@@ -91,7 +91,7 @@ def evaluate(
 
 
 @commands.command(
-    help="Print what a model adds to one or more prompts. One block of the model is in memory at a time.",
+    help="Generate text from one or more prompts. One block of the model is in memory at a time.",
     epilog='Example: ratel generate outputs/my-run "Why is the sky blue?" "And the sea?" --max-new-tokens 64',
 )
 def generate(
@@ -109,16 +109,16 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A file with prompts: a line each, or in .jsonl a row each with `prompt` or `messages`. "
+            help="A file with one prompt in each line, or a .jsonl file with `prompt` or `messages` in each row. "
             "All arguments are KEY=VALUE then.",
             show_default=False,
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens to add.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens to generate.")] = 128,
     temperature: Annotated[
         float,
         typer.Option(
-            min=0.0, metavar="T", help="0: always the likeliest token. Otherwise tokens are drawn, with `seed`."
+            min=0.0, metavar="T", help="0: always the most likely token. Above 0: tokens are sampled, with `seed`."
         ),
     ] = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the tokenizer's chat template.")] = False,
@@ -127,7 +127,7 @@ def generate(
         typer.Option(
             "--class",
             metavar="N",
-            help="Of a diffusion transformer: make an image of this class. Again for more.",
+            help="For a diffusion transformer: make an image of this class. Repeat it for more images.",
             show_default=False,
         ),
     ] = None,
@@ -140,7 +140,7 @@ def generate(
     ] = 50,
     guidance: Annotated[
         float,
-        typer.Option(min=0.0, metavar="G", help="With --class: how far predictions follow the class; 1: as they are."),
+        typer.Option(min=0.0, metavar="G", help="With --class: the scale of classifier-free guidance; 1: none."),
     ] = 1.0,
     step: SavedStep = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the texts and their cost as JSON.")] = False,

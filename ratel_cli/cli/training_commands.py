@@ -42,7 +42,7 @@ def finetune(
         ),
     ] = "auto",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and stop. Nothing is written but caches.")
+        bool, typer.Option("--dry-run", help="Print the plan and stop. Only caches are written.")
     ] = False,
     overwrite: Overwrite = False,
     overwrite_store: Annotated[
@@ -53,8 +53,8 @@ def finetune(
         typer.Option(
             "--from",
             metavar="RUN[@STEP]",
-            help="Begin a new run with the state after the last step, or a saved step, of another run: its output "
-            "directory, or its config file.",
+            help="Begin a new run from the last step, or a saved step, of another run. Name that run by its output "
+            "directory or its config file.",
             show_default=False,
         ),
     ] = None,
@@ -113,7 +113,7 @@ def init(
 
 
 @commands.command(
-    help="Report all errors of a run at once: of config, model, data and machine. Nothing is written but caches.",
+    help="Report all errors of a run at once: of config, model, data and machine. Only caches are written.",
     epilog="Example: ratel check my-run.yaml",
 )
 def check(
@@ -230,7 +230,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="With --nodes: what a machine sends at the same time as it receives as much, such as 25GB/s. "
+            help="With --nodes: the rate at which a machine sends and receives at the same time, such as 25GB/s. "
             "Default: as the hardware file says.",
             show_default=False,
         ),

@@ -67,7 +67,7 @@ def data(
 
 
 @commands.command(
-    help="Delete what RUN has left besides its model. Lists store, snapshot and the files in run/, and asks. With "
+    help="Delete everything of RUN but its model. Lists store, snapshot and the files in run/, and asks first. With "
     "--store, delete the store and keep the rest.",
     epilog="Example: ratel clean outputs/my-run --store",
 )
@@ -85,7 +85,7 @@ def clean(
 
 
 @commands.command(
-    help="Show how far the runs below DIR are, or one run. Prints state, step, loss, speed, time left and disk.",
+    help="Show the progress of the runs below DIR, or of one run. Prints state, step, loss, speed, time left and disk.",
     epilog="Example: ratel status outputs",
 )
 def status(
@@ -106,7 +106,7 @@ def status(
 
 
 @commands.command(
-    help="Write what is known about RUN as one HTML page. It has curves, plan and config. With "
+    help="Write a report of RUN as one HTML page. It has curves, plan and config. With "
     "--terminal, draw the curves in the terminal instead.",
     epilog="Example: ratel report outputs/my-run -o report.html",
 )
@@ -131,7 +131,7 @@ def report(
 
 
 @commands.command(
-    help="Print versions and hardware, for a report of a bug. It names no user, no path and no environment variable.",
+    help="Print versions and hardware, for a bug report. It names no user, no path and no environment variable.",
     epilog="Example: ratel env my-run.yaml",
 )
 def env(

@@ -102,13 +102,13 @@ def _why_not(info: Mapping[str, Plain], columns: Mapping[str, Plain], method: ob
     """Why a set is not for training on text by this method; None if it is."""
     has_pairs, has_verdicts = bool(info.get("ranking")), bool(columns.get("kto_tag"))
     if has_pairs and method in (None, "kto"):
-        return "it has preferences (chosen and rejected answers), which `rl: dpo` learns from"
+        return "it is preference data (chosen and rejected answers), which needs `rl: dpo`"
     if has_verdicts and method != "kto":
-        return "it has answers with a verdict (kto_tag), which `rl: kto` learns from"
+        return "its answers are marked good or bad (kto_tag), which needs `rl: kto`"
     if method == "kto" and not has_verdicts:
-        return "its answers have no verdict (kto_tag)"
+        return "its answers are not marked good or bad (kto_tag)"
     if method is not None and not has_pairs and not has_verdicts:
-        return "it has no preferences (ranking: true)"
+        return "it is no preference data (ranking: true)"
     if any(columns.get(media) for media in ("images", "videos", "audios")):
         return "it has images, video or sound; a set in `datasets` with `media: ignore` trains on the text alone"
     return None

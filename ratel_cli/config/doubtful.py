@@ -33,14 +33,14 @@ def doubtful_keys(config: RunConfig) -> list[Contradiction]:
         found.extend(_unused(key, "`val_set_size` is 0") for key in given)
     found.extend(_unused_of_best(config))
     if config.task == "denoising" and config.sequence_len != type(config).model_fields["sequence_len"].default:
-        found.append(_unused("sequence_len", "a latent has as many tokens as the model makes patches of it"))
+        found.append(_unused("sequence_len", "the size of the latents decides the number of tokens"))
     if config.task == "denoising":
         given = (
             key
             for key in ("label_smoothing_factor", "use_dft_loss", "embedding_lr", "embedding_lr_scale")
             if _differs(config, key)
         )
-        found.extend(_unused(key, "it is about tokens, which latents are not") for key in given)
+        found.extend(_unused(key, "latents are not tokens") for key in given)
     if not config.load_in_4bit and _differs(config, "bnb_4bit_use_double_quant"):
         found.append(_unused("bnb_4bit_use_double_quant", "`load_in_4bit` is not set"))
     found += _of_preferences(config) + _of_adapter(config)
@@ -62,7 +62,7 @@ def _of_adapter(config: RunConfig) -> list[Contradiction]:
     found = []
     is_usual_method = config.rl is None and config.optimizer in ("adamw", "adamw_8bit")
     if config.learning_rate < _LEAST_OF_ADAPTER and is_usual_method:
-        message = f"`learning_rate` is {config.learning_rate:g}: adapters hardly move at what suits a whole model"
+        message = f"`learning_rate` is {config.learning_rate:g}: that suits full fine-tuning, and is low for an adapter"
         hint = "1e-4 to 5e-4 are usual for LoRA"
         found.append(Contradiction(keys=("learning_rate",), message=message, hint=hint))
     if not config.lora_modules_to_save:
@@ -84,9 +84,9 @@ def _of_preferences(config: RunConfig) -> list[Contradiction]:
         message = "`micro_batch_size` is 1: the KL divergence of each micro-batch is estimated from one answer"
         found.append(Contradiction(keys=("micro_batch_size",), message=message, hint="set it to 2 or more"))
     if config.train_on_inputs is True:
-        found.append(_unused("train_on_inputs", "answers are compared, and prompts are not"))
+        found.append(_unused("train_on_inputs", "preference losses do not count prompts"))
     if config.sample_packing and "sample_packing" in config.model_fields_set:
-        found.append(_unused("sample_packing", "answers that are compared have a row each"))
+        found.append(_unused("sample_packing", "preference data is not packed"))
     return found
 
 

@@ -53,18 +53,18 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         use_fast use_fast_processor model_class is_encoder_decoder type_of_model""",
     ),
     (
-        Foreign(fate="ignored", reason="it says how a model is loaded, and where to; its numbers are the same"),
+        Foreign(fate="ignored", reason="it only affects how the model is loaded"),
         """use_cache low_cpu_mem_usage device_map max_memory gpu_memory_limit cache_dir base_model_ignore_patterns
         experimental_skip_move_to_device""",
     ),
     (
-        Foreign(fate="ignored", reason="it is about processes and how they share a batch; Ratel has `--ranks`"),
+        Foreign(fate="ignored", reason="it configures distributed training; Ratel has `--ranks`"),
         """local_rank world_size _n_gpu n_gpu ddp use_ray ray_scope ray_num_workers resources_per_worker mp_parameters
         average_tokens_across_devices split_batches accelerator_config parallelism_config sharded_ddp env
         data_shared_file_system seed_worker dist_timeout ray_*""",
     ),
     (
-        Foreign(fate="ignored", reason="it is about what is logged and shown"),
+        Foreign(fate="ignored", reason="it only affects logging"),
         """debug log_level log_level_replica log_on_each_node logging_strategy logging_first_step
         logging_nan_inf_filter logging_dir disable_tqdm plot_loss include_num_input_tokens_seen
         include_tokens_per_second include_mfu include_tkps skip_memory_metrics profiler_steps profiler_steps_start
@@ -73,13 +73,13 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         ignore_bias_buffers mfu_* profiler_* gradio_*""",
     ),
     (
-        Foreign(fate="ignored", reason="it is about the files of checkpoints, and of a run that goes on"),
+        Foreign(fate="ignored", reason="it only affects checkpoint files and resuming"),
         """save_safetensors save_only_model save_first_step save_on_each_node restore_callback_states_from_checkpoint
         ignore_data_skip enable_jit_checkpoint overwrite_cache tokenizer_save_jinja_files dynamic_checkpoint
         num_dataset_shards_to_save axolotl_config_path save_ckpt_as_hf""",
     ),
     (
-        Foreign(fate="ignored", reason="it says how and when evaluations are computed; what is trained is the same"),
+        Foreign(fate="ignored", reason="it only affects evaluation"),
         """do_train do_eval eval_do_concat_batches prediction_loss_only include_for_metrics include_inputs_for_metrics
         eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval
         bf16_full_eval per_device_eval_batch_size eval_batch_size use_logits_to_keep compute_accuracy label_names
@@ -87,7 +87,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (Foreign(fate="ignored", reason="Ratel checks every key of a config"), "strict"),
     (
-        Foreign(fate="ignored", reason="the environment has the tokens of the hub"),
+        Foreign(fate="ignored", reason="the hub's token comes from the environment"),
         "hf_use_auth_token hf_hub_token hub_token push_to_hub_token ms_hub_token om_hub_token",
     ),
     (
@@ -97,18 +97,18 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         use_hpu_graphs use_v2_trainer push_to_hub_model_id push_to_hub_organization""",
     ),
     (
-        Foreign(fate="ignored", reason="it frees memory, or shrinks batches that do not fit; Ratel plans its memory"),
+        Foreign(fate="ignored", reason="it avoids running out of memory; Ratel plans its memory"),
         "gc_steps gc_collect_steps torch_empty_cache_steps auto_find_batch_size large_head_attention",
     ),
     (Foreign(fate="ignored", reason="Ratel adds no tokens to a vocabulary"), "mean_resizing_embeddings"),
-    (Foreign(fate="ignored", reason="what fills up a row has no loss"), "pad_token padding_value"),
+    (Foreign(fate="ignored", reason="padding has no loss"), "pad_token padding_value"),
     (Foreign(fate="ignored", reason="Ratel computes the loss in fp32"), "upcast_lmhead_output embeddings_skip_upcast"),
     (
         Foreign(fate="ignored", reason="text has no images"),
         """crop_to_patches image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
         use_audio_in_video audio_sampling_rate""",
     ),
-    (Foreign(fate="ignored", reason="no embedding has an adapter here"), "loraplus_lr_embedding"),
+    (Foreign(fate="ignored", reason="Ratel trains no adapters of embeddings"), "loraplus_lr_embedding"),
     (
         Foreign(fate="ignored", reason="`seed` gives the order of the rows"),
         """data_seed full_determinism shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset
@@ -123,7 +123,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         sglang_mem_fraction sglang_tp_size sglang_config sample_backend""",
     ),
     (
-        Foreign(fate="noted", reason="Ratel exports the model in the form of its base; see `ratel export`"),
+        Foreign(fate="noted", reason="Ratel exports in the format of the base model; see `ratel export`"),
         """export_dir export_hub_model_id export_device export_size export_legacy_format export_quantization_bit
         export_quantization_dataset export_quantization_nsamples export_quantization_maxlen export_hf_on_finish""",
     ),
@@ -136,7 +136,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         enable_activation_checkpointing layer_offloading selective_checkpointing""",
     ),
     (
-        Foreign(fate="ignored", reason="it names kernels; the results are the same; see `attn_implementation`"),
+        Foreign(fate="ignored", reason="it only selects kernels; see `attn_implementation`"),
         """flash_attention flash_attn attn attention xformers_attention sdp_attention eager_attention flex_attention
         flex_attn_compile_kwargs flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp
         flash_attn_fuse_qkv flash_attn_fuse_cross_entropy flash_optimum attn_needs_dtype_cast attn_supports_packing
@@ -174,7 +174,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="Ratel trains on every row of an epoch, so its last step may have fewer",
+            reason="Ratel drops no rows at the end of an epoch; the last step may be smaller",
             hint="remove it",
         ),
         "dataloader_drop_last",
@@ -182,7 +182,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="Ratel packs whole samples, which do not see each other, and truncates what is longer",
+            reason="Ratel packs whole samples, which do not attend to each other, and truncates longer ones",
             hint="remove it; see `sample_packing`",
         ),
         "batching_strategy packing_strategy pretrain_multipack_attn",
@@ -190,13 +190,13 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="Ratel trains on all rows of all sets once in an epoch, in one mixed order",
-            hint="remove it, or set `weight` of the sets",
+            reason="an epoch of Ratel is one pass over all datasets, shuffled together",
+            hint="remove it, or set `weight` of the datasets",
         ),
         "mix_strategy interleave_probs",
     ),
     (
-        Foreign(fate="undecided", reason="Ratel makes the tokens of rows by itself", hint="remove it"),
+        Foreign(fate="undecided", reason="Ratel tokenises the rows itself", hint="remove it"),
         "skip_prepare_dataset dataset_kwargs",
     ),
     (
@@ -207,7 +207,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="each row of the embedding counts in the softmax, and Ratel keeps their number",
+            reason="Ratel does not resize the embedding: new rows would count in the softmax",
             hint="remove it, or change the model beforehand",
         ),
         "resize_token_embeddings_to_32x shrink_embeddings",
@@ -215,17 +215,17 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="Ratel makes tokens as the tokenizer's files say it",
+            reason="Ratel tokenises as the tokenizer's files say",
             hint="remove it, or change the files",
         ),
         "tokenizer_legacy",
     ),
     (
-        Foreign(fate="undecided", reason="Ratel finds the layers of a model by itself", hint="remove it"),
+        Foreign(fate="undecided", reason="Ratel finds the layers of a model itself", hint="remove it"),
         "peft_layers_pattern",
     ),
     (
-        Foreign(fate="impossible", reason="Ratel trains adapters of language models alone", hint="remove it"),
+        Foreign(fate="impossible", reason="Ratel trains adapters of language models only", hint="remove it"),
         "lora_task_type",
     ),
     (
@@ -271,15 +271,15 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="noted",
-            reason="the tokenizer's own chat template is used; it may write another system prompt, thought or end of a "
-            "turn",
+            reason="the tokenizer's own chat template is used; its system prompt, reasoning or end of a turn may "
+            "differ",
         ),
         "template datasets.conversation datasets.roles_kwargs",
     ),
     (
         Foreign(
             fate="undecided",
-            reason="the tokenizer's own chat template writes it",
+            reason="the tokenizer's own chat template decides this",
             hint="remove it, or set a template that does it: `chat_template_jinja: FILE`",
         ),
         "tool_format default_system default_system_message chat_template_kwargs datasets.split_thinking",
@@ -287,7 +287,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="Ratel does not take the template of another tokenizer",
+            reason="Ratel does not read the chat template of another tokenizer",
             hint="write it into a file: `chat_template_jinja: FILE`",
         ),
         "chat_template_path",
@@ -298,24 +298,24 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         enable_fp8_fsdp enable_fp8_training fp8_*""",
     ),
     (
-        Foreign(fate="noted", reason="only evaluations end a run of Ratel early; see `early_stopping_patience`"),
+        Foreign(fate="noted", reason="only evaluations can end a run early; see `early_stopping_patience`"),
         "loss_watchdog_threshold loss_watchdog_patience",
     ),
     (
         Foreign(
-            fate="noted", reason="a run is resumed by itself; `--resume no` starts over and `--resume STEP` goes back"
+            fate="noted", reason="a run resumes automatically; `--resume no` starts over and `--resume STEP` goes back"
         ),
         "resume_from_checkpoint auto_resume_from_checkpoints",
     ),
     (
-        Foreign(fate="noted", reason="a directory of an earlier run is continued; another one is not overwritten"),
+        Foreign(fate="noted", reason="Ratel resumes a run in its own directory, and overwrites no other directory"),
         "overwrite_output_dir",
     ),
     (
         Foreign(
             fate="noted",
-            reason="Ratel evaluates the loss, and the accuracy of classes and of answers that are compared, on "
-            "`val_set_size` or `test_datasets`",
+            reason="Ratel evaluates the loss, and the accuracy of classifiers and preferences, on `val_set_size` or "
+            "`test_datasets`",
         ),
         """eval_table_size eval_max_new_tokens eval_table_max_new_tokens callbacks benchmarks do_causal_lm_eval
         eval_causal_lm_metrics do_bench_eval bench_dataset bench_split dataset_test_split eval_on_each_dataset
@@ -347,8 +347,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="impossible",
-            reason="it quantises the model in a way that Ratel does not",
-            hint="remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`",
+            reason="Ratel does not quantise in this way",
+            hint="remove it; with an adapter, use `load_in_4bit` or `load_in_8bit`",
         ),
         """quantization_method quantization_type bnb_4bit_quant_type bnb_config_kwargs quantization_bit
         quantization_config quantization qat enable_qat llmcompressor nvfp4 mxfp4 use_bnb use_onebitllms
@@ -357,20 +357,20 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="quantised weights are computed with in `dtype`",
+            reason="Ratel dequantises weights to `dtype` for computing",
             hint="set `dtype` to it, and remove it",
         ),
         "bnb_4bit_compute_dtype",
     ),
     (
-        Foreign(fate="ignored", reason="a model that is quantised already says so itself"),
+        Foreign(fate="ignored", reason="the files of a quantised model say so"),
         "bnb_4bit_quant_storage gptq gptq_disable_exllama gptq_groupsize gptq_model_v1",
     ),
     (
         Foreign(
             fate="impossible",
-            reason="it trains a part of the weights, which `unfrozen_parameters` names here",
-            hint="remove it, and name them; without them Ratel trains every weight",
+            reason="it trains a part of the weights; Ratel has `unfrozen_parameters` for that",
+            hint="remove it, and set `unfrozen_parameters`; without it Ratel trains every weight",
         ),
         """freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules freeze_language_model
         freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_badam lisa_n_layers
@@ -384,7 +384,9 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (
         Foreign(
-            fate="impossible", reason="it belongs to training on rewards, or to a reward model", hint=instead_of("grpo")
+            fate="impossible",
+            reason="it belongs to reinforcement learning, or to a reward model",
+            hint=instead_of("grpo"),
         ),
         """stage reward_model process_reward_model trl vllm reward_model_path reward_model_name_or_path
         reward_model_adapters reward_model_quantization_bit reward_model_type reward_funcs reward_weights
@@ -402,7 +404,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         Foreign(
             fate="impossible",
             reason="it is another training method",
-            hint="remove it; see `rl` for answers that are compared",
+            hint="remove it; see `rl` for preference training",
         ),
         """diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_online_server relora relora_steps
         relora_prune_ratio relora_prune_method relora_cpu_offload ebft mtp_enabled distill
@@ -411,7 +413,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="impossible",
-            reason="it makes another loss of answers that are compared",
+            reason="Ratel does not have this preference loss",
             hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
         ),
         """rpo_alpha pref_loss pref_ftx pref_bco_weight dpo_label_smoothing reference_free dpo_use_weighting
@@ -420,7 +422,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="impossible",
-            reason="it is another reference model; with `rl` that is the model before step 1",
+            reason="Ratel's reference model is the model before step 1",
             hint="remove it, if it is the base model",
         ),
         """ref_model ref_model_name_or_path ref_model_adapters ref_model_quantization_bit sync_ref_model
@@ -429,7 +431,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="impossible",
-            reason="it is another loss",
+            reason="Ratel does not have this loss",
             hint="remove it; there are `use_dft_loss`, `label_smoothing_factor` and the losses of `rl`",
         ),
         """loss_type router_aux_loss_coef moe_aux_loss_coef aux_loss_coef use_eaft_loss use_eaft eaft_alpha eaft_k
@@ -442,8 +444,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="answers without a thought are rendered as the tokenizer's chat template does it",
-            hint="remove it, or set a template that closes an empty thought: `chat_template_jinja: FILE`",
+            reason="the tokenizer's chat template decides how answers without reasoning are rendered",
+            hint="remove it, or set a template that writes an empty reasoning block: `chat_template_jinja: FILE`",
         ),
         "enable_thinking",
     ),
@@ -493,7 +495,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="undecided",
-            reason="Ratel has no such schedule, and no such group of weights with a rate of its own",
+            reason="Ratel has no such schedule or parameter group",
             hint="remove it; see `lr_scheduler_kwargs`, `loraplus_lr_ratio` and `embedding_lr`",
         ),
         """lr_groups lr_quadratic_warmup cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps

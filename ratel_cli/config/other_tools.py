@@ -122,7 +122,7 @@ OTHER_MEANINGS: Mapping[str, Mapping[str, str]] = {
 """By tool: names of ours that mean something else there, and what."""
 
 
-_EXPERTS = "with transformers 5 {} adapts neither the router nor the stacked experts of a mixture, and Ratel does"
+_EXPERTS = "with transformers 5 {} gives routers and stacked experts no adapter; Ratel does"
 _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "axolotl": {
         "adapter": _EXPERTS.format("axolotl"),
@@ -133,9 +133,9 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     },
     "LLaMA-Factory": {
         "adapter": _EXPERTS.format("LLaMA-Factory"),
-        "sequence_len": "LLaMA-Factory shortens prompt and answer in proportion, and Ratel cuts off the end",
+        "sequence_len": "LLaMA-Factory truncates prompt and answer in proportion, Ratel truncates the end",
     },
-    "torchtune": {"sequence_len": "torchtune puts an EOS token at the end of what it shortens, and Ratel does not"},
+    "torchtune": {"sequence_len": "torchtune ends truncated samples with an EOS token, Ratel does not"},
 }
 """By tool and key of ours: what becomes of it there, where no key of Ratel's gives that."""
 
@@ -167,7 +167,7 @@ def other_switch(tool: str, root: Marked) -> Finding | None:
     ours = {"base_model", "adapter", "unfrozen_parameters"}
     if not key or root.entries.keys() & {key, *ours}:
         return None
-    message = f"{tool} trains a LoRA adapter if `{key}` is not set, and Ratel every weight; for that write"
+    message = f"without `{key}`, {tool} trains a LoRA adapter, but Ratel trains every weight; for an adapter write"
     return Finding(where=root.where, message=f"{message} `{key}: lora`")
 
 
@@ -210,7 +210,7 @@ def other_length(tool: str, root: Marked) -> Finding | None:
         return None
     for each in sets_in(root, "datasets"):
         if "type" in each and each["type"].value.content not in ("auto", "completion"):  # plain text is split there too
-            message = "Ratel truncates samples that are longer than `sequence_len`, axolotl drops them; for that write"
+            message = "Ratel truncates samples longer than `sequence_len`, axolotl drops them; to drop them write"
             return Finding(where=root.entries["datasets"].where, message=f"{message} `excess_length_strategy: drop`")
     return None
 
@@ -225,10 +225,10 @@ def sets_in(root: Marked, *names: str) -> Iterator[Entries]:
 def other_mask(tool: str, root: Marked) -> Finding | None:
     """A notice if the tool would have its loss on other tokens than Ratel, because no key says which."""
     for _, _, entry in mask_of_sets(tool, root):
-        message = "Ratel trains a turn to the end of its last mark, axolotl to the EOS token; for that mask write"
+        message = "Ratel's loss on a turn ends with its end token, axolotl's with the EOS token; for that mask write"
         return Finding(where=entry.where, message=f"{message} `{MASK}` into the dataset")
     is_trl = tool == "TRL" and "rl" not in root.entries
     if is_trl and "train_on_inputs" not in root.entries and "datasets" in root.entries:
-        message = "Ratel trains the answers in conversations, TRL all of their tokens; for that write"
+        message = "in conversations Ratel trains on the answers, TRL on all tokens; for all tokens write"
         return Finding(where=root.entries["datasets"].where, message=f"{message} `train_on_inputs: conversations`")
     return None

@@ -601,7 +601,7 @@ def _preference_contradiction(config: RunConfig) -> Contradiction | None:
     if config.rl is None:
         return None
     for key, reason in (
-        ("streaming", "pairs and verdicts are read as a whole, before step 1"),
+        ("streaming", "preference data is read whole before step 1"),
         ("tokens_per_step", "a step is counted in pairs or answers: set `micro_batch_size`"),
         ("label_smoothing_factor", "each is a loss of its own"),
         ("use_dft_loss", "each is a loss of its own"),
@@ -612,7 +612,7 @@ def _preference_contradiction(config: RunConfig) -> Contradiction | None:
             return Contradiction(keys=(key, "rl"), message=message, hint="remove one of them")
     types = {each.type for each in (*config.datasets, *config.test_datasets)}
     if others := sorted(types - {"auto", "chat_template", "completion"}):
-        message = f"`rl` learns from texts and conversations; `type: {others[0]}` is neither"
+        message = f"`rl` needs texts or conversations, not `type: {others[0]}`"
         hint = "set `type: chat_template` or remove `type`"
         return Contradiction(keys=("datasets", "test_datasets", "rl"), message=message, hint=hint)
     return None
@@ -651,14 +651,15 @@ def _adapter_contradiction(config: RunConfig) -> Contradiction | None:
     for key, reason in (
         ("unfrozen_parameters", "with an adapter, all of the model is frozen"),
         ("frozen_parameters", "with an adapter, all of the model is frozen"),
-        ("random_init", "an adapter needs a model that has been trained"),
+        ("random_init", "an adapter needs a trained model"),
     ):
         if getattr(config, key):
             message = f"`adapter` and `{key}` are both set: {reason}"
             return Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")
     if isinstance(config.lora_target_modules, str) and config.lora_layers_to_transform:
         message = (
-            "`lora_layers_to_transform` is set, and `lora_target_modules` is a regular expression, which has layers"
+            "`lora_layers_to_transform` is set, and `lora_target_modules` is a regular expression, which names layers "
+            "itself"
         )
         hint = "put the layers into the expression, or write a list of names"
         return Contradiction(keys=("lora_target_modules", "lora_layers_to_transform"), message=message, hint=hint)
@@ -682,8 +683,7 @@ def _quantisation_contradiction(config: RunConfig) -> Contradiction | None:
         return Contradiction(keys=("quantize_moe_experts",), message=message, hint="add one of them, or remove it")
     if config.quantize_moe_experts and config.lora_target_parameters:
         message = (
-            "`quantize_moe_experts` and `lora_target_parameters` are both set: PEFT adds to the experts' matrices as "
-            "they are"
+            "`quantize_moe_experts` and `lora_target_parameters` are both set: PEFT cannot adapt quantised experts"
         )
         hint = "remove one of them; `lora_target_modules` adapts all else"
         return Contradiction(keys=("lora_target_parameters", "quantize_moe_experts"), message=message, hint=hint)
@@ -746,7 +746,7 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
         found.extend(_save_contradictions(config))
     metric = config.metric_for_best_model
     if metric.startswith("rewards/") and (config.rl is None or (config.rl == "kto" and metric.endswith("accuracies"))):
-        message = f"`metric_for_best_model: {metric}` needs `rl`, which compares answers in pairs"
+        message = f"`metric_for_best_model: {metric}` needs preference pairs (`rl: dpo`, `ipo`, `orpo` or `simpo`)"
         found.append(Contradiction(keys=("metric_for_best_model",), message=message, hint="set it to loss"))
     if metric == "accuracy" and config.task != "classification":
         message = "`metric_for_best_model: accuracy` needs datasets of `type: classification`"
@@ -763,7 +763,7 @@ def _data_contradictions(config: RunConfig) -> list[Contradiction]:
         message = "`streaming` needs `max_steps`: the end of a stream is not known"
         found.append(Contradiction(keys=("streaming",), message=message))
     if config.streaming and config.val_set_size:
-        message = "`val_set_size` holds out a part of the samples, which `streaming` does not know"
+        message = "`val_set_size` holds out a part of all samples, whose number `streaming` does not know"
         hint = "name data for evaluation with `test_datasets`"
         found.append(Contradiction(keys=("val_set_size", "streaming"), message=message, hint=hint))
     if config.chat_template == "jinja" and config.chat_template_jinja is None:
@@ -851,7 +851,7 @@ def _latents_contradictions(config: RunConfig) -> list[Contradiction]:
     """What data of latents cannot have."""
     found = []
     if config.streaming:
-        message = "`streaming` reads rows of text; latents are read where they lie"
+        message = "`streaming` is for rows of text; latents are read from their files"
         found.append(Contradiction(keys=("streaming",), message=message, hint="remove it"))
     if config.tokens_per_step is not None or config.split is None:
         message = "`tokens_per_step` counts tokens of text; a step of latents is counted in samples"

@@ -130,7 +130,7 @@ def _adapted_modules(entries: Entries, report: Report, tool: _Tool) -> None:
         if tool == "TRL":
             report.reject(
                 entries["adapter"].where,
-                "which modules get an adapter is not said; TRL leaves that to PEFT, by the type of the model",
+                "no key names the modules that get an adapter; TRL leaves this to PEFT",
                 "lora_target_modules",
                 hint="name them: `lora_target_modules: [q_proj, v_proj]`",
             )

@@ -72,7 +72,7 @@ def _thinking(entries: Entries, report: Report) -> None:
     named, read = ("reasoning_content" if each is None else each.value.content for each in (field, key))
     for entry in filter(None, (field, key)):
         if named == read or not isinstance(read, str):
-            report.drop(entry, "the template gets every key of a message")
+            report.drop(entry, "the chat template gets all keys of a message")
             continue
         mapping = entries.get("message_property_mappings", entry)
         value = Marked(where=entry.value.where, content={**mapping.value.entries, read: made(entry, str(named))})
@@ -121,7 +121,7 @@ def _nested_datasets(entries: Entries, report: Report) -> None:
         if "test_split_size" in inner and "val_set_size" not in entries:
             entries["val_set_size"] = replace(inner["test_split_size"], written="test_split_size")
         for key in [key for key in inner if key not in ("datasets", "test_split_size")]:
-            report.drop(replace(inner[key], written=f"dataset_mixture.{key}"), "Ratel mixes all data with `seed`")
+            report.drop(replace(inner[key], written=f"dataset_mixture.{key}"), "Ratel shuffles all data with `seed`")
     mixer = entries.get("dataset_mixer")
     if mixer is not None and isinstance(mixer.value.content, dict) and "datasets" not in entries:
         del entries["dataset_mixer"]
@@ -184,7 +184,7 @@ def _one_dataset(entries: Entries, report: Report) -> None:
     for written, ours in _OURS.items():
         entry = entries.pop(written, None)
         if entry is not None and str(entry.value.content).endswith((".yaml", ".yml")):
-            report.decide(entry, "it describes the sets; name their files here")
+            report.decide(entry, "it describes datasets by name; name their files here")
             continue
         if entry is None or entry.value.content in (None, ""):
             if entry is not None:

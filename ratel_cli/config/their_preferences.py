@@ -30,7 +30,7 @@ def translate_preferences(entries: Entries, report: Report) -> None:
     if smoothing is not None and smoothing.value.content:
         report.reject(
             smoothing.where,
-            "`label_smoothing` assumes that some verdicts are wrong, which no loss of `rl` does",
+            "`label_smoothing` assumes that some preferences are wrong; no loss of `rl` does",
             "rl",
             hint="set it to 0",
         )
@@ -45,7 +45,7 @@ def _stage(entries: Entries, report: Report) -> None:
     stage, loss = entries.get("stage"), entries.pop("pref_loss", None)
     if stage is None or stage.value.content not in ("dpo", "kto"):
         if loss is not None:
-            report.drop(loss, "there are no preferences")
+            report.drop(loss, "this is no preference training")
         return
     del entries["stage"]
     name = "sigmoid" if loss is None else loss.value.content
@@ -53,7 +53,7 @@ def _stage(entries: Entries, report: Report) -> None:
     if method is None:
         message = f"`pref_loss: {name}` is another loss than those of `rl`"
         if name == "orpo":
-            message = "`pref_loss: orpo` has the cross-entropy of answers alone, and `rl: orpo` that of prompts, too"
+            message = "`pref_loss: orpo` counts the cross-entropy of answers only, `rl: orpo` that of prompts too"
         assert loss is not None
         report.reject(loss.where, message, "rl", hint=_HINT)
         return
@@ -99,7 +99,7 @@ def _trl_method(entries: Entries, report: Report) -> None:
         return
     report.reject(
         entries["beta"].where,
-        "`beta` belongs to learning from preferences, and no key says by which method",
+        "`beta` belongs to preference training, but no key names the method",
         "rl",
         hint="write it into the config: `rl: dpo`, `orpo` or `kto`",
     )
@@ -134,16 +134,16 @@ def _only(value: object) -> object:
 
 _NO_PADDING = "rows are padded to the longest of their micro-batch"
 _HARMLESS: Mapping[str, str] = {
-    "precompute_ref_log_probs": "what the reference model gives is computed once, before training",
-    "precompute_ref_batch_size": "what the reference model gives is computed once, before training",
-    "max_prompt_length": "prompts are as long as they are; see `sequence_len`",
-    "max_prompt_len": "prompts are as long as they are; see `sequence_len`",
-    "max_completion_length": "answers are as long as they are; see `sequence_len`",
+    "precompute_ref_log_probs": "reference log-probabilities are computed once, before training",
+    "precompute_ref_batch_size": "reference log-probabilities are computed once, before training",
+    "max_prompt_length": "prompts have no limit of their own; see `sequence_len`",
+    "max_prompt_len": "prompts have no limit of their own; see `sequence_len`",
+    "max_completion_length": "answers have no limit of their own; see `sequence_len`",
     "generate_during_eval": "Ratel evaluates the loss and the rewards",
     "dpo_generate_during_eval": "Ratel evaluates the loss and the rewards",
     "dpo_padding_free": _NO_PADDING,
-    "dpo_use_logits_to_keep": "the logits never exist whole",
-    "use_logits_to_keep": "the logits never exist whole",
+    "dpo_use_logits_to_keep": "logits are computed in chunks",
+    "use_logits_to_keep": "logits are computed in chunks",
     "rl_adapter_ref_model": "the reference is the model before step 1",
 }
 """Keys that change nothing about preferences, and why."""
@@ -199,7 +199,7 @@ def _user_defined(entries: Entries, content: Entries, report: Report) -> None:
         if str(each.value.content).strip() not in {f"{{{name}}}" for name in names}:
             report.reject(
                 each.where,
-                f"`{key}` writes more than the text of its column",
+                f"`{key}` adds words to the text of its column",
                 "datasets",
                 hint="write the words into the data, or set `type: chat_template`",
             )

@@ -73,7 +73,7 @@ def _take_form_of_files(entries: Entries, report: Report) -> None:
     if form is None or options is None or form.value.content not in _OF_FILES:
         return
     if plain(options.value) == {"dequantize": True}:
-        reason = f"weights in {_OF_FILES[str(form.value.content)]} are read as the numbers that their codes stand for"
+        reason = f"weights in {_OF_FILES[str(form.value.content)]} are dequantised when they are read"
         for entry in (form, options):
             report.drop(entry, reason)
         del entries["model_quantization_config"], entries["model_quantization_config_kwargs"]

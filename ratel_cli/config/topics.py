@@ -54,8 +54,8 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="GRPO, PPO, reward models and distillation",
         words="grpo gspo dapo ppo rlhf rloo reward rewards rewardmodel distillation gkd",
-        text="Train on preferences instead (`rl: dpo`, `ipo`, `orpo`, `simpo` or `kto`), or use TRL for reward models,"
-        " and where the model writes its answers during training.",
+        text="Train on preferences instead (`rl: dpo`, `ipo`, `orpo`, `simpo` or `kto`), or use TRL for reward models "
+        "and for methods that generate answers during training.",
     ),
     Topic(
         name="Several GPUs or machines",
@@ -70,8 +70,7 @@ TOPICS: tuple[Topic, ...] = (
         words="quantised quantized quantisation quantization 4bit 8bit int4 int8 nf4 fp8 bitsandbytes bnb gptq awq"
         " mxfp4",
         text="Beside an adapter the base model can be quantised (`load_in_4bit`, `load_in_8bit`), or stay as GPTQ, AWQ"
-        " or MXFP4 have it. Without an adapter, quantised files are read as the numbers that they stand for, and"
-        " trained in `dtype`.",
+        " or MXFP4 have it. Without an adapter, a quantised model is dequantised and trained in `dtype`.",
         keys=("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"),
         page="docs/guide/models.md",
     ),

@@ -68,8 +68,8 @@ _UNDECIDED: Mapping[str, str] = {
     "model": "Ratel takes the model as its config.json describes it",
     "tokenizer": "Ratel takes the tokenizer, and its chat template, as its files describe it",
     "prompt_template": "Ratel takes the tokenizer, and its chat template, as its files describe it",
-    "loss": "Ratel has the cross entropy without settings",
-    "collate_fn": "Ratel puts samples together by itself",
+    "loss": "Ratel's cross-entropy has no settings",
+    "collate_fn": "Ratel packs samples itself",
     "mixed_precision": "Ratel computes in `dtype`",
     "moe_router_topk": "Ratel takes the model as its config.json describes it",
 }
@@ -86,8 +86,8 @@ _WRITES_TURNS = ("llama3", "llama4", "phi3", "phi4", "qwen2", "qwen3")
 _WRITES_BRACKETS = ("llama2", "mistral")
 """The same of those whose `prompt_template` puts words of a user between brackets, unless it is null."""
 _ADAPTER_HINT = "name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`"
-_QUANTISER_HINT = "remove it; beside an adapter there are `load_in_4bit` and `load_in_8bit`"
-_COMPARED_HINT = "import a config without it, and write `rl` and the answers that are compared into the new file"
+_QUANTISER_HINT = "remove it; with an adapter, use `load_in_4bit` or `load_in_8bit`"
+_COMPARED_HINT = "import a config without it, and write `rl` and the preference data into the new file"
 _KEY = re.compile(r"\$\{([\w.]+)\}")
 _NO_KEY = "Ratel has no such key"
 _SETS = {"dataset": "datasets", "dataset_val": "test_datasets"}
@@ -119,7 +119,7 @@ def translate_torchtune(entries: Entries, report: Report) -> Entries:
         elif name not in _READ:
             _leftover(name, entry, report)
         elif name == "tokenizer.max_seq_len" and entry.value.content is None and "sequence_len" not in translated:
-            report.decide(entry, "torchtune truncates nothing then, Ratel at `sequence_len`")
+            report.decide(entry, "torchtune then truncates nothing; Ratel truncates at `sequence_len`")
         elif entry.value.content is None:
             report.drop(entry, "it is empty")
         else:
@@ -271,10 +271,13 @@ def _component(name: str, entry: Entry, flat: Entries, translated: Entries, repo
             report.reject(entry.where, f"`{path}` quantises the model", name, hint=_QUANTISER_HINT)
         case _ if name.partition(".")[0] in _OF_REWARDS:
             report.reject(
-                entry.where, f"`{path}` belongs to training on rewards, or to a teacher", name, hint=instead_of("grpo")
+                entry.where,
+                f"`{path}` belongs to reinforcement learning or distillation",
+                name,
+                hint=instead_of("grpo"),
             )
         case "loss" if any(part in last for part in _PREFERENCES):
-            report.reject(entry.where, f"`{path}` compares answers", name, hint=_COMPARED_HINT)
+            report.reject(entry.where, f"`{path}` belongs to preference training", name, hint=_COMPARED_HINT)
         case "loss" if "CrossEntropy" not in last and "CE" not in last:
             report.reject(
                 entry.where,
@@ -305,7 +308,7 @@ def _optimizer(name: str, entry: Entry, flat: Entries, translated: Entries, repo
         translated["bf16_master"] = made(entry, "stochastic")
         report.read_as(entry, "bf16_master: stochastic")
     elif content is None or content == _DEFAULTS_OF_8_BIT.get(name):
-        report.drop(entry, "Ratel does it so")
+        report.drop(entry, "Ratel does the same")
     else:
         report.decide(entry, _NO_KEY)
 

@@ -123,7 +123,7 @@ def _builder(component: Entry | None, report: Report) -> _Builder:
     if any(part in name for part in _NO_TEXT):
         report.reject(
             component.where,
-            f"`{name}` is no text to imitate",
+            f"`{name}` is no data for supervised fine-tuning",
             component.written,
             hint="use data with prompts and answers",
         )
@@ -207,7 +207,7 @@ def _leftover(name: str, entry: Entry, report: Report) -> None:
     elif name == "trust_remote_code":
         report.drop(entry, "Ratel never runs code that comes with data", quietly=False)
     elif value in _SHOWN_BY_ROWS.get(name, ()):
-        report.drop(entry, "Ratel does this by itself")
+        report.drop(entry, "Ratel does this itself")
     else:
         report.decide(entry, _NO_KEY)
 

@@ -163,7 +163,7 @@ def _delay(entries: Entries, report: Report) -> None:
     """`eval_delay` leaves out evaluations. Where nothing follows from them, that changes nothing."""
     compared = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_steps")
     if "eval_delay" in entries and not any(key in entries and entries[key].value.content for key in compared):
-        report.drop(entries.pop("eval_delay"), "nothing follows from an evaluation here")
+        report.drop(entries.pop("eval_delay"), "no evaluation affects this run")
 
 
 def _without_meaning(entries: Entries, report: Report) -> None:
@@ -180,7 +180,7 @@ _WITHOUT_MEANING: Mapping[str, tuple[Sequence[Plain], str]] = {
     "max_steps": ((-1,), "`num_epochs` decides when the run ends"),
     "lr_scheduler_kwargs": (({}, ""), "it is empty"),
     "optim_args": (({}, ""), "it is empty"),
-    "rl": ((False, ""), "answers are imitated"),
+    "rl": ((False, ""), "without `rl`, training is supervised"),
 }
 """By key: such values, and what is said about them."""
 
@@ -356,7 +356,7 @@ def _plugins(entries: Entries, report: Report) -> None:
             reason = f"{', '.join(sharding)}: Ratel streams the model through one device and needs no sharding"
             report.drop(entry, reason, quietly=False)
         else:
-            report.drop(entry, "they name kernels; the results are the same")
+            report.drop(entry, "they only select kernels")
         return
     report.reject(
         entry.where,
@@ -540,7 +540,7 @@ _MAY_BE_EMPTY = (
     "load_best_model_at_end", "metric_for_best_model", "early_stopping_threshold", "unfrozen_parameters",
     "frozen_parameters", "tokenizer_use_mistral_common",
 )  # fmt: skip
-_OFF_IF_EMPTY: Mapping[str, str] = {"max_length": "TRL truncates nothing then, Ratel at `sequence_len`"}
+_OFF_IF_EMPTY: Mapping[str, str] = {"max_length": "TRL then truncates nothing; Ratel truncates at `sequence_len`"}
 """Keys whose empty value turns something off there that is on here."""
 
 _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (

@@ -193,7 +193,7 @@ def find_completion(render: Render, messages: list[ChatMessage], first: int, mar
         around = _around_stand_in(render, messages, first, _words_alone(messages[first]), text)
         if around is None or messages[first].get("role") != "assistant":
             raise RenderFailure(
-                "the completion cannot be located: the chat template changes the prompt when it is there"
+                "the completion cannot be located: the chat template changes the prompt when an answer follows"
             )
         start = len(around[0])
     return Found(text=text, spans=[(start, marks.own_end(text, (start, len(text))))], quiet=[other])

@@ -63,7 +63,7 @@ class ComparedColumns:
         if self.prompt is None:
             start = _shared_text(texts)
             if not start:
-                raise Unusable("there is no prompt: both answers differ from their beginning on")
+                raise Unusable("there is no prompt: the two answers have no common beginning")
             cut = (TextDraft(prompt=text[:start], answer=text[start:], is_cut=True) for text in texts)
             return ComparedDraft(answers=tuple(cut), remarks=self._unread(record, options))
         prompt = self._asked(record, self.prompt)
@@ -92,7 +92,7 @@ class ComparedColumns:
             raise Unusable("the two answers have different prompts")
         before = whole[0][:start]
         if not before:
-            why = ": both answers differ from their beginning on" if self.verdict is None else ""
+            why = ": the two answers have no common beginning" if self.verdict is None else ""
             raise Unusable(f"there is no prompt{why}")
         if before[-1]["role"] == "assistant":
             raise Unusable("the prompt ends with an assistant turn, so there is nothing to answer")
@@ -148,7 +148,7 @@ def compared_columns(source: DatasetSource, record: Mapping[str, object]) -> Com
 _CONVERSATIONS = ("messages", "conversations")
 _WANTED = {
     "pairs": "`rl` needs pairs of a chosen and a rejected answer",
-    "verdicts": "`rl: kto` needs answers with a verdict, true or false",
+    "verdicts": "`rl: kto` needs answers that are marked true (good) or false (bad)",
 }
 _KEYS = {"pairs": "field_chosen, field_rejected", "verdicts": "field_completion, field_label"}
 

@@ -274,7 +274,7 @@ def _thought_in(message: Mapping[str, object], where: str) -> ChatMessage:
     if not isinstance(first, dict) or first.get("type") != _THINKING:
         return {}
     if first.get("closed") is False or _REASONING in message:
-        raise Unusable(f"{where} must have one thought, which is closed")
+        raise Unusable(f"{where} must have one complete reasoning block")
     return {_REASONING: content_text(first.get(_THINKING), f"the thought of {where}"), "content": content[1:]}
 
 

@@ -97,7 +97,7 @@ class RowFormat:
         remarks = (*draft.remarks, *unread_columns(like, read, record))
         is_marked = self.kind not in _PLAIN and any(map(has_mark, _asked(draft)))
         if is_marked and self.media == "reject":
-            raise Unusable(f"a text has the mark of an image, video or sound, such as <image>; {_TEXT_ALONE}")
+            raise Unusable(f"a text has a placeholder of an image, video or sound, such as <image>; {_TEXT_ALONE}")
         if is_marked or column is not None or (self.media == "ignore" and has_media_parts(record)):
             draft = _without_marks(draft)
             remarks = (*remarks, ("media", "images, video and sound"))
@@ -142,7 +142,7 @@ class RowFormat:
             what = "chat_template: conversations" if self.is_chat else "completion: texts"
             *_, last = [each for each in columns if each != self.compared.verdict]
             read = f"{', '.join(columns[:-1])} and {columns[-1]}"
-            verb = "whose answers are compared" if self.compared.verdict is None else f"with a verdict on {last}"
+            verb = "preference pairs" if self.compared.verdict is None else f"with a verdict on {last}"
             return f"type {what} in {read}, {verb}{end}"
         if self.kind == "mlm":
             return f"type mlm: texts in the column {first}, loss on tokens that are masked{end}"
@@ -187,7 +187,7 @@ def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_
     if found is None:
         names = ", ".join(map(printable, record)) or "(none)"
         raise BadInput(
-            f"{printable(source.path)}: no type of dataset has the columns {names}",
+            f"{printable(source.path)}: no dataset type fits the columns {names}",
             hint="set the type and the names of its columns, for example type: completion and field: NAME",
         )
     column = None if found.kind in _PLAIN else media_column(record)

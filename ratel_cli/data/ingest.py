@@ -366,12 +366,12 @@ class _Ingestion:
         reject_too_many(self._writer.num_rejected, self._num_rows, self._first_rejects, shown_by=self._rejects_shown_by)
         if self._num_dropped and self._writer.num_samples == 0:
             raise BadInput(
-                f"there is no sample: all {self._num_dropped} are longer than sequence_len ({self._sequence_len})",
+                f"no samples are left: all {self._num_dropped} are longer than sequence_len ({self._sequence_len})",
                 hint="set a larger sequence_len, or excess_length_strategy: truncate",
             )
         if self._writer.num_samples == 0:
             paths = ", ".join(printable(source.source.path) for source in sources)
-            raise BadInput(f"there is no sample: {f'no rows in {paths}' if paths else 'no dataset is given'}")
+            raise BadInput(f"no samples: {f'no rows in {paths}' if paths else 'no dataset is given'}")
 
 
 def _rejected(row: Row | Reject, why: Unusable) -> Reject:

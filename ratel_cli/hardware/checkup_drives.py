@@ -96,11 +96,11 @@ def _described(mount: Mount | None) -> list[str]:
 
 def _why_slow(mount: Mount | None, *, is_direct: bool) -> str | None:
     if mount is not None and mount.is_memory:
-        return "in main memory, which the store is meant to spare, and lost at a restart"
+        return "in RAM (tmpfs): it takes the memory that the store is meant to save, and is lost at a restart"
     if mount is not None and mount.is_network:
         return "on a network"
     if mount is not None and any(drive.rotates for drive in mount.drives):
-        return "a drive that rotates"
+        return "a hard disk"
     return None if is_direct else "no direct I/O: transfers go through the page cache"
 
 

@@ -169,7 +169,7 @@ def _lanes(files: SystemFiles, device: Path, link: Link | None) -> Diagnosis:
             what=what,
             verdict="slow",
             reason=f"{now}, which carries {format_rate(carried)}, but measured {measured}",
-            remedy="end what else uses the GPU; with two sockets, run on the GPU's: numactl --cpunodebind",
+            remedy="close other programs that use the GPU; with two sockets, run on the GPU's: numactl --cpunodebind",
         )
     return Diagnosis(what=what, verdict="ok", reason=f"{now}, {measured}")
 

@@ -219,7 +219,7 @@ def _saved_modules(model: PreTrainedModel, settings: AdapterSettings) -> list[nn
         named = {name: each for name, each in model.named_modules() if name.endswith(end)}
         for name in (name for name in named if not f".{name}".endswith(f".{end}")):
             hint = f"write more of the name that you mean, such as model.{end}"
-            raise BadInput(f"lora_modules_to_save: {end}: PEFT takes {name}, too, which ends so", hint)
+            raise BadInput(f"lora_modules_to_save: {end}: PEFT would take {name} too, whose name ends the same", hint)
         parameters = [each for module in named.values() for each in module.parameters()]
         if not any(each.numel() for each in parameters):
             raise BadInput(f"lora_modules_to_save: {end}: no module of the model with weights", "name it by its end")
@@ -302,7 +302,9 @@ def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatr
             continue
         name = f"{base_name(path)}.{layer.parameter_name if isinstance(layer, ParamWrapper) else 'weight'}"
         if name not in stored or not isinstance(layer, Linear | ParamWrapper):
-            raise BadInput(f"{path}: its adapter is none of a linear layer", "merge it with PEFT: merge_and_unload()")
+            raise BadInput(
+                f"{path}: its adapter is not that of a linear layer", "merge it with PEFT: merge_and_unload()"
+            )
         block, matrix = stored[name]
         found[name] = AdaptedMatrix(
             matrix=matrix.name,

@@ -45,8 +45,9 @@ def reject_what_passes_all_layers(layer_runner: LayerRunner, outside: Sequence[S
         return  # it cannot be tried
     if not torch.equal(*finished):
         raise BadInput(
-            f"{type(layer_runner.model).__name__}: what is behind its layers uses what is before them, and not only the"
-            " output of the last layer; such models cannot be streamed"
+            f"{type(layer_runner.model).__name__}: the code after its layers uses results from before them, not only "
+            "the output of the last layer"
+            "; such models cannot be streamed"
         )
 
 
@@ -80,7 +81,7 @@ def reject_other_text(
     if wanted is None or found is None:
         raise _no_part(name, "it cannot run on text alone")
     if not _is_same(found, wanted[1]):
-        raise _no_part(name, "it does not do with text what the module does that has its layers")
+        raise _no_part(name, "for text it computes something else than the module with its layers")
     if not wanted[2]:
         raise BadInput(
             f"{name}: its head computes the logits of a token from other tokens too; such models cannot be streamed"
@@ -110,7 +111,7 @@ def reject_other_pairs(runner: TwoStackRunner, outside: Sequence[StandsIn], *, v
     their_tensors = (each for call in (*below.calls, *above.calls) for each in call.tensors)
     theirs: list[object] = [below.hidden, above.hidden, *their_tensors, found]
     if not _is_same(theirs, ours):
-        raise _no_pairs(runner, "it does not do with two texts what its encoder and its decoder do")
+        raise _no_pairs(runner, "for two texts it computes something else than its encoder and its decoder")
 
 
 def _no_pairs(runner: TwoStackRunner, reason: str) -> BadInput:

@@ -59,7 +59,7 @@ def read_denoiser_config(directory: Path) -> DenoiserConfig:
     path = directory / _CONFIG_NAME
     if (directory / "model_index.json").is_file():
         raise BadInput(
-            f"{directory} is a diffusion pipeline, of which the transformer is trained",
+            f"{directory} is a diffusion pipeline; only its transformer can be trained",
             f"set base_model to {directory / 'transformer'}",
         )
     try:

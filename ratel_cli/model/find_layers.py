@@ -79,8 +79,9 @@ def find_layers(
     usage = probe_module(runner, {each.name: each.unbound for each in placed}, example.inputs)
     if usage.passing:  # gradients would be added in another order
         raise BadInput(
-            f"{type(module).__name__}: what is behind its layers uses what is made before them of {min(usage.passing)},"
-            " and not only the output of the last layer; such a module cannot be streamed",
+            f"{type(module).__name__}: the code after its layers uses what is computed before them from "
+            f"{min(usage.passing)}, not only the output of the last layer"
+            "; such a module cannot be streamed",
             "hook it: ratel.hook",
         )
     segments: list[list[PlacedParameter]] = [[] for _ in range(len(layers) + 2)]

@@ -124,7 +124,7 @@ def probe_module(
         extras = (each for of_layer in embedded.extras for each in of_layer if each is not None)
         if watch.read_after & {each.untyped_storage()._cdata for each in extras}:
             raise BadInput(
-                f"{type(layer_runner.model).__name__}: what is behind its layers uses more of them than hidden states;"
+                f"{type(layer_runner.model).__name__}: the code after its layers uses more of them than hidden states;"
                 " such models cannot be streamed"
             )
         reached = frozenset[str]().union(*(_used_for(each, parameters) for each in outputs))

@@ -87,7 +87,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["key"], found["is_required"], found["keys"]) == ("datasets.path", True, [])
     assert main(["explain", "quantization_bit", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    reason = "it quantises the model in a way that Ratel does not"
+    reason = "Ratel does not quantise in this way"
     assert (found["key"], found["fate"], found["reason"]) == ("quantization_bit", "impossible", reason)
     assert main(["explain", "zzz", "--json"]) == 2
 
@@ -101,8 +101,8 @@ def test_a_key_of_another_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "nvfp4"]) == 0
     assert capsys.readouterr().out == (
         "nvfp4: a key of other trainers (impossible)\n"
-        "  it quantises the model in a way that Ratel does not\n"
-        "  remove it; beside an adapter there are load_in_4bit and load_in_8bit\n"
+        "  Ratel does not quantise in this way\n"
+        "  remove it; with an adapter, use load_in_4bit or load_in_8bit\n"
     )
 
 

@@ -95,7 +95,7 @@ def test_a_file_that_exists_is_not_replaced(capsys: pytest.CaptureFixture[str]) 
     assert Path("run.yaml").read_text() != "mine"
 
 
-REWARDS = "it belongs to training on rewards, or to a reward model"
+REWARDS = "it belongs to reinforcement learning, or to a reward model"
 OTHER_ADAPTER = "Ratel does not train this kind of adapter"
 
 

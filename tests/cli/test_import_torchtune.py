@@ -58,7 +58,7 @@ def test_torchtune() -> None:
         ("llama3.llama3_8b", "llama3.lora_llama3_8b", "`torchtune.models.llama3.lora_llama3_8b` trains an adapter"),
         ("alpaca_dataset", "stack_exchange_paired_dataset", "`stack_exchange_paired_dataset` is no text to imitate"),
         ("torch.optim.AdamW", "torch.optim.Adagrad", "`optimizer._component_` must be `adamw`, `adamw_8bit`"),
-        ("batch_size: 4", "loss: {_component_: a.DPOLoss}", "`a.DPOLoss` compares answers"),
+        ("batch_size: 4", "loss: {_component_: a.DPOLoss}", "`a.DPOLoss` belongs to preference training"),
         ("batch_size: 4", "quantizer: {_component_: a.Int8Quantizer}", "`a.Int8Quantizer` quantises the model"),
     ],
 )
@@ -240,7 +240,7 @@ def test_sets_for_evaluation_in_torchtune() -> None:
         (
             "{_component_: a.alpaca_dataset}\ntokenizer: {_component_: a.llama3_tokenizer, max_seq_len: null}",
             "tokenizer.max_seq_len",
-            "torchtune truncates nothing then",
+            "torchtune then truncates nothing",
         ),
         (
             "{_component_: a.alpaca_dataset}\ntokenizer: {_component_: a.llama3_tokenizer, prompt_template: x}",

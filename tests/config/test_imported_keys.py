@@ -101,8 +101,8 @@ def test_a_run_of_its_config_says_so(load: Load) -> None:
     said = [each for each in load(FACTORY).notices if "trains a LoRA adapter" in each]
     assert said == [
         (
-            "run.yaml:1:1: LLaMA-Factory trains a LoRA adapter if `finetuning_type` is not set, and Ratel every "
-            "weight; for that write `finetuning_type: lora`"
+            "run.yaml:1:1: without `finetuning_type`, LLaMA-Factory trains a LoRA adapter, but Ratel trains every "
+            "weight; for an adapter write `finetuning_type: lora`"
         )
     ]
     for other in (FULL, FACTORY + "adapter:\n", MINIMAL + "plot_loss: true\n"):
@@ -186,14 +186,17 @@ def test_a_set_of_several_files(take: Take) -> None:
     ("text", "message"),
     [
         (TRL + "rl: dpo\nbeta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1, 0.2]\n", "`loss_type: a list` is ano"),
-        (TRL + "beta: 0.1\nloss_type: [sigmoid, sft]\n", "`beta` belongs to learning from preferences, and no key"),
-        (TRL + "num_generations: 8\n", "`num_generations` is not a key of Ratel: it belongs to training on rewards"),
+        (TRL + "beta: 0.1\nloss_type: [sigmoid, sft]\n", "`beta` belongs to preference training, but no key"),
+        (TRL + "num_generations: 8\n", "`num_generations` is not a key of Ratel: it belongs to reinforcement learning"),
         (TRL + "beta: 0.1\nreward_weights: [1.0]\n", "`reward_weights` is not a key of Ratel"),
         (AXOLOTL + "rl: grpo\n", "`rl` must be `dpo`"),
         (AXOLOTL + "trl: {num_generations: 4}\n", "`trl` is not a key of Ratel"),
-        (FULL.replace("sft", "ppo"), "`stage` is not a key of Ratel: it belongs to training on rewards"),
-        (TRL + "loss_weights: [1, 0.2]\n", "`loss_weights` is not a key of Ratel: it makes another loss"),
-        (TRL + "sync_ref_model: true\n", "`sync_ref_model` is not a key of Ratel: it is another reference model"),
+        (FULL.replace("sft", "ppo"), "`stage` is not a key of Ratel: it belongs to reinforcement learning"),
+        (
+            TRL + "loss_weights: [1, 0.2]\n",
+            "`loss_weights` is not a key of Ratel: Ratel does not have this preference loss",
+        ),
+        (TRL + "sync_ref_model: true\n", "`sync_ref_model` is not a key of Ratel: Ratel's reference model is"),
         (
             AXOLOTL + "adapter: lora\npeft_init_lora_weights: pissa\n",
             "`peft_init_lora_weights` must be true, false or `gaussian`, not 'pissa'",
@@ -225,7 +228,7 @@ def test_training_on_rewards_has_its_way_named(take: Take) -> None:
         with pytest.raises(BadInput) as caught:
             take(text)
         hint = caught.value.hint
-        assert hint is not None and hint.endswith("where the model writes its answers during training.")
+        assert hint is not None and hint.endswith("methods that generate answers during training.")
 
 
 def warmup_of_axolotl(ratio: float | None, steps: int | None, total: int) -> int:
@@ -297,8 +300,8 @@ PRETRAINING = "base_model: m\npretraining_dataset: {path: c4}\nsequence_len: 64\
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
-        (FULL, "cutoff_len", "shortens prompt and answer in proportion"),
-        (FULL.replace("cutoff_len: 64\n", ""), "sequence_len", "shortens prompt and answer in proportion"),
+        (FULL, "cutoff_len", "truncates prompt and answer in proportion"),
+        (FULL.replace("cutoff_len: 64\n", ""), "sequence_len", "truncates prompt and answer in proportion"),
         (
             TUNE.replace("NAME", "gemma").replace("TEMPLATE", "").replace("alpaca_dataset", "wikitext_dataset"),
             "tokenizer.max_seq_len",
@@ -310,7 +313,11 @@ PRETRAINING = "base_model: m\npretraining_dataset: {path: c4}\nsequence_len: 64\
         (AXOLOTL + LORA, "adapter", "stacked experts"),
         (AXOLOTL + LORA.replace("linear: true", "modules: [q_proj]"), "adapter", ""),
         (PRETRAINING, "pretraining_dataset", "windows that overlap"),
-        (TUNE.replace("NAME", "gemma").replace("TEMPLATE", ""), "tokenizer.max_seq_len", "an EOS token at the end"),
+        (
+            TUNE.replace("NAME", "gemma").replace("TEMPLATE", ""),
+            "tokenizer.max_seq_len",
+            "truncated samples with an EOS token",
+        ),
     ],
 )
 def test_what_a_key_does_otherwise_is_said(take: Take, text: str, key: str, words: str) -> None:

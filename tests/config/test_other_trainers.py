@@ -152,7 +152,7 @@ def test_a_default_may_be_true(load: Load, complain: Complain) -> None:
     [notice] = load(MINIMAL + "enable_thinking: true\n").notices
     assert notice == "run.yaml:3:1: `enable_thinking` changes nothing here"
     [error] = complain(MINIMAL + "enable_thinking: false\n")
-    assert "answers without a thought are rendered as the tokenizer's chat template does it" in error
+    assert "the tokenizer's chat template decides how answers without reasoning are rendered" in error
 
 
 def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
@@ -182,9 +182,9 @@ def test_a_config_of_another_trainer_has_few_notices(load: Load) -> None:
     assert empty == f"run.yaml:15:1: `seed`, `learning_rate` are empty, so their defaults are used: {defaults}"
 
 
-MASK = "Ratel trains a turn to the end of its last mark, axolotl to the EOS token; for that mask write "
+MASK = "Ratel's loss on a turn ends with its end token, axolotl's with the EOS token; for that mask write "
 MASK += "`roles_to_train: [assistant], train_on_eos: turn` into the dataset"
-WHOLE = "Ratel trains the answers in conversations, TRL all of their tokens; for that write "
+WHOLE = "in conversations Ratel trains on the answers, TRL on all tokens; for all tokens write "
 WHOLE += "`train_on_inputs: conversations`"
 
 
@@ -516,10 +516,10 @@ def test_the_sets_of_llama_factory(load: Load) -> None:
     [
         (
             "ranked",
-            "`dataset`: 'ranked' cannot be used: it has preferences (chosen and rejected answers), which",
+            "`dataset`: 'ranked' cannot be used: it is preference data (chosen and rejected answers), which",
         ),
         ("nowhere", "`dataset`: 'nowhere' cannot be used: it names no file and no hub id"),
-        ("judged", "`dataset`: 'judged' cannot be used: it has answers with a verdict (kto_tag)"),
+        ("judged", "`dataset`: 'judged' cannot be used: its answers are marked good or bad (kto_tag)"),
         ("seen", "`dataset`: 'seen' cannot be used: it has images, video or sound; a set in `data"),
     ],
 )
@@ -597,14 +597,14 @@ def test_keys_of_adapters_by_other_names(load: Load) -> None:
 
 def test_trl_leaves_the_modules_to_peft(complain: Complain) -> None:
     [error] = complain(MINIMAL + "use_peft: true\n")
-    assert "TRL leaves that to PEFT, by the type of the model | name them" in error
+    assert "TRL leaves this to PEFT | name them" in error
 
 
 def test_settings_of_an_adapter_that_is_not_there(load: Load) -> None:
     loaded = load(MINIMAL + "lora_r: 64\n")
     assert [each.message for each in doubtful_keys(loaded.config)] == ["`lora_r` is ignored: `adapter` is not set"]
     [found] = doubtful_keys(load(MINIMAL + "adapter: lora\nlearning_rate: 1e-5\n").config)
-    assert "adapters hardly move" in found.message
+    assert "is low for an adapter" in found.message
     assert doubtful_keys(load(MINIMAL + "adapter: lora\nlearning_rate: 2e-4\n").config) == []
 
 
@@ -655,7 +655,7 @@ def test_quantised_models_of_other_trainers(load: Load, text: str, expected: tup
         ("finetuning_type: lora\nquantization_bit: 4\nquantization_method: hqq\n", "`quantization_bit` is not a key"),
         ("finetuning_type: lora\nquantization_bit: 3\n", "`quantization_bit` is not a key"),
         ("adapter: lora\nload_in_4bit: true\nbnb_4bit_quant_type: fp4\n", "`bnb_4bit_quant_type` is not a key"),
-        ("adapter: lora\nload_in_4bit: true\nbnb_4bit_compute_dtype: float16\n", "computed with in `dtype`"),
+        ("adapter: lora\nload_in_4bit: true\nbnb_4bit_compute_dtype: float16\n", "dequantises weights to `dtype`"),
         (
             "adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n",
             "`bnb_4bit_quant_type` is not a key",

@@ -72,7 +72,7 @@ def test_axolotls_own_columns(tmp_path: Path) -> None:
     [same] = imported(tmp_path, axolotl({**kind, "field_system": "sys"}, rl="ipo")).datasets
     assert same == found, "no text has the system prompt there"
     wrong = rejection(tmp_path, axolotl({**kind, "prompt_format": "Q: {prompt}"}, rl="ipo"))
-    assert "`prompt_format` writes more" in wrong
+    assert "`prompt_format` adds words" in wrong
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_trls_configs(tmp_path: Path, keys: dict[str, object], wanted: dict[str,
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (TRL, "no key says by which method | write it into the config: `rl: dpo`"),
+        (TRL, "no key names the method | write it into the config: `rl: dpo`"),
         ({**TRL, "rl": "dpo", "loss_type": "hinge"}, "`loss_type: 'hinge'` is another loss than that of `rl: dpo`"),
-        ({**TRL, "rl": "dpo", "label_smoothing": 0.1}, "assumes that some verdicts are wrong"),
+        ({**TRL, "rl": "dpo", "label_smoothing": 0.1}, "assumes that some preferences are wrong"),
         (
             {**TRL, "loss_type": "sigmoid", "cpo_alpha": 1.0},
             "`cpo_alpha` belongs to TRL's CPO, which with `sigmoid` as",
@@ -147,9 +147,12 @@ def test_trls_configs(tmp_path: Path, keys: dict[str, object], wanted: dict[str,
             "`simpo_gamma` belongs to TRL's CPO, which with `ipo` as its",
         ),
         ({**TRL, "cpo_alpha": 1.0}, "`cpo_alpha` belongs to TRL's CPO, which with its default as its loss has no ref"),
-        ({**TRL, "rl": "dpo", "ref_model": "org/other"}, "with `rl` that is the model before step 1 | remove it, if"),
-        ({**TRL, "rl": "dpo", "reference_free": True}, "another loss of answers that are compared | remove it; `rl`"),
-        ({**FACTORY, "dpo_label_smoothing": 0.1}, "another loss of answers that are compared | remove it; `rl`"),
+        (
+            {**TRL, "rl": "dpo", "ref_model": "org/other"},
+            "Ratel's reference model is the model before step 1 | remove it, if",
+        ),
+        ({**TRL, "rl": "dpo", "reference_free": True}, "does not have this preference loss | remove it; `rl`"),
+        ({**FACTORY, "dpo_label_smoothing": 0.1}, "does not have this preference loss | remove it; `rl`"),
         ({**FACTORY, "pref_loss": "orpo"}, "the cross-entropy of answers alone"),
         ({**FACTORY, "pref_loss": "hinge"}, "`pref_loss: hinge` is another loss"),
         ({**FACTORY, "pref_ftx": 0.5}, "`pref_ftx` adds"),
@@ -189,10 +192,10 @@ def test_sets_of_dataset_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [verdicts] = imported(tmp_path, {**FACTORY, "stage": "kto", "dataset": "verdicts"}).datasets
     assert (verdicts.field_messages, verdicts.field_label) == ("messages", "label")
     for stage, name, words in (
-        ("dpo", "answers", "it has no preferences"),
-        ("dpo", "verdicts", "which `rl: kto` learns from"),
-        ("kto", "answers", "its answers have no verdict"),
-        ("kto", "pairs", "which `rl: dpo` learns from"),
-        ("sft", "pairs", "which `rl: dpo` learns from"),
+        ("dpo", "answers", "it is no preference data"),
+        ("dpo", "verdicts", "which needs `rl: kto`"),
+        ("kto", "answers", "its answers are not marked good or bad"),
+        ("kto", "pairs", "which needs `rl: dpo`"),
+        ("sft", "pairs", "which needs `rl: dpo`"),
     ):
         assert words in rejection(tmp_path, {**FACTORY, "stage": stage, "dataset": name})

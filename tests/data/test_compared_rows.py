@@ -82,10 +82,10 @@ def test_the_prompt_comes_once(row: Row, prompt: list[Turn], chosen: list[Turn],
         ({"prompt": [Q], "chosen": [S, Q, GOOD], "rejected": [Q, BAD]}, "the two answers have different prompts"),
         ({"prompt": [Q], "chosen": [Q], "rejected": [Q, BAD]}, "there is no answer behind the prompt"),
         ({"prompt": [Q, A], "chosen": [GOOD], "rejected": [BAD]}, "the prompt ends with an assistant turn"),
-        ({"chosen": [Q, GOOD], "rejected": [C, BAD]}, "there is no prompt: both answers differ from"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "there is no prompt: both answers differ from their beginning on"),
-        ({"chosen": "abc", "rejected": "xyz"}, "there is no prompt: both answers differ from their beginning on"),
-        ({"chosen": "", "rejected": "xyz"}, "there is no prompt: both answers differ from their beginning on"),
+        ({"chosen": [Q, GOOD], "rejected": [C, BAD]}, "there is no prompt: the two answers have no"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "there is no prompt: the two answers have no common beginning"),
+        ({"chosen": "abc", "rejected": "xyz"}, "there is no prompt: the two answers have no common beginning"),
+        ({"chosen": "", "rejected": "xyz"}, "there is no prompt: the two answers have no common beginning"),
         ({"prompt": "", "chosen": "abc", "rejected": "xyz"}, "there is no prompt: 'prompt' is empty"),
     ],
 )  # fmt: skip
@@ -132,7 +132,7 @@ def test_verdicts_without_a_prompt_or_an_answer(row: Row, reason: str) -> None:
 )
 def test_texts_with_a_verdict_need_a_column_with_the_prompt(row: Row) -> None:
     with pytest.raises(
-        BadInput, match=r"`rl: kto` needs answers with a verdict, .* but its rows have the col"
+        BadInput, match=r"`rl: kto` needs answers that are marked .* but its rows have the col"
     ) as caught:
         format_of(row, "verdicts")
     assert "field_prompt" in str(caught.value.hint)

@@ -72,7 +72,7 @@ def test_a_long_sample_may_be_an_error(load: Load, path: Path) -> None:
 
 
 def test_nothing_is_left(load: Load, path: Path) -> None:
-    with pytest.raises(BadInput, match=r"there is no sample: all 4 are longer than sequence_len \(6\)") as caught:
+    with pytest.raises(BadInput, match=r"no samples are left: all 4 are longer than sequence_len \(6\)") as caught:
         load(path, sequence_len=6, excess_length_strategy="drop")
     assert caught.value.hint == "set a larger sequence_len, or excess_length_strategy: truncate"
 

@@ -88,7 +88,7 @@ def test_prompt_and_completion_come_before_what_else_a_row_has(keys: dict[str, s
 
 
 def test_unknown_columns_are_named() -> None:
-    with pytest.raises(BadInput, match="no type of dataset has the columns one, two") as caught:
+    with pytest.raises(BadInput, match="no dataset type fits the columns one, two") as caught:
         decide_format(DatasetSource(path="p"), {"one": 1, "two": 2}, has_chat_template=True)
     assert caught.value.hint is not None
 

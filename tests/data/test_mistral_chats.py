@@ -365,7 +365,7 @@ def test_thoughts(vocabulary: Vocabulary, tokenizer: Tokenizers) -> None:
     ],
 )
 def test_thoughts_that_cannot_be_written(message: Message) -> None:
-    with pytest.raises(Unusable, match="message 2 must have one thought, which is closed"):
+    with pytest.raises(Unusable, match="message 2 must have one complete reasoning block"):
         draft_of([ASK, message])
 
 

@@ -192,7 +192,9 @@ def test_one_row_with_an_image_costs_that_row(load: Load, tmp_path: Path) -> Non
     load(tmp_path / "a.jsonl")
     (one, two) = read_rejects(tmp_path)
     assert one[1] == 301 and one[2].startswith("the row has an image, video or sound (image); Ratel trains on text: `m")
-    assert two[1] == 302 and two[2].startswith("a text has the mark of an image, video or sound, such as <image>; ")
+    assert two[1] == 302 and two[2].startswith(
+        "a text has a placeholder of an image, video or sound, such as <image>; "
+    )
 
 
 def test_the_text_alone_of_rows_with_images() -> None:

@@ -430,6 +430,6 @@ PORTED: Mapping[str, Config] = {
 }
 IMPOSSIBLE: Mapping[str, str] = {
     "axolotl: llama-3/sparse-finetuning": "LLMCompressorPlugin changes what is trained",
-    "axolotl: falcon-e/falcon-e-3b-ft": "`use_onebitllms` is not a key of Ratel: it quantises the model",
+    "axolotl: falcon-e/falcon-e-3b-ft": "`use_onebitllms` is not a key of Ratel: Ratel does not quantise",
     "LLaMA-Factory: extras/galore/llama3_full_sft": "`use_galore` is not a key of Ratel: it belongs to another",
 }

@@ -363,7 +363,7 @@ CASES = (
     Case(message="not enough space for the {self.name}", code=3, prepare=on_small_disk(
         "512k", storage={"engine": "threads", "snapshot": {"path": "{}/s", "every": 1}})),
     Case(message="the limit of this process on the size of files", code=3, prepare=limited_files),
-    Case(message="changed since the run began, and what they gave to", code=2, prepare=other_reference),
+    Case(message="changed since the run began, and some reference", code=2, prepare=other_reference),
     Case(message="allows not even one step", code=3, prepare=with_keys(
         storage={"engine": "threads", "max_tb_written": 1e-9})),
 )  # fmt: skip
@@ -371,7 +371,7 @@ NOT_ASKED: Mapping[str, str] = {
     # What check has no option for.
     "--from": "check has no --from",
     "--resume": "check has no --resume",
-    "its stores must change": "check has no --ranks",
+    "its stores must be redistributed": "check has no --ranks",
     "and this run has": "check has no --ranks",
     "holds the store of another rank": "check has no --ranks",
     "is a directory, but a file of the model": "of --overwrite: the last test",
@@ -380,8 +380,9 @@ NOT_ASKED: Mapping[str, str] = {
     "which has other settings or data": "of --resume no",
     "of a run with other settings": "of --resume no",
     "{asked}: the run in": "of --from",
-    "which several ranks cannot compute": "check has no --from",
-    "lacks answers that this run needs": "of a run that began with --from; tests/e2e/test_reference_model.py",
+    "which is not supported with several ranks": "check has no --from",
+    "lacks reference log-probabilities that this run "
+    "needs": "of a run that began with --from; tests/e2e/test_reference_model.py",
     "may be gone when the run is resumed": "an I/O error",
     "gives to the answers are not finite": "known when they are computed",
     "weight decay applied to other parameters": "a store of an earlier version, opened by one function",

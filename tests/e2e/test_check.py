@@ -96,7 +96,7 @@ def test_each_dataset_is_looked_at(make_config: MakeConfig, rows: Path, tmp_path
     sets = [{"path": str(path)} for path in (paths["one"], rows, paths["two"])]
     config = make_config(datasets=sets, test_datasets=[{"path": str(paths["three"])}], sequence_len=70)
     ended = check(config)
-    assert_rejected(ended, 2, "one.jsonl: no type of dataset has the columns one column", num_errors=3)
+    assert_rejected(ended, 2, "one.jsonl: no dataset type fits the columns one column", num_errors=3)
     assert "two column" in ended.errors[1] and "three column" in ended.errors[2]
     assert all(f"{config}:" in line for line in ended.errors)
 
@@ -252,8 +252,8 @@ def test_a_set_that_cannot_be_used_is_not_looked_for(
     config.write_text(f"base_model: {base}\ndataset: pref\ndevice: cpu\noutput_dir: out\n")
     found = json.loads(check(config, "--json").stdout)["errors"]
     [message] = [each["message"] for each in found]
-    assert message.startswith("`dataset`: 'pref' cannot be used: it has preferences (chosen and rejected answers)")
-    assert message.endswith("which `rl: dpo` learns from")
+    assert message.startswith("`dataset`: 'pref' cannot be used: it is preference data (chosen and rejected answers)")
+    assert message.endswith("which needs `rl: dpo`")
 
 
 @pytest.mark.full

@@ -168,7 +168,7 @@ def test_classes_by_a_decoder_without_padding(
     )
     keys = {**classes(texts, labels=list(CLASSES)), "special_tokens": special or None}
     config = make_config(base=own, dtype="float32", **keys)
-    note = "the tokenizer has no padding token, which a classifier needs: its EOS token '<|end|>' becomes one"
+    note = "the tokenizer has no padding token; its EOS token '<|end|>' takes its place"
     assert (note in succeed(config)) == (not special)
     tokenizer = AutoTokenizer.from_pretrained(output_of(config))
     [padding_id] = tokenizer.convert_tokens_to_ids([padding])

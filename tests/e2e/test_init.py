@@ -264,7 +264,7 @@ def test_files_that_exist_stay(base: Path, rows: Path) -> None:
         (["/no/such/model"], "there is no directory /no/such/model"),
         (["{base}", "--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["{base}", "--data", "empty.jsonl"], "empty.jsonl: no row can be used"),
-        (["{base}", "--data", "odd.jsonl"], "no type of dataset has the columns a"),
+        (["{base}", "--data", "odd.jsonl"], "no dataset type fits the columns a"),
         (["{base}", "--data", "bad.jsonl"], "bad.jsonl: no row can be used: bad.jsonl:1: "),
         (["{base}", "learning_rte=1"], "unknown key `learning_rte`"),
         (["{bare}"], "no weights"),
@@ -307,7 +307,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, rows: Pat
     Path("models").mkdir()
     assert_rejected(init("models/smal"), 2, "there is no directory models/smal, and the hub cannot be reached")
     ended = init("org/name", "--data", rows)
-    assert ended.code == 0 and "the config is written without a look at the model" in ended.stderr
+    assert ended.code == 0 and "the config is written without reading the model" in ended.stderr
     config = written().config
     assert (config.base_model, config.datasets[0].path, config.sequence_len) == ("org/name", str(rows), 2048)
 
@@ -353,8 +353,8 @@ def test_an_adapter_is_chosen_where_all_weights_do_not_fit(
         lines = [line for line in ended.stderr.splitlines() if line.startswith("adapter ")]
         assert bool(lines) is bool(chosen)
         if chosen:
-            assert " lora: all weights would need " in lines[0] and " of NVMe more than there is" in lines[0]
-            assert "without this line, all weights" in Path(name).read_text()
+            assert " lora: full fine-tuning is short by " in lines[0] and " of NVMe" in lines[0]
+            assert "remove this line to train all weights" in Path(name).read_text()
 
 
 @pytest.mark.full
@@ -362,7 +362,9 @@ def test_an_adapter_is_chosen_where_all_weights_would_wear_the_drives_out(base: 
     ended = init(base, "--data", rows, "max_steps=1000000", "storage.endurance_tb=0.1", "storage.paths=[store]")
     assert ended.code == 0, ended.stderr
     assert written().config.adapter == "lora"
-    assert re.search(r"lora: all weights would write [0-9]+ GB, \d+ % of what such drives are made for", ended.stderr)
+    assert re.search(
+        r"lora: full fine-tuning would write [0-9]+ GB, \d+ % of the rated endurance of such drives", ended.stderr
+    )
     ended = init(base, "--data", rows, "max_steps=1000", "storage.endurance_tb=0.1", "-o", "few.yaml")
     assert written("few.yaml").config.adapter is None, ended.stderr
 

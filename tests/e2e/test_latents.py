@@ -365,7 +365,7 @@ def test_a_pipeline_is_not_its_transformer(
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
     ended = finetune(make_config(base=tmp_path / "pipeline", **KEYS, **_datasets(latents)))
-    assert_rejected(ended, 2, "a diffusion pipeline, of which the transformer is trained")
+    assert_rejected(ended, 2, "a diffusion pipeline; only its transformer can be trained")
     assert "transformer" in ended.stderr.split("hint:")[1]
 
 
@@ -395,7 +395,7 @@ def test_data_that_cannot_be_used_is_rejected(
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"streaming": True}, "`streaming` reads rows of text"),
+        ({"streaming": True}, "`streaming` is for rows of text"),
         ({"tokens_per_step": 96, "micro_batch_size": None, "gradient_accumulation_steps": None}, "tokens of text"),
     ],
 )  # fmt: skip

@@ -264,7 +264,7 @@ CASES = [
         "layers",
         "an encoder",
         saved("bert", **TEXT),
-        ("BertLMHeadModel: its tokens see those behind them",),
+        ("BertLMHeadModel: its attention is bidirectional",),
         "is_decoder: true",
     ),
     Case(
@@ -291,7 +291,7 @@ CASES = [
         )
         for name, architecture, text, reason, hint in (
             ("idefics3", "Idefics3ForConditionalGeneration", "llama", _NO_PART, LANGUAGE_PART),
-            ("paligemma", "PaliGemmaForConditionalGeneration", "gemma", "its tokens see those behind them", ""),
+            ("paligemma", "PaliGemmaForConditionalGeneration", "gemma", "its attention is bidirectional", ""),
         )
     ),
 ]

@@ -246,7 +246,9 @@ def test_parts_that_text_does_not_use_are_not_trained(
 ) -> None:
     save_whole(tmp_path / "whole", base, "llava", torch.float32)
     ended = finetune(make_config(base=tmp_path / "whole", **keys))
-    assert ended.code == 2 and "what is to be trained is in parts that text does not use" in ended.stderr, ended.stderr
+    assert ended.code == 2 and "all parameters to train are in parts that text does not use" in ended.stderr, (
+        ended.stderr
+    )
 
 
 def test_random_weights_for_a_whole_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_run_that_starts_over_forgets_the_reference(config_of: ConfigOf, tmp_p
 def test_a_reference_that_is_not_finite(config_of: ConfigOf, tmp_path: Path) -> None:
     config = config_of(base=save_base(tmp_path / "base"))
     scale_weights(tmp_path / "base" / "model.safetensors", float("nan"))
-    assert_rejected(finetune(config), 5, "the model before step 1 gives to the answers are not finite")
+    assert_rejected(finetune(config), 5, "the reference log-probabilities are not finite")
 
 
 def scale_weights(path: Path, factor: float) -> None:
@@ -242,7 +242,7 @@ def test_ranks_cannot_refer_to_the_step_of_another_run(config_of: ConfigOf) -> N
     first, second = config_of("first", max_steps=1), config_of("second", max_steps=2)
     succeed(first)
     ended = [wait(each) for each in start_ranks(second, 2, "--from", str(output_of(first)))]
-    assert 2 in ended and "several ranks cannot compute" in stderr_of(second) + stderr_of(second, 1)
+    assert 2 in ended and "not supported with several ranks" in stderr_of(second) + stderr_of(second, 1)
     assert not store_of(second).exists()
 
 
@@ -298,7 +298,9 @@ def test_a_run_from_another_ones_step_refers_to_that_step(config_of: ConfigOf) -
     succeed(second, "--from", str(output_of(first)))
     assert metrics(second)[0]["preferences"]["rewards/margins"] == 0.0  # type: ignore[index]
     reference_file(second).unlink()
-    assert_rejected(finetune(second, "max_steps=5"), 2, "run/reference.bin lacks answers that this run needs")
+    assert_rejected(
+        finetune(second, "max_steps=5"), 2, "run/reference.bin lacks reference log-probabilities that this run needs"
+    )
 
 
 @pytest.mark.parametrize(("rows", "words"), [(pairs(8), "the chosen answer"), (chats(8), "the rejected answer")])

@@ -230,7 +230,7 @@ def test_another_number_of_ranks_has_the_same_steps(make_config: MakeConfig) -> 
     assert "set gradient_accumulation_steps=4; it is that of each rank" in stderr_of(config)
     assert stderr_of(config, 1) == stderr_of(config, 2) == "", "rank 0 has said it, however long they stay"
     one = of_ranks(1, 2)
-    assert_rejected(finetune(config, *one, "--dry-run"), 2, "its stores must change")
+    assert_rejected(finetune(config, *one, "--dry-run"), 2, "its stores must be redistributed")
     assert_rejected(finetune(config, *one, "--resume", "1"), 2, "both may not change at once")
     other = store_of(config).parent / "resharded.store"
     other.mkdir()

@@ -207,7 +207,7 @@ def test_modules_that_are_trained_whole(tmp_path: Path, architecture: str, saved
 @pytest.mark.parametrize(
     ("architecture", "saved", "message"),
     [
-        ("llama", "head", "head: PEFT takes lm_head, too"),
+        ("llama", "head", "head: PEFT would take lm_head too"),
         ("llama", "score", "score: no module of the model with weights"),
         ("llama", "act_fn", "act_fn: no module of the model with weights"),
         ("llama_tied", "lm_head", "embedding and head of LlamaForCausalLM are one matrix"),

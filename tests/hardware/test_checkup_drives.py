@@ -81,7 +81,7 @@ def test_what_is_not_told(machine: Machine) -> None:
     [
         ({}, "ok", "ext4 on nvme0n1 (Samsung SSD 990 PRO 2TB), 100 GiB free, direct I/O", None),
         ({"mount": None}, "ok", "100 GiB free, direct I/O", None),
-        ({"mount": replace(EXT4, drives=(NVME, DISK))}, "slow", "a drive that rotates, ext4 on nvme0n1", "NVMe drives"),
+        ({"mount": replace(EXT4, drives=(NVME, DISK))}, "slow", "a hard disk, ext4 on nvme0n1", "NVMe drives"),
         (
             {"mount": replace(EXT4, drives=(Drive(name="vda", model="", rotates=None),))},
             "ok",

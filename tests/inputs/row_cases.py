@@ -107,7 +107,7 @@ _JSON = {
     b'[{"text": ' + b"1" * 5_000 + b"}]": ":1: not usable JSON",
     b'[7, {"text": "a"}]': ":1: a row must be an object, not a number",
     b'\n\n["a"]': ":3: a row must be an object, not text",
-    b"[]": "there is no sample: no rows in",
+    b"[]": "no samples: no rows in",
     b"7": ":1: a row must be an object, not a number",
 }
 
@@ -154,7 +154,7 @@ def _file(
 
 
 def _files() -> Iterator[MalformedInput]:
-    nothing = "there is no sample: no rows in"
+    nothing = "no samples: no rows in"
     for name, content in {
         "empty": b"",
         "blank lines": b"\n \n\r\n",
@@ -173,7 +173,7 @@ def _files() -> Iterator[MalformedInput]:
         file_name = f"rows.{suffix}".rstrip(".")
         yield _file(f"called {file_name}", file_name, _HEALTHY, "this type of file cannot be read|no such file")
     unknown = json.dumps({"a": 1, "\x1b[2J": 2}).encode() + b"\n"
-    message = r"no type of dataset has the columns a, \\x1b\[2J"
+    message = r"no dataset type fits the columns a, \\x1b\[2J"
     yield _file("of unknown columns", "rows.jsonl", unknown, message, {"type": "auto"})
     yield _file("of a column that is not there", "rows.jsonl", _HEALTHY, "'body' is missing", {"field": "body"})
 

@@ -443,7 +443,7 @@ class Leaving(nn.Module):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (Skipping, r"Skipping: what is behind its layers uses what is made before them of stem\.bias"),
+        (Skipping, r"Skipping: the code after its layers uses what is computed before them from stem\.bias"),
         (NETS["residual"].build, r"its code changes blocks\.0\.inner\.1\.\w+ whenever it runs"),
         (Growing, r"its blocks\.1 makes \[16, 8, 8\] of a sample's \[8, 8, 8\]; blocks must keep the shape"),
         (Leaving, "its layers"),

@@ -37,7 +37,7 @@ def test_what_an_indexer_chose_is_handed_on(family: str) -> None:
 
 def test_what_is_used_behind_the_layers_too_is_refused() -> None:
     """Inkling 2 chooses among the first hidden states and those of each stack of layers."""
-    with pytest.raises(BadInput, match=r"Inkling2ForCausalLM: what is behind its layers uses what is before them"):
+    with pytest.raises(BadInput, match=r"Inkling2ForCausalLM: the code after its layers uses results from before them"):
         find_blocks(skeleton_of("inkling2_text"), name="tiny")
 
 
@@ -152,7 +152,7 @@ def test_what_is_not_handed_on_does_no_harm() -> None:
 
 def test_a_path_around_all_layers_is_refused() -> None:
     """In a step, what is before the layers is not there when the head runs."""
-    with pytest.raises(BadInput, match="what is behind its layers uses what is before them"):
+    with pytest.raises(BadInput, match="the code after its layers uses results from before them"):
         find_blocks(pairs("no", "no", "no", around=True), name="tiny")
 
 
@@ -217,9 +217,9 @@ def cannot(model: LlavaForConditionalGeneration, pixel_values: torch.Tensor, **k
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
-        (other_positions, "does not do with text"),
-        (other_mask, "does not do with text"),
-        (other_keyword, "does not do with text"),
+        (other_positions, "for text it computes something else"),
+        (other_mask, "for text it computes something else"),
+        (other_keyword, "for text it computes something else"),
         (cannot, "cannot run on text alone"),
     ],
 )

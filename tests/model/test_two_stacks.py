@@ -65,7 +65,7 @@ def test_segments_and_parameters(name: str) -> None:
 @pytest.mark.parametrize("change", [scaled_states, other_tokens])
 def test_code_between_the_stacks_is_rejected(change: Change) -> None:
     find_blocks(doing(skeleton_of("t5"), lambda keywords: None), name="t5", task="seq2seq")
-    with pytest.raises(BadInput, match="does not do with two texts what its encoder and its decoder do"):
+    with pytest.raises(BadInput, match="for two texts it computes something else than its encoder and its decoder"):
         find_blocks(doing(skeleton_of("t5"), change), name="t5", task="seq2seq")
 
 

@@ -71,14 +71,14 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     )
     if not model.spec.num_trained:
         raise BadInput(
-            f"{model.spec.architecture}: what is to be trained is in parts that text does not use",
+            f"{model.spec.architecture}: all parameters to train are in parts that text does not use",
             "name modules or parameters of the language model",
         )
     if task == "seq2seq":
         _check_decoder_ids(model, model_config)
     if task == "causal_lm" and model.looks_ahead:
         raise BadInput(
-            f"{model.spec.architecture}: its tokens see those behind them, so it cannot learn to predict the next",
+            f"{model.spec.architecture}: its attention is bidirectional, so it cannot learn to predict the next token",
             "set is_decoder: true in the model's config.json" if hasattr(model_config, "is_decoder") else None,
         )
     base = make(
@@ -146,6 +146,6 @@ def _check_decoder_ids(model: DecoderModel, config: PretrainedConfig) -> None:
         model.decoder_ids(torch.full((1, 2), model.spec.vocab_size - 1))
     except Exception as error:
         raise BadInput(
-            f"config.json: what the decoder begins with is not known: {' and '.join(missing) or 'its tokens'} missing",
+            f"config.json: the decoder's first tokens are not known: {' and '.join(missing) or 'its tokens'} missing",
             "add it to the model's config.json",
         ) from error

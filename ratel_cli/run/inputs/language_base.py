@@ -131,9 +131,9 @@ def _of_quantised_files(settings: Mapping[str, object], config: RunConfig, *, pa
     method = method_of(settings)
     if packed:
         what = "experts" if method == "mxfp4" else counted(len(packed), "layer")
-        return f"the base model is quantised ({method}): {what} stay so in the store, and compute in {config.dtype}"
-    fact = f"the base model is quantised ({method}): its weights are read as the numbers that they stand for"
+        return f"the base model is quantised ({method}): {what} stay so in the store, computing in {config.dtype}"
+    fact = f"the base model is quantised ({method}): its weights are dequantised when they are read"
     if quantised_form(config) is not None:
-        return f"{fact}, and quantised again unless they are in that form already"
+        return f"{fact}, and quantised again if they are in another format"
     hint = "; load_in_4bit or load_in_8bit would keep them small" if config.adapter is not None else ""
-    return f"{fact}, in {config.dtype}; an export has these{hint}"
+    return f"{fact}, to {config.dtype}; an export has the dequantised weights{hint}"

@@ -22,7 +22,7 @@ def reject_unsupported(config: RunConfig, num_ranks: int) -> None:
             )
     if config.storage.durability == "none":
         raise OfAllRanks(
-            "storage.durability: none is not supported with several ranks: one that ends would cost the stores of all",
+            "storage.durability: none is not supported with several ranks: one rank that fails would cost all stores",
             "set storage.durability: step",
         )
     if config.optimizer == "muon":

@@ -182,7 +182,7 @@ def why_not_packed(model_type: str, attention: str) -> str:
     """
     if attention.startswith("flash"):
         return (
-            f"packed samples are not separated with {attention}, so every sample gets a sequence of its own; "
+            f"{attention} cannot separate packed samples, so every sample gets a sequence of its own; "
             "attn_implementation: sdpa packs them"
         )
     return f"{model_type} cannot separate packed samples; every sample gets a sequence of its own"

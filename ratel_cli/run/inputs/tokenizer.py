@@ -159,8 +159,8 @@ def _special_tokens(
     if config.task == "classification" and tokenizer.pad_token_id is None and "pad_token" not in special and end:
         special["pad_token"] = str(end)
         notice(
-            f"the tokenizer has no padding token, which a classifier needs: its EOS token {str(end)!r} becomes one, in"
-            " the export, too; special_tokens can name another"
+            f"the tokenizer has no padding token; its EOS token {str(end)!r} takes its place, in the export too; "
+            "special_tokens can name another"
         )
     return special
 

@@ -59,10 +59,10 @@ from ratel_cli.units import counted, format_bytes, format_count, format_seconds,
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt"]
 _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
 _USUAL_RATES = {
-    (None, False): (1e-5, "a whole model: 5e-6 to 2e-5"),
-    (None, True): (1e-6, "a whole model and preference data: 5e-7 to 5e-6"),
+    (None, False): (1e-5, "full fine-tuning: 5e-6 to 2e-5"),
+    (None, True): (1e-6, "preference training of all weights: 5e-7 to 5e-6"),
     ("lora", False): (2e-4, "LoRA: 1e-4 to 5e-4"),
-    ("lora", True): (1e-5, "LoRA and preference data: 5e-6 to 5e-5"),
+    ("lora", True): (1e-5, "preference training with LoRA: 5e-6 to 5e-5"),
 }
 """By adapter, and whether answers are compared: a learning rate, and what it is usual for."""
 _STEP_ROWS = 16
@@ -150,7 +150,7 @@ def _choose_run(text: StartingText, model: _Model | None, sketches: Sequence[Dat
     if why is None or found is None:
         return whole
     other = text.copy()
-    other.choose("adapter", "lora", f"{why}; without this line, all weights")
+    other.choose("adapter", "lora", f"{why}; remove this line to train all weights")
     adapted = _run_of(other, replace(model, spec=found[1].spec), sketches, log)
     if adapted.forecast is None or not adapted.forecast.fits:
         return whole
@@ -169,7 +169,7 @@ def _why_adapter(whole: Forecast, config: RunConfig, sketches: Sequence[DataSket
     """Why not to train all weights; None if nothing is against it."""
     if not whole.fits:
         short = ", ".join(f"{format_bytes(each.shortfall_bytes)} of {each.name}" for each in whole.shortfalls)
-        return f"all weights would need {short} more than there is"
+        return f"full fine-tuning is short by {short}"
     tokens = whole.setting.workload.tokens
     num_steps = config.max_steps or sum(sketch.num_tokens for sketch in sketches) * config.num_epochs / tokens
     written_bytes = num_steps * whole.prediction.traffic.written_bytes
@@ -180,7 +180,7 @@ def _why_adapter(whole: Forecast, config: RunConfig, sketches: Sequence[DataSket
     if share < _WEARS_OUT:
         return None
     written = format_traffic(written_bytes)
-    return f"all weights would write {written}, {percent(share)} of what such drives are made for"
+    return f"full fine-tuning would write {written}, {percent(share)} of the rated endurance of such drives"
 
 
 def _new_directory(wanted: Path) -> Path:
@@ -205,7 +205,7 @@ def _look_at_model(text: StartingText, log: RunLog, *, has_data: bool) -> _Model
             raise BadInput(
                 message, "check the spelling; `ratel init` alone names the models below this directory"
             ) from error
-        log.warn(f"{error.message}; the config is written without a look at the model")
+        log.warn(f"{error.message}; the config is written without reading the model")
         return None
     reject_denoiser(directory)
     if is_local and not config.random_init:
@@ -222,7 +222,7 @@ def _look_at_model(text: StartingText, log: RunLog, *, has_data: bool) -> _Model
 def _choose_task(text: StartingText, made_for: Task) -> None:
     """What the model learns: by the keys that are set, else by the data's columns and by what it was `made_for`."""
     if text.config.rl is None and all(map(has_pairs, sources_of(text.config, text.config.datasets))):
-        text.choose("rl", "dpo", "rows with a chosen and a rejected answer; ipo, orpo and simpo learn from them, too")
+        text.choose("rl", "dpo", "the rows have chosen and rejected answers; ipo, orpo and simpo also train on them")
     sources = [for_task(each, made_for) for each in sources_of(text.config, text.config.datasets)]
     text.choose("datasets", list(map(_written, sources)))
 
@@ -288,7 +288,7 @@ def _choose_storage(text: StartingText, model: _Model) -> str:
         why = "is in memory" if is_in_memory(here) else "has too little space"
         others = other_places(here, need_bytes)
         if not others:
-            return f"{size}; {here} {why}, and no other drive has enough that you may write to"
+            return f"{size}; {here} {why}, and no other writable drive has enough"
         text.choose("storage", {"paths": [str(others[0].directory / "ratel")]}, f"the store takes {size}; {here} {why}")
     paths = text.config.storage.paths
     free = format_bytes(free_bytes([nearest_existing(path) for path in paths]))

@@ -227,7 +227,7 @@ def _compute(context: RunContext, inputs: Inputs, store: Store, reference: _Refe
             for _, found in of_pass:
                 if not np.isfinite(found).all():
                     raise Diverged(
-                        "the log-probabilities that the model before step 1 gives to the answers are not finite",
+                        "the reference log-probabilities are not finite",
                         "check the files of base_model, or train with dtype: float32",
                     )
                 part = next(waiting)
@@ -250,20 +250,20 @@ def _check_weights(context: RunContext, inputs: Inputs, reference: _Reference, s
     if origin is None:
         if reference.weights != reference.known_weights:
             raise BadInput(
-                f"base_model: the weights in {inputs.base.directory} changed since the run began, and what they gave to"
-                " some answers is still to be computed",
+                f"base_model: the weights in {inputs.base.directory} changed since the run began, and some reference "
+                "log-probabilities are still to be computed",
                 "put the earlier files back, or start again with --resume no",
             )
         return
     if context.ranks.size > 1:
         raise BadInput(
-            "the reference model is a step of another run, which several ranks cannot compute",
+            "the reference model is a step of another run, which is not supported with several ranks",
             "export that step with `ratel export RUN -o DIR`, and set base_model: DIR",
         )
     if store is not None and store.progress.step != origin.first_step:
         raise BadInput(
-            f"run/{REFERENCE_NAME} lacks answers that this run needs, and the step of {origin.run} that it was made"
-            " from is trained further",
+            f"run/{REFERENCE_NAME} lacks reference log-probabilities that this run needs, and {origin.run}, where "
+            "they came from, was trained further",
             "put the earlier test_datasets back, or start again with --resume no",
         )
 

@@ -109,7 +109,8 @@ class Resharding:
             return None
         if dry_run:
             raise OfAllRanks(
-                f"the run has {counted(before, 'rank')}: to go on with {ranks.size}, its stores must change",
+                f"the run has {counted(before, 'rank')}: to continue with {ranks.size}, its stores must be "
+                "redistributed",
                 f"leave out --dry-run; or use --ranks {before}; `ratel plan --ranks {ranks.size}` predicts what it "
                 "takes",
             )
