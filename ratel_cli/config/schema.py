@@ -88,10 +88,10 @@ class RunConfig(Section):
     """Draw the weights from the model's own initialiser, with `seed`, instead of reading them. `base_model` then needs
     no safetensors files."""
     base_storage: Literal["store", "in_place"] = "store"
-    """Where the weights lie that are not trained, such as those beside an adapter. `store`: they are copied into
-    `storage.paths` once. `in_place`: they are read from the base model's own files in each step, wherever these have
-    them in `dtype`. That takes no disk space and writes nothing, and is as fast as the drive with these files, which
-    must stay as they are: each byte is compared with a checksum whenever it is read."""
+    """Where frozen weights are read from, such as the base model of an adapter. `store`: they are copied into
+    `storage.paths` once. `in_place`: each step reads them from the base model's own files, where these have them in
+    `dtype`. That takes no disk space, writes nothing, and is as fast as the drive with these files. The files must not
+    change: each read is compared with a checksum."""
     unfrozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Train only the parameters whose names match one of these regular expressions from their beginning, as in axolotl:
     `lm_head`, or `model.layers.2[0-9]+.mlp` (a dot is a dot). The others are frozen: they have no gradient and no
@@ -114,34 +114,36 @@ class RunConfig(Section):
     lora_target_linear: bool = False
     """All linear layers get an adapter, whatever `lora_target_modules` and `lora_target_parameters` name."""
     lora_target_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Stacks of experts' matrices that get an adapter, too, by the ends of their names: `[mlp.experts.gate_up_proj]`.
-    PEFT computes each of these stacks anew in forward and backward, which takes its size in memory. Of some models
-    `lora_target_modules` has names for them."""
+    """Stacked expert matrices that also get an adapter, by the ends of their names: `[mlp.experts.gate_up_proj]`. PEFT
+    recomputes each stack in forward and backward, which takes memory of its size. In some models `lora_target_modules`
+    can name them."""
     lora_layers_to_transform: Annotated[tuple[Annotated[Whole, Field(ge=0)], ...], Field(strict=False)] = ()
     """The layers that get an adapter, counted from 0. Default: all."""
     peft_use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(lora_r)` instead (rank-stabilised LoRA)."""
     peft_use_dora: bool = False
-    """Train the length of each output's weights by itself, and their direction by the adapter (DoRA). Each matrix is
-    then computed anew in forward and backward, which takes time and memory."""
+    """Train DoRA: the magnitude of each output's weights separately, and their direction by the adapter. Each matrix
+    is then recomputed in forward and backward, which takes time and memory."""
     lora_modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Modules of the model that are trained whole beside the adapter and exported with it, by the ends of their names:
     `[embed_tokens, lm_head]`. Default: none."""
     peft_init_lora_weights: AdapterInitialisation = True
-    """How an adapter begins, drawn by `seed`. `true`: the second matrix is zero, so the model is as before. `gaussian`:
-    the same, with a normal distribution in the first one. `false`: as `true`, which it is in axolotl."""
+    """How the adapter's weights are initialised, with `seed`. `true`: the second matrix is zero, so the model is as
+    before. `gaussian`: the same, with a normal distribution in the first one. `false`: as `true`, which it is in
+    axolotl."""
     load_in_4bit: bool = False
-    """Quantise the linear layers of the model beside an adapter to NF4 (QLoRA), as bitsandbytes does, all but the head:
-    about half a byte for each of their weights, in the store, in memory and on the link. They are computed with in
-    `dtype`. Needs `adapter`."""
+    """QLoRA: quantise the linear layers of the frozen model, except the head, to NF4, as bitsandbytes does. A weight
+    then takes about half a byte, in the store, in memory and on the link. The layers compute in `dtype`. Needs
+    `adapter`."""
     load_in_8bit: bool = False
-    """Quantise them to 8 bit instead, with a scale for each row, as LLM.int8() has them. Activations are not
+    """Quantise these layers to 8 bit instead, with a scale for each row, as in LLM.int8(). Activations are not
     quantised."""
     bnb_4bit_use_double_quant: bool = True
     """With `load_in_4bit`: also quantise the scales of NF4, which saves 0.05 bytes for each weight."""
     quantize_moe_experts: bool = False
     """With `load_in_4bit` or `load_in_8bit`: also quantise stacks of experts, which are most of the weights of a
-    mixture of experts. Those of a layer are expanded together while it computes. Experts then get no adapter."""
+    mixture of experts. The experts of a layer are dequantised together while it computes. Experts then get no
+    adapter."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
@@ -149,9 +151,9 @@ class RunConfig(Section):
     test_datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to evaluate on, written like `datasets`, instead of samples held out by `val_set_size`. Default: none."""
     streaming: bool = False
-    """Read only as many rows as `max_steps` needs, in their order, and mix them in windows of 16384 samples. For sets
-    that are larger than the drives, or that need not be downloaded whole. Several datasets take turns, in the
-    proportion of their weights. Needs `max_steps`; `test_datasets` take the place of `val_set_size`."""
+    """Read only as many rows as `max_steps` needs, in order, and shuffle them in windows of 16384 samples. Use it for
+    datasets that are larger than the drives, or that need not be downloaded whole. Several datasets are interleaved in
+    proportion to their weights. Needs `max_steps`, and `test_datasets` instead of `val_set_size`."""
     chat_template: ChatTemplate | None = None
     """The chat template for conversations: `chatml` or `llama3`; `jinja`: the one in `chat_template_jinja`;
     `tokenizer_default`: the tokenizer's own. Under another name of axolotl, such as `qwen3`, the tokenizer's own is
@@ -173,16 +175,16 @@ class RunConfig(Section):
     """Also train on the tokens of the prompt. By default only the answer counts in the loss. `conversations`: train on
     all tokens of conversations, but not on a prompt that has a completion of its own; this is the default of TRL."""
     sequence_len: Whole = Field(default=1024, ge=2)
-    """The most tokens in a sequence. For longer samples see `excess_length_strategy`."""
+    """The maximum number of tokens in a sequence. For longer samples see `excess_length_strategy`."""
     excess_length_strategy: Literal["truncate", "drop", "raise"] = "truncate"
     """What becomes of a sample that is longer than `sequence_len`. `truncate`: its end is cut off. `drop`: it is left
     out; this is the default of axolotl. `raise`: it is an error. A notice counts the samples that were truncated or
-    dropped. Plain text (`completion`) is split into several samples whatever this is."""
+    dropped. Plain text (`completion`) is always split into several samples."""
     sample_packing: bool = True
     """Put several short samples into one sequence, so that fewer tokens are padding. No token attends to another
     sample. A model that cannot separate packed samples gets one sample per sequence, with a notice."""
     mlm_probability: float = Field(default=0.15, gt=0, lt=1)
-    """The share of the tokens that are masked, for datasets of `type: mlm`. Other ones are drawn in each epoch."""
+    """The share of the tokens that are masked, for datasets of `type: mlm`. Each epoch masks other tokens."""
     shuffle: bool = True
     """Visit the samples in a new order in each epoch. The order is drawn from `seed`."""
 
@@ -197,11 +199,11 @@ class RunConfig(Section):
     """Tokens in one step, of all ranks, padding included: a multiple of `sequence_len`. If you set it,
     `micro_batch_size` and `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
     num_epochs: Number = Field(default=1.0, gt=0)
-    """Passes over the training data; a fraction is allowed, and what is left of a step counts as one. Ignored if
-    `max_steps` is set. A run that has ended goes on if you raise it and run again."""
+    """Passes over the training data; a fraction is allowed, and a last partial step counts as one. Ignored if
+    `max_steps` is set. To continue a finished run, raise it and run again."""
     max_steps: Whole | None = Field(default=None, ge=1)
-    """End the run after this many steps. Default: `num_epochs` decides. A run that has ended goes on if you raise it
-    and run again."""
+    """End the run after this many steps. Default: `num_epochs` decides. To continue a finished run, raise it and run
+    again."""
 
     learning_rate: Number = Field(default=2e-5, ge=0)
     """The peak learning rate, which is reached at the end of the warm-up."""
@@ -217,7 +219,7 @@ class RunConfig(Section):
     """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
     the last step. The others are those of transformers, to the bit; `lr_scheduler_kwargs` has their settings."""
     lr_scheduler_kwargs: Annotated[SchedulerConfig | None, AfterValidator(without_defaults)] = None
-    """What else the schedule needs to know, such as `min_lr` for `cosine_with_min_lr`. Default: the schedule's own
+    """More settings of the schedule, such as `min_lr` for `cosine_with_min_lr`. Default: the schedule's own
     defaults."""
     warmup_steps: WarmupSteps = 0
     """Steps in which the learning rate rises linearly from zero to its peak. A number below 1 is a share of all steps,
@@ -237,16 +239,15 @@ class RunConfig(Section):
     in blocks of 256, as in bitsandbytes, but for embeddings, as in transformers' Trainer; 6.2 bytes. `lion`: Lion,
     whose only moment is fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with momentum. `muon`: Muon for the
     matrices of layers, whose momentum is made orthogonal, 8.1 bytes; AdamW for biases, vectors, stacks of experts,
-    embedding and head, with the same learning rate. With the smaller states, drives have as much less to read and write
-    in a step."""
+    embedding and head, with the same learning rate. A smaller state means less to read and write in a step."""
     optim_args: Annotated[OptimizerConfig | None, AfterValidator(without_defaults)] = None
-    """What else the optimizer needs to know, such as `momentum` for `sgd`. Default: the optimizer's own defaults."""
+    """More settings of the optimizer, such as `momentum` for `sgd`. Default: the optimizer's own defaults."""
     bf16_master: Literal["fp32", "stochastic"] = "fp32"
-    """What is kept of weights in bf16. `fp32`: fp32 master weights, so no update is lost. `stochastic`: the weights
-    alone; each update is computed in fp32 and rounded stochastically to a neighbouring bf16 number, so that small
+    """The master weights of a bf16 model. `fp32`: fp32 master weights, so no update is lost. `stochastic`: no master
+    weights; each update is computed in fp32 and rounded stochastically to a neighbouring bf16 number, so that small
     updates count on average. Then `adamw` has 10 bytes of state per parameter, `adamw_8bit` 4.0, `lion`, `muon` and
-    `sgd` with momentum 6, and `sgd` 2; a step reads and writes as much less. The random numbers follow from `seed`:
-    give a run that goes on from the weights of another one its own. What is in fp32, as adapters are, keeps its bits.
+    `sgd` with momentum 6, and `sgd` 2; a step reads and writes as much less. The random numbers follow from `seed`: a
+    run that starts from the weights of another one needs its own. Weights in fp32, such as adapters, are not rounded.
     Needs `dtype: bfloat16`."""
     adam_beta1: Decay = 0.9
     """Decay rate of AdamW's first moment, the running mean of the gradients; and Lion's first one, which weighs its
@@ -271,11 +272,11 @@ class RunConfig(Section):
     """The loss of dynamic fine-tuning: the cross-entropy of each token, times its probability."""
 
     rl: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None
-    """Learn from answers that are compared instead of answers to imitate, as TRL does: `dpo`, `ipo`, `orpo` and `simpo`
-    from pairs of a chosen and a rejected answer, `kto` from answers with a verdict. `micro_batch_size` counts pairs, or
-    answers, and each takes two rows. `dpo`, `ipo` and `kto` compare the model with what it was before step 1: one pass
-    over the data, a block at a time, computes what it gives, and `run/reference.bin` keeps that. Default: answers are
-    imitated."""
+    """Preference training, as in TRL. `dpo`, `ipo`, `orpo` and `simpo` train on pairs of a chosen and a rejected
+    answer, `kto` on single answers that are marked good or bad. `micro_batch_size` counts pairs, or answers for `kto`;
+    each takes two rows. `dpo`, `ipo` and `kto` have a reference model: the model before step 1. Its log-probabilities
+    are computed in one pass over the data before step 1, a block at a time, and kept in `run/reference.bin`. Default:
+    supervised fine-tuning."""
     rl_beta: Number = Field(default=0.1, gt=0)
     """How strongly the answers' probabilities count in the loss: beta in DPO, KTO and SimPO, tau in IPO, lambda in
     ORPO."""
@@ -289,8 +290,8 @@ class RunConfig(Section):
     kto_undesirable_weight: Number = Field(default=1.0, ge=0)
     """The weight of the losses of bad answers, for `rl: kto`."""
     disable_dropout: bool = True
-    """With `rl`, switch the model's dropout modules off, and `lora_dropout` too, as TRL, axolotl and LLaMA-Factory do.
-    `false`: they are as without `rl`. Dropout within attention that is no module stays either way."""
+    """With `rl`, turn off the model's dropout modules and `lora_dropout`, as TRL, axolotl and LLaMA-Factory do.
+    `false`: dropout is as without `rl`. Attention dropout that is not a module stays on in both cases."""
 
     dtype: DtypeName = "bfloat16"
     """The data type that the model computes in. Master weights are fp32, but for `bf16_master: stochastic`. `float16`
@@ -309,8 +310,8 @@ class RunConfig(Section):
     `static`: only the inputs of layers are offloaded; the rest is recomputed. A number from 0 to 1: this fraction of
     the bytes is offloaded."""
     head_chunk: SizeOrAuto = "auto"
-    """The logits that exist at once, in fp32: the head and the loss work on as many tokens as have them. Larger chunks
-    are faster on a GPU and need three times their size of its memory. The size decides in which order the head's
+    """The size of the fp32 logits that exist at once: head and loss are computed in chunks of tokens. Larger chunks
+    are faster on a GPU, and take three times their size of its memory. The size decides the order in which the head's
     gradient is summed, so it is fixed for a run. `auto`: the plan chooses from 64MiB to 1GiB before the first step; on
     the CPU it is 64MiB."""
     optimizer_overlap: Literal["optimized", "naive", "separate"] = "optimized"
@@ -337,7 +338,7 @@ class RunConfig(Section):
     """Save a step this many times in each of `num_epochs`, instead of every `save_steps`. 0: never."""
     save_total_limit: Whole = Field(default=1, ge=1)
     """The most saved steps in the store. When there is one more, the oldest is dropped. With `load_best_model_at_end`
-    the best step is one of them, and is kept besides the last one if this is 1."""
+    the best step is one of them, and is kept in addition to the last one if this is 1."""
     eval_steps: Interval = None
     """Evaluate on the held-out samples every N steps, and at the end. A number below 1 is a share of all steps.
     Default: only at the end. Needs `val_set_size` or `test_datasets`."""
@@ -347,15 +348,15 @@ class RunConfig(Section):
     """Export the step with the best evaluation instead of the last one. That step is saved until there is a better one,
     whatever `save_steps` is. `ratel export`, `eval` and `generate` take it, too, unless they are given a step."""
     metric_for_best_model: MetricOfBest = "loss"
-    """Which result of an evaluation says how good a step is: `loss`; for a classifier, `accuracy`; with `rl`, also
+    """The metric by which the best step is chosen: `loss`; for a classifier, `accuracy`; with `rl`, also
     `rewards/margins` and, but for `kto`, `rewards/accuracies`."""
     greater_is_better: bool | None = None
-    """Whether more of it is better. Default: of all but the loss."""
+    """Whether a greater value is better. Default: for every metric but the loss."""
     early_stopping_patience: Whole | None = Field(default=None, ge=1)
-    """End the run after this many evaluations in a row that do not improve on the best one. Default: it has all its
-    steps."""
+    """End the run after this many evaluations in a row that do not improve on the best one. Default: no early
+    stopping."""
     early_stopping_threshold: Number = Field(default=0.0, ge=0)
-    """An evaluation must be better by more than this to count as an improvement there."""
+    """An evaluation must be better by more than this to count as an improvement for `early_stopping_patience`."""
     val_set_size: FractionOrCount = 0
     """Samples that are held out of training for evaluation: a fraction below 1, or a whole number of samples. 0:
     none."""

@@ -142,14 +142,13 @@ class DatasetConfig(Section):
     """How a row becomes tokens. `completion`: plain text, or prompt and completion. `chat_template`: a list of
     messages, or another form of conversation, in the format of the model's chat template. `alpaca`: instruction, input
     and output. `tokens`: token ids. `auto`: one of these, decided by the columns of the first row, and printed. `mlm`:
-    plain text, of which an encoder such as BERT learns the tokens that are masked. `classification`: a text and its
-    class, which a classifier learns; its head is drawn if the base model has none. `seq2seq`: prompt and completion,
-    which an encoder-decoder such as T5 learns to write. `latents`: safetensors or parquet files with `latents`
-    [N, C, H, W] and `labels` [N], of which a diffusion transformer of diffusers learns to see the noise that is added
-    to them."""
+    plain text, for masked language modelling with an encoder such as BERT. `classification`: a text and its class, for
+    a classifier; its head is initialised if the base model has none. `seq2seq`: prompt and completion, for an
+    encoder-decoder such as T5. `latents`: safetensors or parquet files with `latents` [N, C, H, W] and `labels` [N],
+    on which a diffusion transformer of diffusers learns to predict the added noise."""
     split: str = Field(default="train", min_length=1)
     """The split of a hub dataset or of a directory, and a part of its rows if you add one: `train[:20%]`,
-    `train[100:200]`. Files that `path` names have no splits, but such parts."""
+    `train[100:200]`. Files that `path` names have no splits, but a part of their rows can be taken too."""
     name: str | None = None
     """The configuration of a hub dataset or of a directory whose README has several. Default: its own default."""
     field: Column = "text"
@@ -167,7 +166,7 @@ class DatasetConfig(Section):
     field_chosen: Column = "chosen"
     """The column with the better one of two answers, for `rl`: a text, a message or a list of messages, which may begin
     with the prompt. The prompt may also be in `field_prompt`, `field_messages` or `field_instruction`. For `rl: kto`
-    the answer is in `field_completion`, and the verdict, true or false, in `field_label`."""
+    the answer is in `field_completion`, and its label, true (good) or false (bad), in `field_label`."""
     field_rejected: Column = "rejected"
     """The column with the other answer, for `rl`."""
     field_messages: Column = "messages"
@@ -186,8 +185,8 @@ class DatasetConfig(Section):
     max_samples: Whole | None = Field(default=None, ge=1)
     """Use only the first N usable rows. Default: all of them."""
     weight: float = Field(default=1.0, gt=0, le=10_000)
-    """How often an epoch visits each sample: 2 is twice. Of 0.3, or the 0.3 in 2.3, an epoch visits a part of the
-    samples, drawn from `seed` and the same in each epoch."""
+    """How often an epoch visits each sample: 2 is twice. 0.3 visits 30 % of the samples, drawn from `seed` and the
+    same in each epoch; 2.3 visits all twice, and 30 % once more."""
     text_unit: Literal["line", "file"] = "line"
     """What a sample of a text file (.txt) is: each `line`, or the whole `file`."""
     field_system: Column | None = None
@@ -204,20 +203,20 @@ class DatasetConfig(Section):
     field_tools: Column = "tools"
     """The column with the tools of a conversation: a list, or its JSON text."""
     message_property_mappings: dict[str, Column] | None = None
-    """The keys that messages use, by our names: `{role: from, content: value}`. Default: `role` and `content`, or
+    """The keys that messages use, by Ratel's names: `{role: from, content: value}`. Default: `role` and `content`, or
     ShareGPT's `from` and `value`."""
     roles: Annotated[dict[str, Annotated[tuple[Column, ...], Field(strict=False)]] | None, Field(strict=False)] = None
     """The names that the rows use for each role: `{user: [human], assistant: [gpt, bot]}`. Default: the names of
     ShareGPT."""
     roles_to_train: Annotated[tuple[Column, ...] | None, Field(strict=False)] = None
-    """The roles whose turns have loss, such as `[assistant]`. Only the words of a turn have loss then, without the
-    marks that the chat template puts around them, and `train_on_eos`. Default: assistant turns have loss, with the mark
-    that ends them. `[]`: no role, only the turns that `message_field_training` chooses."""
+    """The roles whose turns have loss, such as `[assistant]`. Then only the content of a turn and the stop tokens of
+    `train_on_eos` have loss, not the special tokens around the turn. Default: assistant turns have loss, with the
+    token that ends them. `[]`: no role, only the turns that `message_field_training` chooses."""
     train_on_eos: Literal["all", "turn", "last", "none"] | None = None
     """Which stop tokens behind turns have loss: `all`, those of the trained turns (`turn`), the `last` of a
     conversation, or `none`. They are the tokenizer's EOS token, those in `eos_token_id` of the model's
     generation_config.json and config.json, and `eot_tokens`. Default: `turn` if `roles_to_train` is set; otherwise the
-    mark that ends a trained turn."""
+    token that ends a trained turn."""
     message_field_training: Column | None = None
     """The key of a message that says whether its turn has loss: true or false. A message without it follows
     `roles_to_train`. Default: no key."""
@@ -251,9 +250,9 @@ class StorageConfig(Section):
     run says at which step. Default: no limit."""
     wear: Literal["auto", "save", "balanced", "ignore"] = "auto"
     """What may be written to the drives to save time, in addition to the model's state. `balanced`: activations and
-    gradients, where writing a percent more, by what a step of the whole model writes, makes a step at least half a
-    percent faster. `save`: nothing, unless the run does not fit otherwise. `ignore`: whatever makes a step faster.
-    `auto`: `save` beside an adapter, whose state is small, and `balanced` for all other runs."""
+    gradients, where writing one percent more makes a step at least half a percent faster (a percent of what a step of
+    the whole model writes). `save`: nothing, unless the run does not fit otherwise. `ignore`: whatever makes a step
+    faster. `auto`: `save` beside an adapter, whose state is small, and `balanced` for all other runs."""
     endurance_tb: Number | None = Field(default=None, gt=0)
     """The rated endurance of all drives of the store together: the sum of their TBW, in TB (10^12 bytes). With it,
     `ratel plan` and a run report the share of the drives' life that the run takes. Default: unknown."""
