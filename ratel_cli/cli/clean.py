@@ -35,10 +35,9 @@ def run(path: Path, *, only_store: bool, with_export: bool, is_agreed: bool) -> 
         page.say(f"{format_bytes(file.lstat().st_size):>10}  {file}")
     output_dir = left.config.output_dir
     if left.step and not left.is_exported:
-        first = command("export", path, "-o", "DIR")
         log.warn(
             f"{output_dir} has no export of step {left.step}: deleting the store deletes its weights; "
-            f"export them first: {first}"
+            f"export them first: {command('export', path, '-o', 'DIR')}"
         )
     what = f"{counted(len(left.files), 'file')}, {format_bytes(left.num_bytes)}"
     if not is_agreed:

@@ -54,8 +54,8 @@ def can_draw_curves() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw_curves(steps: Sequence[StepMetrics]) -> bytes:
-    """The curves of some steps in their order, as a PNG file.
+def draw_curves(steps: Sequence[StepMetrics], *, name: str) -> bytes:
+    """The curves of some steps in their order, as a PNG file. `name`: of the run.
 
     Raises ImportError if matplotlib is not installed, and whatever it raises.
     """
@@ -67,8 +67,9 @@ def draw_curves(steps: Sequence[StepMetrics]) -> bytes:
         figure = figure_class(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
         curves = step_curves(steps)
         num_rows = -(-len(curves) // _COLUMNS)
+        figure.supxlabel("step", fontsize=9, color=_INK)
         grid = figure.add_gridspec(1 + num_rows, _COLUMNS, height_ratios=(2, *[1] * num_rows))
-        _draw_loss(figure.add_subplot(grid[0, :]), steps)
+        _draw_loss(figure.add_subplot(grid[0, :]), steps, name)
         for number, curve in enumerate(curves):
             _draw_curve(figure.add_subplot(grid[1 + number // _COLUMNS, number % _COLUMNS]), steps, curve)
         file = BytesIO()
@@ -76,7 +77,7 @@ def draw_curves(steps: Sequence[StepMetrics]) -> bytes:
     return file.getvalue()
 
 
-def _draw_loss(axes: Axes, steps: Sequence[StepMetrics]) -> None:
+def _draw_loss(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
     places, losses = _thinned(steps, [step.loss for step in steps])
     width = len(places) // _SMOOTHED_SHARE
     if width > 1:
@@ -87,7 +88,7 @@ def _draw_loss(axes: Axes, steps: Sequence[StepMetrics]) -> None:
     evaluated = [(step.step, step.shown_eval_loss) for step in steps if step.shown_eval_loss is not None]
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), color=_EVAL, marker="o", markersize=4, label="evaluation")
-    axes.set_title("Loss")
+    axes.set_title(f"{name}: loss", parse_math=False)
     axes.margins(x=0.01)
     if evaluated or width > 1:
         axes.legend(loc="upper right")
@@ -100,7 +101,7 @@ def _draw_curve(axes: Axes, steps: Sequence[StepMetrics], curve: StepCurve) -> N
     name = curve.name[0].upper() + curve.name[1:]
     axes.set_title(f"{name}, {curve.unit}" if curve.unit else name)
     axes.margins(x=0.01)
-    axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=False, useOffset=False)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # an exponent above the axis would move the title
     _widen(axes)
     if curve.predicted:
         axes.legend(loc="best", fontsize=7)

@@ -119,7 +119,7 @@ def plan_facts(plan: RecordedPlan) -> list[tuple[str, str]]:
     number = plan.num_blocks
     step = f"{format_seconds(plan.step_seconds)} per step"
     if plan.unclipped_seconds is not None:
-        step += f" that is clipped, {format_seconds(plan.unclipped_seconds)} per step that is not"
+        step += f" with clipping, {format_seconds(plan.unclipped_seconds)} without"
     batch = counted(plan.num_micro_batches, "micro-batch", "micro-batches")
     return [
         ("model", f"{plan.model_name}: {format_count(plan.num_parameters)} parameters in {counted(number, 'block')}"),

@@ -104,7 +104,7 @@ def _ranks(forecast: Forecast) -> list[tuple[str, str]]:
     network, moved = setting.share.network, prediction.network.total
     sent = f"each rank sends {format_traffic(moved.sent_bytes)} per step and receives as much"
     return [
-        ("ranks", f"{here}; RAM, NVMe and times are those of each, rates those of all"),
+        ("ranks", f"{here}; RAM, NVMe and times are per rank, rates are of all ranks"),
         ("network", sent if network is None else f"{sent}, at {format_rate(network.bytes_per_second)}"),
     ]
 
@@ -252,7 +252,7 @@ def step_time(prediction: Prediction) -> str:
     """A step's predicted time, clipped and unclipped if they differ, and the resource that is busy longest."""
     fact = f"{format_seconds(prediction.time.total)} per step"
     if prediction.unclipped_seconds is not None:
-        fact += f" that is clipped, {format_seconds(prediction.unclipped_seconds)} per step that is not"
+        fact += f" with clipping, {format_seconds(prediction.unclipped_seconds)} without"
     return f"{fact}, mostly {RESOURCE_NAMES[prediction.bottleneck]}"
 
 
@@ -302,7 +302,7 @@ def _predicted(prediction: Prediction) -> str:
     tokens, tflops = prediction.unclipped_tokens_per_second, prediction.unclipped_tflops_model
     if tokens is None or tflops is None:
         return fact
-    return f"{fact}; not clipped: {format_token_rate(tokens)}, {format_flops(tflops * 1e12)}/s of the model"
+    return f"{fact}; without clipping: {format_token_rate(tokens)}, {format_flops(tflops * 1e12)}/s of the model"
 
 
 def _run(forecast: Forecast, *, has_data: bool) -> str:

@@ -42,22 +42,29 @@ def size_of(png: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize("num_steps", [1, 2, 60, 5000])
 def test_runs_of_any_length(num_steps: int) -> None:
     drawn = history(num_steps)
-    png = draw_curves(drawn)
+    png = draw_curves(drawn, name="my-run")
     assert size_of(png) == (960, 792)
     assert len(png) < 200_000
-    assert draw_curves(drawn) == png, "the same history gives the same bytes"
+    assert draw_curves(drawn, name="my-run") == png, "the same history gives the same bytes"
 
 
 @pytest.mark.parametrize(
     "changed", [{"loss": math.nan}, {"eval_loss": math.nan}, {"loss": 1e30, "grad_norm": math.inf}]
 )
 def test_steps_without_a_value(changed: dict[str, object]) -> None:
-    assert size_of(draw_curves(history(20, **changed))) == (960, 792)
+    assert size_of(draw_curves(history(20, **changed), name="my-run")) == (960, 792)
 
 
 def test_no_finite_loss_at_all() -> None:
     steps = [replace(metrics(step), loss=math.nan, grad_norm=math.nan) for step in (1, 2, 3)]
-    assert size_of(draw_curves(steps)) == (960, 792)
+    assert size_of(draw_curves(steps, name="my-run")) == (960, 792)
+
+
+def test_the_picture_has_the_name_of_its_run() -> None:
+    """As it is: what matplotlib takes for a formula is a name like any other."""
+    steps = history(2)
+    pictures = {draw_curves(steps, name=name) for name in ("my-run", "other", "run $\\frac{1$")}
+    assert len(pictures) == 3 and {size_of(each) for each in pictures} == {(960, 792)}
 
 
 @pytest.mark.full
@@ -65,9 +72,9 @@ def test_the_users_settings_have_no_influence() -> None:
     import matplotlib
 
     drawn = history(20)
-    before = draw_curves(drawn)
+    before = draw_curves(drawn, name="my-run")
     with matplotlib.rc_context({"axes.facecolor": "black", "lines.linewidth": 9, "figure.dpi": 10}):
-        assert draw_curves(drawn) == before
+        assert draw_curves(drawn, name="my-run") == before
         assert matplotlib.rcParams["axes.facecolor"] == "black", "they are as they were"
 
 

@@ -38,6 +38,18 @@ def test_a_directory_names_the_run_that_it_holds(output: Path) -> None:
     assert (config.output_dir, config.storage.paths) == (output, (Path("s"),))
 
 
+def test_no_notice_is_about_a_file_that_ratel_wrote(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Arguments are the user's, and so is a config that names the same run."""
+    written = output / "run" / "config.yaml"
+    written.write_text(f"{TEXT}learning_rate: 5\n")
+    find_run(output, RunLog())
+    assert capsys.readouterr().err == ""
+    find_run(output, RunLog(), ["lora_r=8"])
+    assert "`lora_r` is ignored" in capsys.readouterr().err
+    find_run(written, RunLog())
+    assert f"{written}:" in capsys.readouterr().err
+
+
 def test_a_file_names_the_run_of_its_config(output: Path) -> None:
     file = output / "run" / "config.yaml"
     assert not is_output_of_run(file)

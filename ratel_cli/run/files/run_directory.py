@@ -135,12 +135,12 @@ def read_config(
 
     `ranks`: as which rank of all, and of its machine, the paths are read; None: as this process.
 
-    The directory may have moved since. Prints notices, and messages call the run `path` from then on. Raises BadInput
-    with all that is wrong.
+    The directory may have moved since. Prints notices, none about a file that Ratel wrote itself, and messages call the
+    run `path` from then on. Raises BadInput with all that is wrong.
     """
     name_run(path, overrides)
     file = config_file(path)
-    config = _of_rank(_load(file, log, overrides), *(ranks or (launched_rank(), local_rank())))
+    config = _of_rank(_load(file, log, overrides, is_own=file != path), *(ranks or (launched_rank(), local_rank())))
     return with_own_store(config) if file == path else as_of_run(config, path, overrides)
 
 
@@ -245,9 +245,9 @@ def find_run(
     return config
 
 
-def _load(path: Path, log: RunLog, overrides: Sequence[str]) -> RunConfig:
+def _load(path: Path, log: RunLog, overrides: Sequence[str], *, is_own: bool) -> RunConfig:
     loaded = load_config(path, overrides)
-    for notice in loaded.notices:
+    for notice in (each for each in loaded.notices if not (is_own and each.startswith(f"{path}:"))):
         log.notice(notice)
     return loaded.config
 

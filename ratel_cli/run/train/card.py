@@ -51,7 +51,7 @@ def card_of(config: RunConfig, store: Store, *, step: int, log: RunLog) -> Card:
         settings=_settings(as_recorded(config)),
         losses=tuple(_losses(steps)),
         software=store.identity.software,
-        picture=_picture(steps, log),
+        picture=_picture(steps, Path(os.path.abspath(config.output_dir)).name, log),
         task=config.task,
         is_adapter=config.adapter is not None,
     )
@@ -121,11 +121,11 @@ def _losses(steps: Sequence[StepMetrics]) -> Iterator[LossRow]:
         start = end + 1
 
 
-def _picture(steps: Sequence[StepMetrics], log: RunLog) -> bytes | None:
+def _picture(steps: Sequence[StepMetrics], name: str, log: RunLog) -> bytes | None:
     if len(steps) < _LEAST_STEPS_DRAWN or not can_draw_curves():
         return None
     try:
-        return draw_curves(steps)
+        return draw_curves(steps, name=name)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with matplotlib, the export does without a picture
         log.notice(f"the model card has no picture: matplotlib failed: {first_line(error)}")
         return None
