@@ -1,4 +1,4 @@
-"""`ratel generate RUN|DIR PROMPT...`: what a model adds to prompts; with `--class`, what a diffusion transformer makes.
+"""`ratel generate RUN|DIR PROMPT...`: texts from prompts; with `--class`, images of a diffusion transformer.
 
 The texts go to stdout, everything else to stderr. Invariant: nothing heavy is imported before the path is known to name
 a model, and torch not before the prompts are read.

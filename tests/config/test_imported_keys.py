@@ -213,7 +213,7 @@ def test_what_is_refused_by_name(take: Take, text: str, message: str) -> None:
 @pytest.mark.parametrize("value", ["0.0", "0", "0.3"])
 def test_zero_is_a_number(take: Take, value: str) -> None:
     """Of a loss that is off where its key is missing."""
-    with pytest.raises(BadInput, match="another loss"):
+    with pytest.raises(BadInput, match="does not have this preference loss"):
         take(f"model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nloss_type: sigmoid\nld_alpha: {value}\n")
 
 
@@ -312,7 +312,7 @@ PRETRAINING = "base_model: m\npretraining_dataset: {path: c4}\nsequence_len: 64\
         (FACTORY + "finetuning_type: lora\nlora_target: q_proj\n", "finetuning_type", ""),
         (AXOLOTL + LORA, "adapter", "stacked experts"),
         (AXOLOTL + LORA.replace("linear: true", "modules: [q_proj]"), "adapter", ""),
-        (PRETRAINING, "pretraining_dataset", "windows that overlap"),
+        (PRETRAINING, "pretraining_dataset", "overlapping windows"),
         (
             TUNE.replace("NAME", "gemma").replace("TEMPLATE", ""),
             "tokenizer.max_seq_len",

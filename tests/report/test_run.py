@@ -472,7 +472,7 @@ def test_the_summary_of_a_run() -> None:
 
 def test_the_summary_of_a_single_step() -> None:
     rows = summary(replace(METRICS, waited_seconds=IDLE))
-    assert rows[0] == "mean of: 1 step, the warm-up"
+    assert rows[0] == "mean of: 1 step, which includes start-up"
     assert rows[-1] == "stalled: 0.00 ms    0 %"
 
 
