@@ -62,7 +62,7 @@ def read_csv(
             is_noted = True
             note = (
                 f"{label}:{line}: this row ends in line {line + len(raw_lines) - 1}, and all lines inside look "
-                "like rows; if they are, line {line} has an unmatched quote"
+                f"like rows; if they are, line {line} has an unmatched quote"
             )
         yield Row(file=label, line=line, record=dict(zip(columns, values, strict=True)), note=note)
 

@@ -76,7 +76,7 @@ def _check(root: Path, cache: Path, notices: list[str], name: str | None = None)
         if split not in expected:
             with pytest.raises(BadInput, match=f"there is no split '{split}'; it has: ") as caught:
                 _read(root, notices, split, name)
-            assert {*caught.value.message.rpartition("are of: ")[2].split(", ")} == {*expected}
+            assert {*caught.value.message.rpartition("; it has: ")[2].split(", ")} == {*expected}
             continue
         notices.clear()
         assert _read(root, notices, split, name) == expected[split]
@@ -122,7 +122,12 @@ def test_a_card_may_end_with_its_names(tmp_path: Path, notices: list[str], end: 
     [
         (None, "en", "it has no configuration 'en'", "one of: default"),
         (CARDS["a default configuration"][1], "fr", "it has no configuration 'fr'", "one of: en, de"),
-        (CARDS["a directory"][1].replace("default", "de"), None, "it has no configuration None", "one of: en, de"),
+        (
+            CARDS["a directory"][1].replace("default", "de"),
+            None,
+            "several configurations and no default",
+            "one of: en, de",
+        ),
     ],
 )
 def test_configurations_that_are_not_there(

@@ -96,17 +96,21 @@ def test_unknown_columns_are_named() -> None:
 @pytest.mark.parametrize(
     ("record", "what", "hint"),
     [
-        ({"chosen": "a", "rejected": "b"}, "preference data (chosen and rejected answers)", "field: chosen"),
-        ({"prompt": "p", "chosen": TURNS, "rejected": TURNS}, "pairs of a chosen", "field_messages: chosen"),
-        ({"conversations": [], "kto_tag": True, "x": 1}, "answers with a verdict", "type: chat_template"),
-        ({"messages": TURNS, "label": False}, "answers with a verdict", "type: chat_template"),
+        ({"chosen": "a", "rejected": "b"}, "preference data .chosen and rejected", "field: chosen"),
+        (
+            {"prompt": "p", "chosen": TURNS, "rejected": TURNS},
+            "preference data .chosen and rejected",
+            "field_messages: chosen",
+        ),
+        ({"conversations": [], "kto_tag": True, "x": 1}, "marked good or bad", "type: chat_template"),
+        ({"messages": TURNS, "label": False}, "marked good or bad", "type: chat_template"),
         (
             {"input": {}, "preferred_output": [], "non_preferred_output": []},
             "preferred and other answers",
             "prompt and",
         ),
-        ({"instruction": "a", "kto_tag": True}, "answers with a verdict", None),
-        ({"prompt": "a", "completion": "b", "label": False}, "answers with a verdict", None),
+        ({"instruction": "a", "kto_tag": True}, "marked good or bad", None),
+        ({"prompt": "a", "completion": "b", "label": False}, "marked good or bad", None),
         ({"prompt": "a", "completions": ["b"], "labels": [True]}, "a label for each step", None),
     ],
 )

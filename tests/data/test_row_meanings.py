@@ -292,9 +292,9 @@ def test_chosen_answers_with_their_prompts(name: str) -> None:
         (
             {"messages": QA, "label": True},
             {"type": "chat_template"},
-            "the column label of 2 of 3 rows is not read: good",
+            "the column label of 2 of 3 rows is not read: without `rl: kto`, good",
         ),
-        ({"messages": QA, "weight": 0.5}, {}, "the column weight of 2 of 3 rows is not read: all rows of a dataset "),
+        ({"messages": QA, "weight": 0.5}, {}, "the column weight of 2 of 3 rows is not read: rows have no weights "),
     ],
 )
 def test_columns_that_are_not_read_are_named(record: dict[str, object], keys: dict[str, object], words: str) -> None:
