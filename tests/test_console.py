@@ -293,8 +293,8 @@ def test_a_failure_to_draw_ends_the_lines_and_not_the_work(monkeypatch: pytest.M
         run_log.say("work")
     assert shown(stream).lines == [
         "work",
-        "warning: progress can no longer be shown on the terminal",
-        "  (no such number)",
+        "warning: progress can no longer be shown on the terminal (no",
+        "  such number)",
     ]
 
 

@@ -56,7 +56,11 @@ def test_torchtune() -> None:
     ("old", "new", "error"),
     [
         ("llama3.llama3_8b", "llama3.lora_llama3_8b", "`torchtune.models.llama3.lora_llama3_8b` trains an adapter"),
-        ("alpaca_dataset", "stack_exchange_paired_dataset", "`stack_exchange_paired_dataset` is no text to imitate"),
+        (
+            "alpaca_dataset",
+            "stack_exchange_paired_dataset",
+            "`stack_exchange_paired_dataset` is no data for supervised fine-tuning",
+        ),
         ("torch.optim.AdamW", "torch.optim.Adagrad", "`optimizer._component_` must be `adamw`, `adamw_8bit`"),
         ("batch_size: 4", "loss: {_component_: a.DPOLoss}", "`a.DPOLoss` belongs to preference training"),
         ("batch_size: 4", "quantizer: {_component_: a.Int8Quantizer}", "`a.Int8Quantizer` quantises the model"),

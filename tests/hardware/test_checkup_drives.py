@@ -89,7 +89,7 @@ def test_what_is_not_told(machine: Machine) -> None:
             None,
         ),
         ({"mount": replace(EXT4, file_system="nfs4", drives=())}, "slow", "on a network, nfs4, ", "storage.paths"),
-        ({"mount": replace(EXT4, file_system="tmpfs", drives=())}, "slow", "in main memory", "storage.paths"),
+        ({"mount": replace(EXT4, file_system="tmpfs", drives=())}, "slow", "in RAM (tmpfs)", "storage.paths"),
         ({"probe": Probe(failure=None, is_direct=False)}, "slow", "no direct I/O", "storage.paths"),
         ({"mount": replace(EXT4, is_read_only=True)}, "broken", "mounted read-only", "sudo mount -o remount,rw /mnt/a"),
         (
