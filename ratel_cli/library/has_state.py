@@ -93,6 +93,12 @@ class HasState(Closing):
         if self._is_closed:
             raise BadInput(*self._closed)
 
+    def _commit(self) -> None:
+        self._store.commit(self._pending)
+        deletion = self._store.deletion
+        if deletion is not None:
+            self._context.log.warn(deletion)
+
     @abstractmethod
     def _settle(self) -> None:
         """Commit the last step, if it is not yet."""

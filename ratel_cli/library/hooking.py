@@ -292,9 +292,6 @@ class Hooked(HasState):
         if self._engine is not None:
             self._engine.settle()
 
-    def _commit(self) -> None:
-        self._store.commit(self._pending)
-
     def _ended(self, step: EndedStep) -> None:
         self._grad_norm = step.grad_norm
         self._passed_on.clear()

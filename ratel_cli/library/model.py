@@ -212,9 +212,6 @@ class Model(HasState):
         if self._pending != self._store.progress:
             self._commit()
 
-    def _commit(self) -> None:
-        self._store.commit(self._pending)
-
     def _engine_for(self, batches: Sequence[AnyModelBatch]) -> StepEngine[Any]:
         """The engine of a plan that these batches follow: the last one, or a new one for these and those before.
 

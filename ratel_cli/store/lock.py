@@ -71,6 +71,10 @@ class StoreLock(Closing):
         for directory in directories:
             _write_owner(directory)
 
+    def find_deleted(self) -> Path | None:
+        """A data file that was deleted since it was opened; None if there is none."""
+        return next((path for path, fd in self._fds.items() if not os.fstat(fd).st_nlink), None)
+
     def close(self) -> None:
         """Unlock the files and close them. Idempotent."""
         fds, self._fds = self._fds, {}

@@ -250,6 +250,17 @@ class Store(Closing):
         """The steps whose generations are pinned, in ascending order."""
         return tuple(sorted(entry.progress.step for entry in self._commits.manifest.pins))
 
+    @property
+    def deletion(self) -> str | None:
+        """What to tell whoever trains if a data file was deleted since it was opened; None if none was."""
+        path = self._lock.find_deleted()
+        if path is None:
+            return None
+        return (
+            f"{path} was deleted while it is in use. Training goes on, but cannot be resumed: everything is lost "
+            "if the process ends before it has written the model"
+        )
+
     def current(self) -> Generation:
         """The last committed generation. It can be read until the step after the next one begins to write."""
         assert self._phase is not _Phase.CLOSED

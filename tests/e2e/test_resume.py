@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from ratel_cli.store.store import Staged, Store
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,
@@ -234,3 +236,27 @@ def test_two_runs_on_one_store(make_config: MakeConfig) -> None:
     assert process.is_alive()
     process.terminate()
     assert wait(process) == 143
+
+
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_store_that_is_deleted_while_its_run_trains(
+    make_config: MakeConfig, plain_run: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """The run says so at once and writes its model; if it is stopped, it claims no step that could be resumed."""
+    config, publish = make_config(), Store.publish
+
+    def publish_and_delete(store: Store, staged: Staged) -> None:
+        publish(store, staged)
+        if store.progress.step == 2:
+            shutil.rmtree(store_of(config).parent)
+            if is_stopped:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Store, "publish", publish_and_delete)
+    ended = finetune(config)
+    assert f"warning: {store_of(config)} was deleted while it is in use" in " ".join(ended.stderr.split())
+    if is_stopped:
+        assert ended.code == 130 and "Stopped. Run the same command again." in ended.stderr
+    else:
+        assert ended.code == 0
+        assert export_hash(config) == export_hash(plain_run)

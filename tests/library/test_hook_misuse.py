@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -328,6 +329,16 @@ def test_a_closed_module_says_so(opened: Opened) -> None:
         loss.backward()
     with pytest.raises(ratel.RatelError, match="the hooked module is closed"):
         opened.state.save("out")
+
+
+def test_a_state_that_is_deleted_meanwhile_is_told_of(tmp_path: Path, opened: Opened) -> None:
+    opened.loss().backward()
+    opened.state.verify()
+    shutil.rmtree(tmp_path / "state")
+    opened.loss().backward()
+    with pytest.warns(UserWarning, match=r"state/ratel\.store was deleted while it is in use"):
+        opened.state.save(tmp_path / "out")
+    assert opened.state.num_steps == 2
 
 
 def test_no_optimizer_no_backward(tmp_path: Path) -> None:

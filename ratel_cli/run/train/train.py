@@ -337,7 +337,10 @@ class Training(Closing):
             self._trace.write_step(step, times.spans, start=start, end=perf_counter())
 
     def _after_commit(self) -> None:
-        self._context.stop.saved_step = self._store.progress.step
+        deletion = self._store.deletion
+        if deletion is not None:
+            self._log.warn(deletion)
+        self._context.stop.saved_step = self._store.progress.step if deletion is None else None
         if self._snapshots is not None:
             self._snapshots.after_commit()
 
