@@ -17,4 +17,4 @@ VALUE_DTYPES: dict[ValueType, torch.dtype] = {
 
 def view(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """A buffer as a flat tensor `[len(memory) // itemsize]`. It may be empty, which torch.frombuffer rejects."""
-    return torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype, device="cpu")

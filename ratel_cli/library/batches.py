@@ -5,8 +5,9 @@ Invariant: what a batch asks for is done, or rejected by name: nothing in it is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 
@@ -34,10 +35,22 @@ def micro_batches(batches: Tensors | Sequence[Tensors], *, model: DecoderModel) 
 
 
 def _several(batches: Tensors | Sequence[Tensors]) -> list[Tensors]:
-    found = [batches] if isinstance(batches, Mapping) else list(batches)
-    if not found:
+    is_one = isinstance(batches, Mapping | torch.Tensor) or not isinstance(batches, Iterable)
+    given: list[object] = [batches] if is_one else list(batches)
+    if not given:
         raise BadInput("a step needs a batch, or a list of at least one")
+    found = [each for each in given if isinstance(each, Mapping)]
+    if len(found) < len(given):
+        wrong = next(each for each in given if not isinstance(each, Mapping))
+        raise BadInput(f"a batch must be a mapping from names to tensors, not {type(wrong).__name__}")
     return found
+
+
+def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor with a value at each of its places."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
 
 
 def _micro_batch(batch: Tensors, model: DecoderModel) -> MicroBatch:
@@ -111,14 +124,16 @@ def _sample_batch(batch: Tensors, model: StackModel) -> SampleBatch:
 
 def _samples(tensors: Tensors, what: str, wanted: Tensors) -> dict[str, torch.Tensor]:
     """The tensors on the CPU, all of which have a row for each sample."""
-    if not tensors or not all(isinstance(each, torch.Tensor) and each.dim() for each in tensors.values()):
-        raise BadInput(f"{what} must be a mapping of tensors [samples, ..]")
+    wrong = next((name for name, each in tensors.items() if not _is_dense(each) or not each.dim()), None)
+    if not tensors or wrong is not None:
+        found = f"{wrong!r} is not a dense tensor of such a shape" if tensors else "it is empty"
+        raise BadInput(f"{what} must be a mapping of tensors [samples, ..]; {found}")
     first = next(iter(wanted))
     number = len(tensors[first])
     for name, each in tensors.items():
         if len(each) != number or not number:
             raise BadInput(f"{name!r} is {list(each.shape)}, but {what} must have at least one row for each sample")
-    return {name: each.detach().to("cpu") for name, each in tensors.items()}
+    return {name: _apart(each) for name, each in tensors.items()}
 
 
 def _targets(batch: Tensors, tokens: torch.Tensor, mask: torch.Tensor, model: DecoderModel) -> torch.Tensor:
@@ -157,8 +172,8 @@ def _check_values(name: str, values: torch.Tensor, number: int, what: str = "tok
 
 def _classes(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The class of each line as a target at its first token, int64 `[batch, tokens]` on the CPU."""
-    if not isinstance(values, torch.Tensor) or values.is_floating_point() or values.shape != tokens.shape[:1]:
-        raise BadInput("'labels' must be a tensor of integers, [batch]: the class of each line")
+    if not _is_dense(values) or values.is_floating_point() or values.shape != tokens.shape[:1]:
+        raise BadInput("'labels' must be a dense tensor of integers, [batch]: the class of each line")
     targets = torch.full_like(tokens, IGNORED_TARGET)
     targets[:, 0] = values
     return targets
@@ -167,8 +182,13 @@ def _classes(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _integers(batch: Tensors, name: str, like: torch.Tensor | None, of: str = "input_ids") -> torch.Tensor:
     """The tensor of that name, int64 on the CPU."""
     values = batch[name]
-    if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.is_floating_point() or not values.numel():
-        raise BadInput(f"{name!r} must be a tensor of integers, [batch, tokens], with at least one of each")
+    if not _is_dense(values) or values.dim() != 2 or values.is_floating_point() or not values.numel():
+        raise BadInput(f"{name!r} must be a dense tensor of integers, [batch, tokens], with at least one of each")
     if like is not None and values.shape != like.shape:
         raise BadInput(f"{name!r} is {list(values.shape)}, but {of!r} is {list(like.shape)}")
-    return values.detach().to(device="cpu", dtype=torch.long).contiguous()
+    return _apart(values).to(torch.long).contiguous()
+
+
+def _apart(values: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, without the graph that it is from. One of `torch.inference_mode` cannot be in another."""
+    return (values.clone() if values.is_inference() else values.detach()).to("cpu")

@@ -72,10 +72,18 @@ class HookedBlock:
         tensors += [place.parameter for place in self.shared]
         is_trained = engine.has_trained(self.index) or any(each.requires_grad for each in tensors)
         if not (torch.is_grad_enabled() and is_trained):
-            with engine.computing(self.index) as weights:
+            is_inference, is_graph = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            with (
+                torch.inference_mode(mode=False),  # or weights that stay in memory would never have gradients
+                engine.computing(self.index) as weights,
+                torch.inference_mode(mode=is_inference),
+                torch.set_grad_enabled(is_graph),
+            ):
                 return tree_map(_Apart(weights), self.forward(*arguments, **keywords))
         call = _Call(engine, self, leaves, structure, tensors)
-        anchor = torch.empty(0, requires_grad=True)  # so that a graph is there even if no input has a gradient
+        anchor = torch.empty(
+            0, device="cpu", requires_grad=True
+        )  # so that a graph is there even if no input has a gradient
         given = [passed_on.get(each, each) for each in tensors]
         outputs = _BlockFunction.apply(anchor, call, *given)  # type: ignore[no-untyped-call]
         call.node = anchor.expand_as(anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr, assignment]

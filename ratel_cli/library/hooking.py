@@ -93,7 +93,7 @@ def hook(
         {"base_model": "module"},
     )
     return_large_buffers()
-    with ExitStack() as opening:
+    with torch.inference_mode(mode=False), torch.device("cpu"), ExitStack() as opening:  # whatever is set around it
         torch_device = compute_device(config.device)
         context = opening.enter_context(open_context(config, WarningLog(), device=torch_device))
         if around is not None:
@@ -262,6 +262,11 @@ class Hooked(HasState):
         block = HookedBlock(index=index, module=module, forward=module.forward, shared=shared)
 
         def hooked_forward(*arguments: object, **keywords: object) -> object:
+            if torch.compiler.is_compiling():
+                raise BadInput(
+                    "torch.compile compiles a hooked module, and the weights of its blocks are on the drives",
+                    "compile blocks, and before ratel.hook: net.layers[0] = torch.compile(net.layers[0])",
+                )
             self._check_open()
             self._hooked.check_flags(index)
             self._rules.see("a forward")

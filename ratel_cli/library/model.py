@@ -28,6 +28,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.library.batches import Tensors
 from ratel_cli.library.has_state import HasState
 from ratel_cli.library.plans import is_within, measured_plan, workload_of
+from ratel_cli.library.surroundings import usual_settings
 from ratel_cli.library.trained_model import TrainedModel
 from ratel_cli.model.marker import read_marker
 from ratel_cli.planning.plan import Plan
@@ -80,6 +81,7 @@ class Model(HasState):
         """What steps follow; None before the first batch."""
         return self._plan
 
+    @usual_settings("forward_backward")
     def forward_backward(self, batch: Tensors | Sequence[Tensors], *, loss: Loss | None = None) -> float:
         """Compute the gradients of one step. Returns its loss: the mean over all labels of the next tokens.
 
@@ -125,6 +127,7 @@ class Model(HasState):
         self._num_tokens = sum(each.num_tokens for each in batches)
         return outcome.loss
 
+    @usual_settings("step")
     def step(self, *, learning_rate: float | LRScheduler) -> None:
         """Let the gradients of `forward_backward` update the weights, by AdamW with this learning rate.
 
@@ -151,6 +154,7 @@ class Model(HasState):
         if isinstance(learning_rate, LRScheduler):
             learning_rate.step()
 
+    @usual_settings("evaluate")
     def evaluate(self, batch: Tensors | Sequence[Tensors], *, loss: Loss | None = None) -> float:
         """The mean loss over all labels of the next tokens, without dropout and without gradients. `loss` as above."""
         self._check_ready("evaluate")
@@ -166,6 +170,7 @@ class Model(HasState):
                 total += engine.evaluate([batch_of_step]).loss
         return total / num_targets
 
+    @usual_settings("save_pretrained")
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write the model as it is after the last step: a directory that transformers' from_pretrained loads.
 

@@ -30,6 +30,7 @@ from ratel_cli.library.model import Model
 from ratel_cli.library.plans import least_of, planner_for
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
 from ratel_cli.library.states import new_state, opened_state
+from ratel_cli.library.surroundings import usual_settings
 from ratel_cli.library.trained_model import language_model, module_model
 from ratel_cli.model.hooked import own_dtype
 from ratel_cli.model.module_weights import as_it_was_on_failure
@@ -41,6 +42,7 @@ from ratel_cli.sizes import LOGITS_CHUNK_BYTES, DtypeName, Task
 from ratel_cli.store.store import Store, StoreIdentity
 
 
+@usual_settings("ratel.open")
 def open_model(
     model: str | Path | nn.Module,
     *,

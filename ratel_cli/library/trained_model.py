@@ -116,6 +116,11 @@ def module_model(
             f"a {type(module).__name__} needs a sample of what it gets",
             "sample={'pixels': torch.zeros(1, 3, 32, 32)}, for instance",
         )
+    if any("_orig_mod" in name or each._compiled_call_impl is not None for name, each in module.named_modules()):
+        raise BadInput(
+            f"{type(module).__name__} is compiled by torch.compile, and an open module is run operator by operator",
+            "open it before torch.compile; or use ratel.hook, which takes compiled blocks",
+        )
     weights = ModuleWeights(module)
     model = find_layers(module, example_of(sample), blocks=blocks)
     resources.callback(model.leave)

@@ -301,6 +301,8 @@ def check_parameters(parameters: Sequence[PlacedParameter]) -> None:
     for each in parameters:
         if each.unbound.grad is not None:
             raise BadInput(f"{each.name} has a gradient already", "call zero_grad() before")
+        if each.unbound.is_meta:
+            raise BadInput(f"{each.name} has no values: it is on the meta device", "build the module elsewhere")
         if each.unbound.dtype not in (torch.float32, torch.bfloat16):
             raise BadInput(f"{each.name} is {each.unbound.dtype}; only float32 and bfloat16 can be trained")
         if not each.unbound.numel():

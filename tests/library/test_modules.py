@@ -500,7 +500,9 @@ def test_an_open_module_is_the_models_alone(tmp_path: Path) -> None:
         ({"pixels": torch.zeros(3, 3, 4, 4)}, "give all samples one shape|but the sample's is"),
         ({"pixels": torch.zeros(3, 3, 8, 8).double()}, "torch.float64"),
         ({"target": torch.zeros(2)}, r"'target' is \[2\], but a batch must have"),
-        ({"target": 1}, r"a mapping of tensors \[samples, \.\.\]"),
+        ({"target": 1}, r"a mapping of tensors \[samples, \.\.\]; 'target' is not a dense tensor"),
+        ({"pixels": torch.zeros(3, 3, 8, 8).to_sparse()}, "'pixels' is not a dense tensor"),
+        ({"pixels": torch.zeros(3, 3, 8, 8, device="meta")}, "'pixels' is not a dense tensor"),
     ],
 )
 def test_a_batch_that_cannot_be_used_is_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -259,7 +259,7 @@ def test_a_loss_that_is_not_finite_ends_the_loop_and_changes_nothing(tmp_path: P
     ("batch", "message"),
     [
         ({}, "'input_ids' is missing"),
-        ({"input_ids": torch.ones(2, 3)}, "must be a tensor of integers"),
+        ({"input_ids": torch.ones(2, 3)}, "must be a dense tensor of integers"),
         ({"input_ids": torch.ones(3, dtype=torch.long)}, r"\[batch, tokens\]"),
         ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "at least one of each"),
         (
@@ -275,6 +275,15 @@ def test_a_loss_that_is_not_finite_ends_the_loop_and_changes_nothing(tmp_path: P
         ({"input_ids": -TOKENS}, "'input_ids' has -1, but"),
         ({"input_ids": TOKENS, "labels": -TOKENS}, "'labels' has -1, but"),
         ([], "a list of at least one"),
+        (None, "a mapping from names to tensors, not NoneType"),
+        ([None], "not NoneType"),
+        ("text", "not str"),
+        (TOKENS, "not Tensor"),
+        (3, "not int"),
+        ({"input_ids": None}, "must be a dense tensor of integers"),
+        ({"input_ids": [[1, 2]]}, "must be a dense tensor of integers"),
+        ({"input_ids": TOKENS.to_sparse()}, "must be a dense tensor of integers"),
+        ({"input_ids": TOKENS.to("meta")}, "must be a dense tensor of integers"),
     ],
 )
 def test_a_batch_that_cannot_be_used_is_rejected(

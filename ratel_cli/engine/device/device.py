@@ -214,4 +214,4 @@ class InPlace:
         return self
 
 
-_NOTHING = InPlace(torch.empty(0, dtype=torch.uint8))
+_NOTHING = InPlace(torch.empty(0, dtype=torch.uint8, device="cpu"))

@@ -134,7 +134,7 @@ def total_norm(norms: NormParts, order: Sequence[str]) -> torch.Tensor:
     """The global norm from the norms by parameter name, stacked in `order` as torch does. A CPU scalar in fp32."""
     present = [norm for name in order for norm in norms.get(name, ())]
     on_device = [norm for norm in present if isinstance(norm, torch.Tensor)]
-    stacked = torch.stack(on_device) if on_device else torch.tensor(present, dtype=torch.float32)
+    stacked = torch.stack(on_device) if on_device else torch.tensor(present, dtype=torch.float32, device="cpu")
     norm: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)
     return norm.cpu()
 

@@ -38,7 +38,7 @@ def kernel_of(rule: Rule, dtype: WeightDtype) -> Kernel:
 
 def square_root_of_torch() -> SquareRoot:
     """How torch rounds square roots on this processor: MKL's are sometimes 1 ulp off (kernels/README.md)."""
-    values = torch.arange(0x3F800000, 0x40800000, 4099, dtype=torch.int32).view(torch.float32)  # [1, 4)
+    values = torch.arange(0x3F800000, 0x40800000, 4099, dtype=torch.int32, device="cpu").view(torch.float32)  # [1, 4)
     kinds: tuple[SquareRoot, ...] = (_native.native_square_root(), "correct", "mkl_avx512")
     for kind in kinds:
         roots = values.clone()
