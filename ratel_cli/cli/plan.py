@@ -38,13 +38,13 @@ from ratel_cli.run.ask.plan_inputs import (
     with_space_tiers,
 )
 from ratel_cli.run.ask.plan_questions import Questions, answers, reject_questions
-from ratel_cli.run.ask.planned_config import config_to_plan
 from ratel_cli.run.files.hardware_file import described
 from ratel_cli.run.files.new_file import reject_existing
 from ratel_cli.run.files.run_directory import stores_on_machine
 from ratel_cli.run.inputs.filling import assumes_full_rows, known_filling
 from ratel_cli.run.inputs.of_ranks import reject_unsupported
 from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit, warn_of_learning_rate
+from ratel_cli.run.start.planned_config import config_to_plan
 from ratel_cli.units import format_bytes
 
 

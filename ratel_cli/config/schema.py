@@ -486,8 +486,9 @@ class RunConfig(Section):
     @property
     def resolved_wear(self) -> Literal["save", "balanced", "ignore"]:
         """`storage.wear` with `auto` replaced by the rule that it stands for."""
-        of_default = "balanced" if self.adapter is None else "save"
-        return of_default if self.storage.wear == "auto" else self.storage.wear
+        if self.storage.wear == "auto":
+            return "balanced" if self.adapter is None else "save"
+        return self.storage.wear
 
     @property
     def num_saved_generations(self) -> int:

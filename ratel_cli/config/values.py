@@ -40,8 +40,10 @@ def _check_activations(value: object) -> object:
 
 
 def _check_split(value: object) -> object:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value if value == "auto" else within_most(value)
+    if value == "auto":
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return within_most(value)
     hint = "remove the quotes" if isinstance(value, str) and value.isdigit() else None
     raise rejection("must be `auto` or a whole number of at least 1", hint)
 
