@@ -232,8 +232,8 @@ def _check_fits(store: Store, config: RunConfig, start: Start) -> None:
         raise BadInput(f"--resume {start.step}: that step is not saved; saved steps: {saved}")
 
 
-def resume_store(context: RunContext, store: Store, start: Start, *, num_steps: int) -> None:
-    """Make the generation that a run of `num_steps` begins with the current one, and check every byte of it.
+def resume_store(context: RunContext, store: Store, start: Start) -> None:
+    """Make the generation that the run begins with the current one, and check every byte of it.
 
     A crash can damage the newest generation if a drive reports a flush that it did not do. The one before it may be
     whole then. Raises IntegrityFailure if no generation can be used.
@@ -251,8 +251,6 @@ def resume_store(context: RunContext, store: Store, start: Start, *, num_steps: 
     forget_deleted_store(context.config)
     if store.progress.step:
         context.log.say(f"resuming from step {store.progress.step}")
-    if store.progress.step >= num_steps:
-        context.log.say(f"all {num_steps} steps are done; the model is exported again")
 
 
 def make_store(
