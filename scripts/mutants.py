@@ -521,7 +521,7 @@ MUTANTS = (
     Mutant("padding is learned", "library/batches.py", "labels.masked_fill(mask == 0, IGNORED_TARGET)", "labels", "padding has no loss", "library/test_own_loop.py"),
     Mutant("gradients without a step are applied", "library/model.py", "self._engine.discard()", "self._engine.apply(1e-3)", "what no step followed is dropped", "library/test_own_loop.py"),
     Mutant("a loss of one's own stays", "model/decoder.py", "            self.loss = before", "            pass", "a loss is that of its call", "library/test_own_loop.py"),
-    Mutant("a step begins before the one before is committed", "library/model.py", "self._store.commit(self._pending)", "pass", "each step is committed", "library/test_own_loop.py"),
+    Mutant("a step begins before the one before is committed", "library/has_state.py", "self._store.commit(self._pending)", "pass", "each step is committed", "library/test_own_loop.py"),
     Mutant("a step without a rate is updated as it arrives", "engine/optimizer/update.py", "if self._learning_rate is None or settings.hold", "if settings.hold", "the rate comes when all gradients are there", "library/test_own_loop.py"),
     Mutant("what does not fit leaves a closed engine", "library/model.py", "self._engine = self._plan = None\n        self._engines.close()", "self._engines.close()", "after a batch that does not fit, smaller ones train on", "library/test_own_loop.py"),
     Mutant("a decided step outlives its interruption", "engine/step.py", "        if self._updates.waits_for_rate:\n            self._updates.discard()\n", "", "an interrupted step is abandoned", "library/test_own_loop.py"),

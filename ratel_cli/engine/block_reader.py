@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,37 +46,37 @@ class BlockSource(Protocol):
         """Fill `memory` with the block's flat array. What is in the gaps between parameters is not defined."""
 
 
+@dataclass(frozen=True, slots=True)
 class GenerationBlocks:
     """The compute weights of one generation in the store."""
 
-    def __init__(self, generation: Readable) -> None:
-        self._generation = generation
+    generation: Readable
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:
         """See BlockSource. Raises IntegrityFailure if the generation is damaged."""
-        field = self._generation.blocks[block.index].record.compute_field
-        self._generation.read(block.index, field.name, 0, block.num_elements, memory).wait()
+        field = self.generation.blocks[block.index].record.compute_field
+        self.generation.read(block.index, field.name, 0, block.num_elements, memory).wait()
 
 
+@dataclass(frozen=True, slots=True)
 class FileBlocks:
     """The weights in a model's safetensors files, rounded once to the data type that their block computes in."""
 
-    def __init__(self, source: CheckpointSource) -> None:
-        self._source = source
+    source: CheckpointSource
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:
         """See BlockSource. Raises IntegrityFailure on an I/O error, BadInput if a file has become shorter."""
         weights = view(memory, VALUE_DTYPES[block.dtype])
         for parameter in block.parameters:
-            self._source.read_whole_into(parameter.name, weights[parameter.start : parameter.stop])
-        self._source.forget_converted()
+            self.source.read_whole_into(parameter.name, weights[parameter.start : parameter.stop])
+        self.source.forget_converted()
 
 
+@dataclass(frozen=True, slots=True)
 class SourceBlocks:
     """The weights of any source, rounded once to the data type that their block computes in."""
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
+    source: WeightSource
 
     def read(self, block: BlockSpec, memory: memoryview) -> None:
         """See BlockSource. Raises what the source raises."""
@@ -83,7 +84,7 @@ class SourceBlocks:
         for parameter in block.parameters:
             for start in range(0, parameter.num_elements, _WITHOUT_MASTER_ELEMENTS):
                 stop = min(start + _WITHOUT_MASTER_ELEMENTS, parameter.num_elements)
-                values = self._source.read(parameter.name, start, stop)
+                values = self.source.read(parameter.name, start, stop)
                 weights[parameter.start + start : parameter.start + stop] = values
 
 

@@ -201,7 +201,7 @@ class HorizontalEngine(Closing):
             raise BadInput(f"{segment.name} is called within another block; name one of them in outside=[...]")
         self._is_open = True
         try:
-            self._finish_previous(only_if_written=True)
+            self.settle(only_if_written=True)
             self._ahead.expect(Use(segment, stage))
             with (
                 self._device.translate_errors(),
@@ -316,9 +316,12 @@ class HorizontalEngine(Closing):
             self._begin_anew()
             self._bind_outside()
 
-    def settle(self) -> None:
-        """Commit the step that has ended, if there is one that is not committed."""
-        self._finish_previous()
+    def settle(self, *, only_if_written: bool = False) -> None:
+        """Commit the step that has ended, if there is one that is not committed. `only_if_written`: do nothing while
+        its update is being written."""
+        if self._updates.is_unsettled and (self._updates.is_written or not only_if_written):
+            self._updates.settle()
+            self._commit()
 
     def close(self) -> None:
         """Give all memory back; gradients of a step that has not ended are dropped. Idempotent."""
@@ -341,7 +344,7 @@ class HorizontalEngine(Closing):
             raise BadInput("a backward failed before this one, so its step was dropped", "run the forward again")
         self._begins(not self._is_arriving)
         if not self._is_arriving:
-            self._finish_previous()
+            self.settle()
             self._updates.begin(
                 number=self._num_updates() + 1,
                 learning_rate=self._rule.begin_step(),
@@ -441,12 +444,6 @@ class HorizontalEngine(Closing):
                 "what is not trained under torch.no_grad()",
                 stacklevel=2,
             )
-
-    def _finish_previous(self, *, only_if_written: bool = False) -> None:
-        """Commit the step before, if it is not. `only_if_written`: do nothing while its update is being written."""
-        if self._updates.is_unsettled and (self._updates.is_written or not only_if_written):
-            self._updates.settle()
-            self._commit()
 
     def _begin_anew(self) -> None:
         """After a step has ended, or was dropped."""

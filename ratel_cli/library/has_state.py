@@ -5,6 +5,7 @@ Invariant: each of these sees the state after the last step, which is committed 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,6 +46,13 @@ class HasState(Closing):
         """After the last step that was computed."""
         self._stored_spec = spec
         self._is_closed = False
+        self._grad_norm = math.nan
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the last step, from its backward on, before clipping; NaN before the first
+        one."""
+        return self._grad_norm
 
     @property
     def num_steps(self) -> int:
@@ -102,6 +110,9 @@ class HasState(Closing):
     @abstractmethod
     def _settle(self) -> None:
         """Commit the last step, if it is not yet."""
+
+    def _commit(self) -> None:
+        self._store.commit(self._pending)
 
     def _check_ready(self, asked: str) -> None:  # noqa: ARG002 (where a step has two halves)
         """Raise BadInput if this is no time for what is `asked`."""

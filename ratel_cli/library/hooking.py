@@ -138,7 +138,6 @@ class Hooked(HasState):
         self._rules = LoopRules(hooked)
         self.plan = planned(hooked.spec, None)
         """What steps follow."""
-        self._grad_norm = math.nan
         self._planned = planned
         self._timeline = Timeline()
         self._passed_on = PassedOn()
@@ -155,11 +154,6 @@ class Hooked(HasState):
             raise
         # Before the interpreter ends the threads that the last step is written with; `atexit` would come after that.
         threading._register_atexit(partial(_close_if_there, weakref.ref(self)))  # type: ignore[attr-defined]
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of all gradients of the last step, before clipping; NaN before the first one."""
-        return self._grad_norm
 
     @property
     def spec(self) -> ModelSpec:
@@ -186,7 +180,8 @@ class Hooked(HasState):
                 "an optimizer is made while gradients wait for the end of a step", "make it before the first backward"
             )
         self._settle_for("ratel.AdamW")
-        self._close_engine()
+        self._engine = None
+        self._engines.close()
         self._optimizer = optimizer
         decays = optimizer.decays
         self._hooked.decay_by(
@@ -310,10 +305,6 @@ class Hooked(HasState):
             )
         self._pending = progress_after(self._pending, applied=True, num_tokens=0, scale_loss=False)
         self._rules.step_has_ended(step.norms)
-
-    def _close_engine(self) -> None:
-        self._engine = None
-        self._engines.close()
 
     def _opened_engine(self) -> HorizontalEngine:
         if self._engine is not None:

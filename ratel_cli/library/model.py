@@ -67,14 +67,8 @@ class Model(HasState):
         self._plan: Plan | None = None
         self._computed: StepOutcome | None = None
         """Of `forward_backward`, until `step`."""
-        self._grad_norm = math.nan
         self._timeline = Timeline()
         self._num_tokens = 0
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of all gradients of the last `forward_backward`, before clipping; NaN before the first one."""
-        return self._grad_norm
 
     @property
     def plan(self) -> Plan | None:
@@ -135,7 +129,9 @@ class Model(HasState):
         `forward_backward` before. In fp16 a step whose gradients overflowed is skipped, as by torch's GradScaler.
         """
         self._check_open()
-        outcome = self._backward_of("step")
+        outcome = self._computed
+        if outcome is None:
+            raise BadInput("step needs gradients: call forward_backward first, once for each step")
         assert self._engine is not None
         if isinstance(learning_rate, ReduceLROnPlateau):
             raise BadInput("ReduceLROnPlateau needs a metric: step it yourself, and give its get_last_lr()[0]")
@@ -199,11 +195,6 @@ class Model(HasState):
     @property
     def _scales_loss(self) -> bool:
         return self._context.config.dtype == "float16"
-
-    def _backward_of(self, asked: str) -> StepOutcome:
-        if self._computed is None:
-            raise BadInput(f"{asked} needs gradients: call forward_backward first, once for each step")
-        return self._computed
 
     def _check_ready(self, asked: str) -> None:
         self._check_open()

@@ -335,18 +335,13 @@ def translate_errors(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not any(words in str(error) for words in _NOT_DETERMINISTIC):
             raise
+        operator = first_line(error).partition(f" {_NOT_DETERMINISTIC[0]}")[0]  # the whole line if it names none
         failure = BadInput(
-            f"this model uses an operator that is not deterministic on GPUs: {_operator_named_in(error)}",
+            f"this model uses an operator that is not deterministic on GPUs: {operator}",
             "set deterministic: false; two runs may then differ in their last bits",
         )
         failure.key = ("deterministic",)
         raise failure from error
-
-
-def _operator_named_in(error: BaseException) -> str:
-    """The operator that torch's error names; the whole line if it names none."""
-    text = first_line(error)
-    return text.partition(f" {_NOT_DETERMINISTIC[0]}")[0]
 
 
 def _record(stream: torch.Stream) -> torch.Event:
