@@ -71,13 +71,13 @@ class BrokenPackage:
     @property
     def words(self) -> str:
         """The sentence about it."""
-        found = _version(self._distribution)
+        found = version_of(self._distribution)
         return f"{self._distribution}{found and f' {found}'} is installed, but cannot be imported: {self.reason}"
 
     @property
     def remedy(self) -> str:
         """What to do about it."""
-        fitting = "" if self.name == "torch" else f" that fits torch {_version('torch')}"
+        fitting = "" if self.name == "torch" else f" that fits torch {version_of('torch')}"
         install = pip_install(self._distribution).replace(" install ", " install --force-reinstall ")
         return f"install a version{fitting}: {install}" + ("" if self.is_needed else "; or uninstall it")
 
@@ -148,7 +148,8 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """The version of an installed package; an empty string for one that is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

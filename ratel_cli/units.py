@@ -13,6 +13,7 @@ from fractions import Fraction
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+TRAFFIC_UNITS = (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
 
 _FACTORS = {
     "": 1, "b": 1,
@@ -47,6 +48,11 @@ def format_bytes(num_bytes: float) -> str:
         value /= KIB
         units.pop(0)
     return f"{_three_digits(value)} {units[0]}"
+
+
+def byte_unit(num_bytes: float) -> tuple[str, int]:
+    """A unit of memory in which these bytes are neither a huge nor a tiny number."""
+    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
 
 
 def parameter_words(number: int, num_trained: int | None) -> str:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ratel_cli.closing import Closing
@@ -29,6 +28,7 @@ from ratel_cli.data.file_names import CACHE_FILE_NAMES, META_NAME
 from ratel_cli.data.token_cache import TokenCache, copy_cache
 from ratel_cli.errors import printable
 from ratel_cli.json_fields import hash_of
+from ratel_cli.neighbours import version_of
 from ratel_cli.progress import OpenBar, no_bar
 
 _MOST_BYTES = 8 << 30
@@ -134,17 +134,10 @@ def _made_by() -> tuple[str, ...]:
     Whoever changes a file of this folder makes all entries anew, without thinking of it.
     """
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return (hash_of([path.read_text(encoding="utf-8") for path in files]), *map(_version, _LIBRARIES))
+    return (hash_of([path.read_text(encoding="utf-8") for path in files]), *map(version_of, _LIBRARIES))
 
 
 _LIBRARIES = ("ratel-cli", "transformers", "tokenizers", "jinja2", "mistral-common", "datasets", "pyarrow")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _is_private(path: Path) -> bool:

@@ -35,6 +35,7 @@ _MOST_ROWS = 1500
 
 def page_of(report: RunReport) -> str:
     """The page, as HTML."""
+    made = report.made.isoformat(sep=" ", timespec="seconds")
     parts = [
         "<!doctype html>\n",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -44,7 +45,7 @@ def page_of(report: RunReport) -> str:
         f"<title>{escape(report.name)} - Ratel</title><style>{STYLE}</style></head><body><main>",
         *_head(report),
         *_sections(report),
-        *_foot(report),
+        f"<footer>Made by Ratel {escape(report.version)} on {made} from the files in run/.</footer>",
         "</main>",
     ]
     if report.steps:
@@ -96,11 +97,6 @@ def _config(report: RunReport) -> str:
     changed = f"<pre>{escape(report.changed_keys)}</pre>"
     whole = f"<details><summary>every key, with its value</summary><pre>{escape(report.config_text)}</pre></details>"
     return f"{changed}{whole}" if report.config_text else ""
-
-
-def _foot(report: RunReport) -> Iterator[str]:
-    made = report.made.isoformat(sep=" ", timespec="seconds")
-    yield f"<footer>Made by Ratel {escape(report.version)} on {made} from the files in run/.</footer>"
 
 
 def _table_of_steps(steps: Sequence[StepMetrics]) -> str:

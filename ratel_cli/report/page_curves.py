@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from math import isfinite
 
 from ratel_cli.report.charts import HALF, NARROW, WIDE, Drawn, ShareRow, chart, dots, lines_of, rule, share_rows
@@ -16,11 +17,10 @@ from ratel_cli.report.recorded_plan import RecordedPlan
 from ratel_cli.report.run_report import LEAST_SHARE, RunReport, busy_shares, number, share_words
 from ratel_cli.report.series import Scale, binned, decimal, scale_of
 from ratel_cli.training.metrics import StepMetrics
-from ratel_cli.units import GIB, MIB, format_bytes, format_rate_number, format_seconds, format_traffic
+from ratel_cli.units import TRAFFIC_UNITS, byte_unit, format_bytes, format_rate_number, format_seconds, format_traffic
 
 _MOST_WIDE, _MOST_HALF, _MOST_NARROW = 280, 120, 90
 _LOSS_HEIGHT, _HEIGHT = 250, 150
-_TRAFFIC_UNITS = (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
 Value = Callable[[StepMetrics], float]
 
 
@@ -66,7 +66,8 @@ def loss_figure(report: RunReport) -> str:
         )
 
     caption = _caption("Loss", "mean over the step's loss tokens", number(steps[-1].loss), keys)
-    note = _bin_note(len(steps), _MOST_WIDE)
+    mean = _mean_note(len(steps))
+    note = f"{mean} The shade goes from their lowest to their highest." if mean else ""
     return _full_figure(
         caption, drawn(WIDE, _MOST_WIDE), drawn(NARROW, _MOST_NARROW), note=note, steps=_steps_scale(steps)
     )
@@ -76,12 +77,9 @@ def step_figures(report: RunReport) -> list[str]:
     """Small charts over the steps: rate, norm, speed, time, memory, bytes written."""
     steps, plan = report.steps, report.plan
     limit = 0 if plan is None else plan.host_limit_bytes
-    unit, size = _byte_unit(max(limit, *(each.host_peak_bytes for each in steps)))
-    written, total = [], 0
-    for each in steps:
-        total += each.nvme_written_bytes
-        written.append(total)
-    written_unit, written_size = next((each for each in _TRAFFIC_UNITS if total >= each[1]), _TRAFFIC_UNITS[-1])
+    unit, size = byte_unit(max(limit, *(each.host_peak_bytes for each in steps)))
+    written = list(accumulate(each.nvme_written_bytes for each in steps))
+    written_unit, written_size = next((each for each in TRAFFIC_UNITS if written[-1] >= each[1]), TRAFFIC_UNITS[-1])
     sums = dict(zip((each.step for each in steps), written, strict=True))
     last, num_clipped = steps[-1], sum(each.clipped for each in steps)
     clipped = f"{percent(num_clipped / len(steps))} of steps clipped" if num_clipped else "no step clipped"
@@ -133,7 +131,7 @@ def step_figures(report: RunReport) -> list[str]:
             name="Written",
             unit=f"{written_unit}, in all steps",
             value=lambda each: sums[each.step] / written_size,
-            last=format_traffic(total),
+            last=format_traffic(written[-1]),
             from_zero=True,
         ),
     ]
@@ -205,7 +203,7 @@ def resource_figure(report: RunReport) -> str:
 
     keys = [_key("busy", "busy"), _key("stalled", "stalled")]
     caption = _caption("Resources", "share of each step, 0 to 100 %; they overlap", "", keys)
-    note = _mean_note(len(steps), _MOST_WIDE)
+    note = _mean_note(len(steps))
     return _full_figure(
         caption, drawn(WIDE, _MOST_WIDE), drawn(NARROW, _MOST_NARROW), note=note, steps=_steps_scale(steps)
     )
@@ -215,7 +213,7 @@ def plan_figure(plan: RecordedPlan) -> str:
     """The plan's curve: predicted step time against bytes offloaded, with the plan's own point. Empty without one."""
     if len(plan.curve) < 2:
         return ""
-    unit, size = _byte_unit(plan.swappable_bytes)
+    unit, size = byte_unit(plan.swappable_bytes)
     points = [(num_bytes / size, seconds) for num_bytes, seconds in plan.curve]
     on_curve = min(plan.curve, key=lambda point: abs(point[0] - plan.swapped_bytes))[1]
     chosen = (plan.swapped_bytes / size, on_curve)
@@ -247,7 +245,7 @@ def plan_figure(plan: RecordedPlan) -> str:
 def _gpu_curves(report: RunReport) -> list[_Curve]:
     """Of a run on a GPU: its memory, what it computes, and how long it waits."""
     last, limit = report.steps[-1], report.gpu_limit_bytes
-    unit, size = _byte_unit(max(limit or 0, *(each.gpu_peak_bytes for each in report.steps)))
+    unit, size = byte_unit(max(limit or 0, *(each.gpu_peak_bytes for each in report.steps)))
     return [
         _Curve(
             name="GPU memory",
@@ -321,13 +319,8 @@ def _key(kind: str, name: str) -> str:
     return f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>'
 
 
-def _bin_note(count: int, most: int) -> str:
-    mean = _mean_note(count, most)
-    return f"{mean} The shade goes from their lowest to their highest." if mean else ""
-
-
-def _mean_note(count: int, most: int) -> str:
-    size = -(-count // most)
+def _mean_note(count: int) -> str:
+    size = -(-count // _MOST_WIDE)
     return f"Each point is the mean of {size} steps." if size > 1 else ""
 
 
@@ -335,8 +328,3 @@ def _steps_scale(steps: Sequence[StepMetrics]) -> Scale:
     """One step has half a step to its left and right."""
     first, last = steps[0].step, steps[-1].step
     return Scale(low=first, high=last) if last > first else Scale(low=first - 0.5, high=first + 0.5)
-
-
-def _byte_unit(num_bytes: float) -> tuple[str, int]:
-    """A unit of memory in which these bytes are neither a huge nor a tiny number."""
-    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)

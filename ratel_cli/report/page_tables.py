@@ -13,7 +13,7 @@ from statistics import median
 
 from ratel_cli.planning.prediction import SwappedOperator
 from ratel_cli.planning.step_time import Resource
-from ratel_cli.report.plan import benefit, percent
+from ratel_cli.report.plan import CASES, benefit, percent
 from ratel_cli.report.recorded_plan import RecordedPlan
 from ratel_cli.report.run_report import RunReport, planned_words
 from ratel_cli.training.metrics import StepMetrics
@@ -38,11 +38,6 @@ _PARTS = {
     "working_set": "working set of one layer",
     "held_gradients": "held gradients",
     "device": "compute device",
-}
-_CASES = {
-    1: "offloading more would only cost time",
-    2: "all that saves computing is offloaded",
-    3: "offloading more or less would cost time",
 }
 
 
@@ -125,7 +120,7 @@ def plan_facts(plan: RecordedPlan) -> list[tuple[str, str]]:
         ("model", f"{plan.model_name}: {format_count(plan.num_parameters)} parameters in {counted(number, 'block')}"),
         ("step", f"{batch} of {plan.micro_batch_size} x {plan.sequence_len} tokens"),
         ("predicted", f"{step}; {format_token_rate(plan.tokens_per_second)}"),
-        ("activations", f"{placed}; {_CASES.get(plan.case, '')}"),
+        ("activations", f"{placed}; {CASES.get(plan.case, '')}"),
         ("resident", f"weights of {plan.num_resident_weights}, optimizer states of {plan.num_resident_states} blocks"),
         ("costs", "from a recorded step of this model" if plan.source == "recorded" else "estimated from shapes"),
     ]

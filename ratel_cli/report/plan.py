@@ -41,7 +41,7 @@ RESOURCE_NAMES: Mapping[str, str] = {
     "memory": "memory",
 }
 """How a person reads the names of resources."""
-_CASES = {
+CASES = {
     1: "offloading more would only cost time",
     2: "all that saves computing is offloaded",
     3: "offloading more or less would cost time",
@@ -335,5 +335,5 @@ def _offloaded(prediction: Prediction) -> str:
         fact += f", {format_bytes(offloaded.gpu_bytes)} of it stays on the GPU"
     return (
         f"{fact}; {format_bytes(prediction.inter_block_bytes)} are layers' inputs, which are always offloaded; "
-        f"{_CASES[prediction.case]} (case {prediction.case})"
+        f"{CASES[prediction.case]} (case {prediction.case})"
     )

@@ -13,7 +13,7 @@ from typing import Protocol
 from ratel_cli.commands import pip_install
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.planning.prediction import Prediction
-from ratel_cli.units import GIB, MIB, format_bytes
+from ratel_cli.units import byte_unit, format_bytes
 
 _SUFFIXES = (".svg", ".png")
 _COLUMNS, _ROWS = 78, 16
@@ -38,7 +38,7 @@ def terminal_curve(prediction: Prediction) -> list[str]:
     figure.draw(curve)
     figure.draw(figure.signal(*_chosen(prediction), marker="X"))
     chosen = f"X: {format_bytes(prediction.offloaded.total_bytes)}, as planned"
-    figure.label(f"seconds per step against {_unit(prediction)[0]} offloaded; {chosen}", "x")
+    figure.label(f"seconds per step against {byte_unit(prediction.swappable_bytes)[0]} offloaded; {chosen}", "x")
     text: str = figure.build().string(colorless=True)
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
@@ -63,7 +63,11 @@ def draw_picture(prediction: Prediction, path: Path) -> None:
     axes = figure.add_subplot()
     axes.plot(*_coordinates(prediction), marker=".", label="predicted")
     axes.plot(*_chosen(prediction), "x", markersize=10, label="planned")
-    axes.set(title=prediction.model_name, xlabel=f"offloaded, {_unit(prediction)[0]}", ylabel="seconds per step")
+    axes.set(
+        title=prediction.model_name,
+        xlabel=f"offloaded, {byte_unit(prediction.swappable_bytes)[0]}",
+        ylabel="seconds per step",
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     save_picture(figure, path)
@@ -78,15 +82,10 @@ def save_picture(figure: SavedFigure, path: Path) -> None:
 
 
 def _coordinates(prediction: Prediction) -> tuple[list[float], list[float]]:
-    _, unit_bytes = _unit(prediction)
+    _, unit_bytes = byte_unit(prediction.swappable_bytes)
     return [num_bytes / unit_bytes for num_bytes, _ in prediction.curve], [seconds for _, seconds in prediction.curve]
 
 
 def _chosen(prediction: Prediction) -> tuple[list[float], list[float]]:
-    _, unit_bytes = _unit(prediction)
+    _, unit_bytes = byte_unit(prediction.swappable_bytes)
     return [prediction.offloaded.total_bytes / unit_bytes], [prediction.time.total]
-
-
-def _unit(prediction: Prediction) -> tuple[str, int]:
-    """A unit of bytes in which the numbers of the axis are neither huge nor tiny."""
-    return ("GiB", GIB) if prediction.swappable_bytes >= GIB else ("MiB", MIB)

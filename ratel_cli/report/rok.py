@@ -13,7 +13,7 @@ from pathlib import Path
 from ratel_cli.planning.forecast.rok import RokPoint, RokStrategy
 from ratel_cli.report.plan import aligned, percent
 from ratel_cli.report.plot import save_picture
-from ratel_cli.units import GIB, MIB, format_bytes, format_rate_number
+from ratel_cli.units import byte_unit, format_bytes, format_rate_number
 
 _NAMES: dict[RokStrategy, str] = {
     "recompute": "recompute all",
@@ -40,7 +40,7 @@ def draw_rok(points: Sequence[RokPoint], model_name: str, path: Path) -> None:
     import_module("matplotlib").use("Agg")
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    unit, unit_bytes = ("GiB", GIB) if max(each.memory_bytes for each in points) >= GIB else ("MiB", MIB)
+    unit, unit_bytes = byte_unit(max(each.memory_bytes for each in points))
     mixed = [each for each in points if each.strategy != "keep"]
     axes.plot(*_coordinates(mixed, unit_bytes), marker=".", label="share swapped, the rest recomputed")
     for marker, each in _marked(points):

@@ -11,9 +11,7 @@ from itertools import accumulate
 from math import isfinite
 
 from ratel_cli.training.metrics import StepMetrics
-from ratel_cli.units import GIB, MIB
-
-_TRAFFIC_UNITS = (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
+from ratel_cli.units import TRAFFIC_UNITS, byte_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,7 @@ def step_curves(steps: Sequence[StepMetrics]) -> list[StepCurve]:
     """The curves of some steps, at least one, in their order. That of the GPU's memory only if the run had a GPU."""
     predicted = [each.predicted_seconds for each in steps]
     written = list(accumulate(each.nvme_written_bytes for each in steps))
-    unit, size = next((each for each in _TRAFFIC_UNITS if written[-1] >= each[1]), _TRAFFIC_UNITS[-1])
+    unit, size = next((each for each in TRAFFIC_UNITS if written[-1] >= each[1]), TRAFFIC_UNITS[-1])
     curves = [
         StepCurve(name="learning rate", unit="", values=[each.learning_rate for each in steps]),
         StepCurve(name="gradient norm", unit="", values=[each.grad_norm for each in steps]),
@@ -51,5 +49,5 @@ def step_curves(steps: Sequence[StepMetrics]) -> list[StepCurve]:
 
 
 def _memory(name: str, sizes: Sequence[int]) -> StepCurve:
-    unit, size = ("GiB", GIB) if max(sizes) >= GIB else ("MiB", MIB)
+    unit, size = byte_unit(max(sizes))
     return StepCurve(name=name, unit=unit, values=[each / size for each in sizes])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ratel_cli.json_fields import hash_of
+from ratel_cli.neighbours import version_of
 
 
 def user_cache_directory() -> Path:
@@ -39,16 +39,9 @@ def write_user_cache(file: Path, text: str) -> None:
 
 def software_versions(*packages: str) -> tuple[str, ...]:
     """The version of each package; an empty string for one that is not installed."""
-    return tuple(map(_version, packages))
+    return tuple(map(version_of, packages))
 
 
 def ratel_version() -> str:
     """The version of Ratel itself."""
-    return _version("ratel-cli") or "(not installed)"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return version_of("ratel-cli") or "(not installed)"
