@@ -68,10 +68,12 @@ def import_config(path: Path) -> Imported:
     tool = recognise(root)
     defaults = dict(defaults_of(tool, root))
     if tool == "axolotl":
-        _clip_by_default(root, dialect)
+        # Here an empty one would turn clipping off.
+        _replace(root, "max_grad_norm", None, 1.0, "max_grad_norm: 1.0, the trainer's default", dialect)
         _best_by_patience(root, dialect)
         _loraplus(root, dialect)
-        _two_steps(root, dialect)
+        # It makes two steps of a warm-up of one.
+        _replace(root, "warmup_steps", 1, 2, "warmup_steps: 2, as axolotl counts", dialect)
     _evaluations(root, tool, dialect)
     write_switch(tool, root)
     for key, reason in OTHER_MEANINGS.get(tool, {}).items():
@@ -135,12 +137,12 @@ def _is_of_a_model(root: Marked) -> bool:
     return "architectures" in root.entries or ("model_type" in root.entries and recognise(root) == "Ratel")
 
 
-def _clip_by_default(root: Marked, dialect: Dialect) -> None:
-    """An empty `max_grad_norm` is the trainer's default there; here it would turn clipping off."""
-    entry = root.entries.get("max_grad_norm")
-    if entry is not None and entry.value.content is None:
-        dialect.read_as(entry, "max_grad_norm: 1.0, the trainer's default")
-        entry.value = replace(entry.value, content=1.0)
+def _replace(root: Marked, key: str, theirs: object, ours: float, note: str, dialect: Dialect) -> None:
+    """Read a value as the one that means the same here."""
+    entry = root.entries.get(key)
+    if entry is not None and entry.value.content == theirs:
+        dialect.read_as(entry, note)
+        entry.value = replace(entry.value, content=ours)
 
 
 def _best_by_patience(root: Marked, dialect: Dialect) -> None:
@@ -165,14 +167,6 @@ def _loraplus(root: Marked, dialect: Dialect) -> None:
     for key in ("embedding_lr", "embedding_lr_scale"):
         if key in root.entries:
             dialect.drop(root.entries.pop(key), "axolotl does not use it with `loraplus_lr_ratio`", quietly=False)
-
-
-def _two_steps(root: Marked, dialect: Dialect) -> None:
-    """axolotl makes two steps of a warm-up of one."""
-    steps = root.entries.get("warmup_steps")
-    if steps is not None and steps.value.content == 1:
-        dialect.read_as(steps, "warmup_steps: 2, as axolotl counts")
-        steps.value = replace(steps.value, content=2)
 
 
 def _evaluations(root: Marked, tool: str, dialect: Dialect) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from ratel_cli.config.reporting import Entries, Report, made
 from ratel_cli.config.yaml_marks import Entry, Marked, plain, show
 
-_WITHOUT_REFERENCE = ("orpo", "simpo")
 _HINT = "`rl` is dpo, ipo, orpo, simpo or kto"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Final, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -48,16 +49,11 @@ def _check_split(value: object) -> object:
     raise rejection("must be `auto` or a whole number of at least 1", hint)
 
 
-def _check_train_on_inputs(value: object) -> object:
-    if isinstance(value, bool) or value == "conversations":
+def _check_flag(value: object, *, word: str) -> object:
+    """A flag, or a word in its place."""
+    if isinstance(value, bool) or value == word:
         return value
-    raise rejection(f"must be true, false or `conversations`, not {show(value)}")
-
-
-def _check_initialisation(value: object) -> object:
-    if isinstance(value, bool) or value == "gaussian":
-        return value
-    raise rejection(f"must be true, false or `gaussian`, not {show(value)}")
+    raise rejection(f"must be true, false or `{word}`, not {show(value)}")
 
 
 def _check_val_set_size(value: object) -> object:
@@ -100,20 +96,20 @@ def _check_interval(value: object) -> object:
     """A number of steps, or a share of all steps."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1):
         return value
-    return _whole_steps(value, least=1, words="must be a whole number of steps, or a share of all steps below 1")
+    return _whole_steps(value, least=1)
 
 
 def _check_warmup_steps(value: object) -> object:
     if isinstance(value, float) and 0 < value < 1:
         return value
-    return _whole_steps(value, least=0, words="must be a whole number of steps, or a share of all steps below 1")
+    return _whole_steps(value, least=0)
 
 
-def _whole_steps(value: object, *, least: int, words: str) -> object:
+def _whole_steps(value: object, *, least: int) -> object:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise rejection(f"{words}, not {show(value)}")
+        raise rejection(f"must be a whole number of steps, or a share of all steps below 1, not {show(value)}")
     if value < least:
         raise rejection(f"must be at least {least}, not {value}")
     return within_most(value)
@@ -138,12 +134,12 @@ CountOrAuto = Annotated[
 ]
 TrainOnInputs = Annotated[
     bool | Literal["conversations"],
-    BeforeValidator(_check_train_on_inputs, json_schema_input_type=bool | Literal["conversations"]),
+    BeforeValidator(partial(_check_flag, word="conversations"), json_schema_input_type=bool | Literal["conversations"]),
     "true, false or `conversations`",
 ]
 AdapterInitialisation = Annotated[
     bool | Literal["gaussian"],
-    BeforeValidator(_check_initialisation, json_schema_input_type=bool | Literal["gaussian"]),
+    BeforeValidator(partial(_check_flag, word="gaussian"), json_schema_input_type=bool | Literal["gaussian"]),
     "true, false or `gaussian`",
 ]
 FractionOrCount = Annotated[

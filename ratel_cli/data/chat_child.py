@@ -41,7 +41,7 @@ from typing import Literal, cast
 
 MAX_RENDERED_CHARS = 64 << 20
 _STAND_IN = "TextOfOneAssistantTurn"
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message with what the assistant thought before it answered: each template knows at most one of them."""
 _THOUGHT, _THOUGHT_ENDS = "<think>", "</think>"
 """The marks around reasoning that stands in the content of a message."""
@@ -224,7 +224,7 @@ def remarks_on(messages: list[ChatMessage], tools: list[object] | None, text: st
     last = max((at for at, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
-        thoughts = [each for key in _REASONING_KEYS if isinstance(each := message.get(key), str)]
+        thoughts = [each for key in REASONING_KEYS if isinstance(each := message.get(key), str)]
         if isinstance(content, str):
             thought, ends, words = content.rpartition(_THOUGHT_ENDS)
             thoughts += [thought.replace(_THOUGHT, "").replace(_THOUGHT_ENDS, "")] if ends else []
@@ -450,7 +450,7 @@ def _end_of_turn(render: Render, messages: list[ChatMessage], text: str, start: 
 
 def _without_reasoning(messages: list[ChatMessage]) -> list[list[ChatMessage]]:
     """The messages, and the same without reasoning if they have some, which templates may leave out."""
-    others = [{key: value for key, value in each.items() if key not in _REASONING_KEYS} for each in messages]
+    others = [{key: value for key, value in each.items() if key not in REASONING_KEYS} for each in messages]
     return [messages] if others == messages else [messages, others]
 
 

@@ -35,7 +35,7 @@ from ratel_cli.data.drafts import (
 )
 from ratel_cli.data.media import has_mark, has_media_parts, media_column, without_marks
 from ratel_cli.data.rows import DEFAULTS, DatasetSource, Media
-from ratel_cli.data.unread import has_verdict, reject_preferences, unread_columns
+from ratel_cli.data.unread import CHATS, has_verdict, reject_preferences, unread_columns
 from ratel_cli.dataset_keys import unread_for_rows
 from ratel_cli.errors import BadInput, printable
 from ratel_cli.sizes import IGNORED_TARGET
@@ -47,7 +47,6 @@ Kind = Literal[
 _PLAIN = ("completion", "mlm", "classification", "seq2seq")
 """Kinds that read texts, whatever other columns a row has."""
 _SHOWN_CLASSES = 6
-_CONVERSATIONS = ("messages", "chat_completion", "instruction", "question_answer")
 
 _TEXT_ALONE = "Ratel trains on text: `media: ignore` in the dataset leaves them out"
 _INT32_MAX = 2**31 - 1
@@ -106,7 +105,7 @@ class RowFormat:
     @property
     def is_chat(self) -> bool:
         """Whether rows are conversations."""
-        return self.kind in _CONVERSATIONS or (self.compared is not None and self.compared.is_chat)
+        return self.kind in CHATS or (self.compared is not None and self.compared.is_chat)
 
     def _read(self, record: dict[str, object]) -> Draft:
         if self.compared is not None:

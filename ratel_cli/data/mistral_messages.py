@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.chat_child import REASONING_KEYS, ChatMessage
 from ratel_cli.data.drafts import Unusable, of_type
 from ratel_cli.data.remarks import Remark
 from ratel_cli.errors import printable
@@ -22,7 +22,6 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "tool": ("role", "content", "tool_call_id", "name"),
 }
 """By role: the keys of a message that mean something to mistral-common."""
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}}
 
@@ -58,7 +57,7 @@ def _message(message: ChatMessage, where: str) -> dict[str, object]:
         found["tool_calls"] = [
             dict(of_type(call, dict, f"a tool call of {where} must be an object")) for call in listed
         ]
-    thought = next((each for key in _REASONING_KEYS if (each := message.get(key))), None)
+    thought = next((each for key in REASONING_KEYS if (each := message.get(key))), None)
     if role == "assistant" and isinstance(thought, str):
         text = found.get("content")
         chunks: list[object] = [{"type": "thinking", "thinking": thought}]

@@ -17,16 +17,16 @@ _COMPARED = ("chosen", "rejected")
 _OPENAI_COMPARED = ("preferred_output", "non_preferred_output")
 _PROMPTS = ("prompt", "instruction", "question", "query", "input", "conversations", "messages")
 
-_CHATS = ("messages", "chat_completion", "instruction", "question_answer")
+CHATS = ("messages", "chat_completion", "instruction", "question_answer")
 _TEXTS = ("completion", "prompt_completion", "alpaca")
-_ALL = (*_CHATS, *_TEXTS, "tokens")
+_ALL = (*CHATS, *_TEXTS, "tokens")
 _EVAL = "`ratel eval` takes supervised data only"
 _ONE_ANSWER = "without `rl`, Ratel trains on one answer of each row"
 _WAYS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "system": ((*_CHATS, "alpaca"), "`field_system: system` makes it the system prompt"),
-    "system_prompt": ((*_CHATS, "alpaca"), "`field_system: system_prompt` makes it the system prompt"),
+    "system": ((*CHATS, "alpaca"), "`field_system: system` makes it the system prompt"),
+    "system_prompt": ((*CHATS, "alpaca"), "`field_system: system_prompt` makes it the system prompt"),
     "history": (("instruction", "alpaca"), "`field_history: history` with `type: chat_template` makes turns of it"),
-    "functions": (_CHATS, "`field_tools: functions` gives them to the chat template as tools"),
+    "functions": (CHATS, "`field_tools: functions` gives them to the chat template as tools"),
     "tools": (_TEXTS, "only conversations have tools; see `type: chat_template`"),
     "image": (("completion",), "Ratel trains on text"),
     "images": (("completion",), "Ratel trains on text"),
