@@ -13,7 +13,7 @@ import typer
 
 from ratel_cli.cli.arguments import check_option
 from ratel_cli.commands import command
-from ratel_cli.config.importing import Imported, import_config
+from ratel_cli.config.importing import import_config
 from ratel_cli.console import RunLog
 from ratel_cli.report.imported import import_rows
 from ratel_cli.run.files.new_file import reject_existing, write_new
@@ -29,7 +29,20 @@ def run(path: Path, output: Path | None, *, overwrite: bool, as_json: bool) -> N
     if output is not None:
         write_new(output, imported.text, overwrite=overwrite)
     if as_json:
-        typer.echo(json.dumps(_to_json(imported, output), indent=2))
+        keys = [
+            {
+                "key": outcome.written,
+                "value": outcome.value,
+                "fate": outcome.fate,
+                "ours": outcome.ours,
+                "reason": outcome.reason,
+                "line": outcome.where.line,
+            }
+            for outcome in imported.outcomes
+        ]
+        written = None if output is None else str(output)
+        content = {"tool": imported.tool, "output": written, "config": imported.text, "keys": keys}
+        typer.echo(json.dumps(content, indent=2))
         return
     log.facts(import_rows(imported.tool, imported.outcomes))
     if output is None:
@@ -38,23 +51,3 @@ def run(path: Path, output: Path | None, *, overwrite: bool, as_json: bool) -> N
         undecided = any(outcome.fate == "undecided" for outcome in imported.outcomes)
         then = "decide what it asks, then try" if undecided else "try"
         log.say(f"wrote {output}; {then} {command('check', output)}")
-
-
-def _to_json(imported: Imported, output: Path | None) -> dict[str, object]:
-    keys = [
-        {
-            "key": outcome.written,
-            "value": outcome.value,
-            "fate": outcome.fate,
-            "ours": outcome.ours,
-            "reason": outcome.reason,
-            "line": outcome.where.line,
-        }
-        for outcome in imported.outcomes
-    ]
-    return {
-        "tool": imported.tool,
-        "output": None if output is None else str(output),
-        "config": imported.text,
-        "keys": keys,
-    }

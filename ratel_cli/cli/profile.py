@@ -40,7 +40,11 @@ def run(
     """Print the machine's profile, and write it to `output` if that is given. Raises RatelError."""
     check_option("--overwrite", overwrite, only_with="-o FILE", is_met=output is not None)
     log = RunLog()
-    _check_directories(storage)
+    # os.path, because the methods of Path raise for names that are too long.
+    missing = [path for path in storage if not os.path.isdir(path)]
+    wrong = [BadInput(f"argument '--storage {path}': there is no such directory") for path in missing]
+    if wrong:
+        raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
     config = None if config_path is None else read_config(config_path, log)
     target = _target(config, storage)
     if output is not None:
@@ -89,14 +93,3 @@ def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *,
     table.facts(model_rows(costs.profile, available_bytes=costs.activation_available_bytes))
     for line in operator_lines(costs.profile):
         table.say(line)
-
-
-def _check_directories(storage: Sequence[Path]) -> None:
-    # os.path, because the methods of Path raise for names that are too long.
-    wrong = [
-        BadInput(f"argument '--storage {path}': there is no such directory")
-        for path in storage
-        if not os.path.isdir(path)
-    ]
-    if wrong:
-        raise BadInput(wrong[0].message, others=tuple(wrong[1:]))

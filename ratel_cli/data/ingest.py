@@ -75,18 +75,30 @@ def load_token_cache(
     Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
     The error has those of all sources, as far as their first rows show them.
     """
-    parts = _parts_of_key(
-        sources,
-        tokenizer=tokenizer,
-        num_embeddings=num_embeddings,
-        sequence_len=sequence_len,
-        train_on_inputs=train_on_inputs,
-        excess_length_strategy=excess_length_strategy,
-        demand=demand,
-    )
+    most = num_ids(tokenizer)
+    # Everything that decides the content of the cache and of its rejects, but what a turn is.
+    parts = {
+        "format_version": FORMAT_VERSION,
+        "sources": [
+            {
+                "settings": source.source.described(),
+                "files": [[str(stamp.path), stamp.sha256] for stamp in source.files],
+                **({} if source.part is None else {"part": source.part.written}),
+            }
+            for source in sources
+        ],
+        "tokenizer": tokenizer_hash(tokenizer),
+        "sequence_len": sequence_len,
+        "train_on_inputs": train_on_inputs,
+        **({} if excess_length_strategy == "truncate" else {"excess_length_strategy": excess_length_strategy}),
+        **({} if demand is None else {"demand": asdict(demand)}),
+        **({"num_embeddings": num_embeddings} if (num_embeddings or most) < most else {}),
+    }
     earlier_key = hash_of(parts)[:32]
     key = hash_of({**parts, "turns": _RULE_OF_TURNS, "stop_ids": sorted(stop_ids)})[:32]
-    shared_key = _with_date(key, tokenizer)
+    # Others' tokens are to be those that this command would make today: a template may write the date.
+    writes_date = "strftime_now" in str(tokenizer.chat_template)
+    shared_key = f"{key} {datetime.now().astimezone().date()}" if writes_date else key
     try:
         cache = TokenCache.open(cache_dir / key, notice=notice, open_bar=open_bar)
         if cache is None:
@@ -462,40 +474,3 @@ def _size(value: object) -> int:
     if isinstance(value, list):
         return sum(_size(item) for item in value) if value and not isinstance(value[0], int) else 4 * len(value)
     return 8
-
-
-def _with_date(key: str, tokenizer: Tokenizer) -> str:
-    """The key of tokens that are to be those that a command would make today: a template may write the date."""
-    writes_date = "strftime_now" in str(tokenizer.chat_template)
-    return f"{key} {datetime.now().astimezone().date()}" if writes_date else key
-
-
-def _parts_of_key(
-    sources: Sequence[RowSource],
-    *,
-    tokenizer: Tokenizer,
-    num_embeddings: int | None,
-    sequence_len: int,
-    train_on_inputs: TrainOnInputs,
-    excess_length_strategy: ExcessLengthStrategy,
-    demand: Demand | None,
-) -> dict[str, object]:
-    """Everything that decides the content of the cache and of its rejects, but what a turn is."""
-    most = num_ids(tokenizer)
-    return {
-        "format_version": FORMAT_VERSION,
-        "sources": [
-            {
-                "settings": source.source.described(),
-                "files": [[str(stamp.path), stamp.sha256] for stamp in source.files],
-                **({} if source.part is None else {"part": source.part.written}),
-            }
-            for source in sources
-        ],
-        "tokenizer": tokenizer_hash(tokenizer),
-        "sequence_len": sequence_len,
-        "train_on_inputs": train_on_inputs,
-        **({} if excess_length_strategy == "truncate" else {"excess_length_strategy": excess_length_strategy}),
-        **({} if demand is None else {"demand": asdict(demand)}),
-        **({"num_embeddings": num_embeddings} if (num_embeddings or most) < most else {}),
-    }

@@ -243,7 +243,11 @@ class CheckpointSource(Closing):
         if target not in self._converted_tensors:
             # Drop the last result before the next is made, so that there are never two of them.
             self._converted_tensors = {}
-            self._converted_tensors = self._convert(target)
+            conversion, dtype = self._converted[target], self._dtype_of(target)
+            with torch.no_grad():
+                self._converted_tensors = conversion.run(
+                    self._skeleton, lambda name: self._readers[name].read_whole(name).to(dtype)
+                )
         return self._converted_tensors[target].reshape(-1)[start:stop]
 
     def _bytes_of(self, target: str) -> int:
@@ -257,11 +261,6 @@ class CheckpointSource(Closing):
         names = [self._direct[target]] if target in self._direct else self._converted[target].source_names
         dtypes = {self._readers[name].tensors[name].dtype for name in names}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-    def _convert(self, target: str) -> dict[str, torch.Tensor]:
-        conversion, dtype = self._converted[target], self._dtype_of(target)
-        with torch.no_grad():
-            return conversion.run(self._skeleton, lambda name: self._readers[name].read_whole(name).to(dtype))
 
     def _check_names(self, renaming: Renaming) -> None:
         """Every tensor of the files must have one place in the model, unless transformers ignores it as well."""

@@ -61,7 +61,9 @@ def finish_publishing(directory: Path) -> list[tuple[Path, Path]]:
             (directory / file.name).unlink()
     for name in sorted(waiting, key=lambda name: name in ENTRY_NAMES):
         renamed += _move(staging, directory, name, marker)
-    _sync_folders(directory, names)
+    for folder in {directory, *((directory / name).parent for name in names)}:
+        if folder.is_dir():
+            sync_path(folder)
     remove_empty_folders(directory, [file.name for file in marker.replaced])
     if staging.is_dir():
         shutil.rmtree(staging)
@@ -115,9 +117,3 @@ def _make_way(directory: Path, name: str, marker: Marker) -> Iterator[tuple[Path
         spare = spare_name(path)
         path.rename(spare)
         yield path, spare
-
-
-def _sync_folders(directory: Path, names: Iterable[str]) -> None:
-    for folder in {directory, *((directory / name).parent for name in names)}:
-        if folder.is_dir():
-            sync_path(folder)

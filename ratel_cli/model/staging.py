@@ -82,7 +82,8 @@ class Staging(Closing):
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             if marker is None:
-                self._reject_leftover()
+                if os.path.lexists(self.path):
+                    raise BadInput(f"{self._option}: {self.path} is in the way", "move it away")
                 write_marker(output_dir, self._marker)
             self._remove()
             self.path.mkdir()
@@ -166,11 +167,6 @@ class Staging(Closing):
             return finish_publishing(output)
         except OSError as error:
             raise write_failure(output, error) from error
-
-    def _reject_leftover(self) -> None:
-        """Raise BadInput if there is something with the staging directory's name in a directory without a marker."""
-        if os.path.lexists(self.path):
-            raise BadInput(f"{self._option}: {self.path} is in the way", "move it away")
 
     def _remove(self) -> None:
         if self.path.is_symlink():

@@ -181,8 +181,10 @@ class TrainingLoop:
         Raises Diverged, IntegrityFailure, Interrupted, EnvironmentFailure. With Diverged and Interrupted, every step
         that was yielded is committed.
         """
-        # A run that was killed between a commit and its save has still to save it, or to evaluate it.
-        self._agree_on_best()
+        # A run that was killed between a commit and its save has still to save it, or to evaluate it. All ranks know
+        # what the first one knows: each has read its own records.
+        if self._settings.best is not None:
+            self._best = self._of_first(self._best)
         self._find_best_saved()
         self._evaluate_again()
         self._save_if_due()
@@ -280,7 +282,8 @@ class TrainingLoop:
         outcome = self._compute(before, batches, recording=self._recording)
         self._recording = None
         after = self._progress_after(before, outcome, batches)
-        commits_now = self._must_commit_now(after.step)
+        is_last = after.step == self._settings.num_steps
+        commits_now = is_last or self._save_is_due(after.step) or self._eval_is_due(after.step)
         if outcome.applied and commits_now:
             self._engine.settle()
         seconds = time.perf_counter() - start
@@ -425,10 +428,6 @@ class TrainingLoop:
         """Let the bytes that were moved until now not count for the next step."""
         self._counted_bytes = self._queue.read_bytes, self._queue.written_bytes
 
-    def _must_commit_now(self, step: int) -> bool:
-        """Whether the step must be committed before anything else happens."""
-        return step == self._settings.num_steps or self._save_is_due(step) or self._eval_is_due(step)
-
     def _save_is_due(self, step: int) -> bool:
         return step > 0 and self._is_time_to_save(step) and step not in self._store.pinned_steps
 
@@ -492,11 +491,6 @@ class TrainingLoop:
     @property
     def _saves_best(self) -> bool:
         return self._settings.best is not None and self._settings.best.saves_best
-
-    def _agree_on_best(self) -> None:
-        """All ranks know what the first one knows: each has read its own records."""
-        if self._settings.best is not None:
-            self._best = self._of_first(self._best)
 
     def _of_first(self, best: BestSoFar) -> BestSoFar:
         """What the first rank has found."""

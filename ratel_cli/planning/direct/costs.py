@@ -148,7 +148,9 @@ class _Costs:
                 flops = recomputed.get(operator, self._flops(parameter))
                 share = min(left, flops / profile.flops_forward) if profile.flops_forward else 0.0
                 left -= share
-                read_bytes = self._matrix_bytes(block, parameter, tokens=self._tokens_of_one(parameter, flops))
+                # Tokens of a micro-batch that are multiplied by one matrix of a stack: all of them, or an expert's.
+                tokens = flops / (2 * max(1, parameter.num_elements))
+                read_bytes = self._matrix_bytes(block, parameter, tokens=tokens)
                 reads_again = operator in recomputed and self.recomputes
                 uses.append(
                     self._use(
@@ -188,10 +190,6 @@ class _Costs:
     def _flops(self, parameter: ParameterSpec) -> int:
         """FLOPs in forward of a product that is no candidate, of which a token passes one of a stack."""
         return 2 * self.workload.micro_batch_tokens * math.prod(parameter.shape[-2:])
-
-    def _tokens_of_one(self, parameter: ParameterSpec, flops: int) -> float:
-        """Tokens of a micro-batch that are multiplied by one matrix of a stack: all of them, or an expert's."""
-        return flops / (2 * max(1, parameter.num_elements))
 
     def _matrix_bytes(self, block: BlockSpec, parameter: ParameterSpec, *, tokens: float) -> int:
         """What forward of a micro-batch reads of a matrix, or of each matrix of a stack."""

@@ -16,9 +16,7 @@ from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.advice import Advice, adapter_advice
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.split import SplitRate, best_split
-from ratel_cli.run.ask.plan_inputs import with_space_tiers
+from ratel_cli.run.ask.plan_inputs import best_workload, with_space_tiers
 from ratel_cli.run.inputs.model_description import ModelDescription, describe_if_possible
 from ratel_cli.run.inputs.settings import decisions_of, workload_of
 
@@ -68,7 +66,4 @@ def _of_best_split(forecaster: RatelForecaster, setting: Setting) -> Forecast:
     if forecast.fits or setting.has_own_split:
         return forecast
 
-    def rate(workload: Workload) -> SplitRate:
-        return forecaster.forecast(replace(setting, workload=workload)).split_rate
-
-    return forecaster.forecast(replace(setting, workload=best_split(setting.workload, rate).workload))
+    return forecaster.forecast(replace(setting, workload=best_workload(forecaster, setting)))

@@ -24,7 +24,7 @@ from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, rank_sli
 from ratel_cli.planning.papers.largest import with_layers
 from ratel_cli.planning.papers.paper import PaperShape
 from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.split import SplitRate, best_split
+from ratel_cli.planning.split import best_split
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.run.files.profile_cache import (
     REFRESHES,
@@ -115,7 +115,14 @@ def forecaster_of(
     `is_recorded`: costs that an earlier run recorded are used, if there are any.
     """
     if config.cost_model == "paper":
-        return _paper_forecaster(config, name)
+        shape = config.model_shape
+        if shape is None:
+            raise BadInput(
+                "`cost_model: paper` needs `model_shape`: the paper's equations are for GPT-type models",
+                "see configs/models for the papers' models, or leave cost_model at `ratel`",
+            )
+        limit_bytes = config.limits.gpu_memory
+        return PaperForecaster(name=name, shape=paper_shape(shape, config), gpu_limit_bytes=limit_bytes)
     model = describe_model(config, name=name, log=log)
     recorded = CachedProfile(config, model.spec, hardware).read() if is_recorded else None
     estimate = analytic_profile(model.spec, workload_of(config), traits=model.traits)
@@ -139,10 +146,14 @@ def with_planned_split(
     forecaster = forecaster_of(unsplit, hardware, name=name, log=log, is_recorded=False)
     setting = setting_of(unsplit, hardware, layout=layout)
 
-    def rate(workload: Workload) -> SplitRate:
-        return forecaster.forecast(replace(setting, workload=workload)).split_rate
+    return config.split_by(best_workload(forecaster, setting).micro_batch_size)
 
-    return config.split_by(best_split(setting.workload, rate).workload.micro_batch_size)
+
+def best_workload(forecaster: Forecaster, setting: Setting) -> Workload:
+    """A step of the setting in the split that is the fastest."""
+    return best_split(
+        setting.workload, lambda workload: forecaster.forecast(replace(setting, workload=workload)).split_rate
+    ).workload
 
 
 def with_planned_chunk(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:
@@ -240,14 +251,3 @@ def _measured(target: ProfileTarget, log: RunLog) -> HardwareProfile:
     from ratel_cli.run.train.profile_machine import measure_briefly
 
     return measure_briefly(target, log)
-
-
-def _paper_forecaster(config: RunConfig, name: str) -> PaperForecaster:
-    if config.model_shape is None:
-        raise BadInput(
-            "`cost_model: paper` needs `model_shape`: the paper's equations are for GPT-type models",
-            "see configs/models for the papers' models, or leave cost_model at `ratel`",
-        )
-    return PaperForecaster(
-        name=name, shape=paper_shape(config.model_shape, config), gpu_limit_bytes=config.limits.gpu_memory
-    )

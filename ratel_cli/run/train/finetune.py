@@ -115,7 +115,15 @@ def run_finetune(
         context, inputs, planner, hardware = run.context, run.inputs, run.planner, run.hardware
         cache = CachedProfile(context.config, planner.spec, hardware)
         profile, plan = _planned(run, cache.read())
-        spaces = _spaces(run, plan)
+        spaces = spaces_of(
+            context.config,
+            inputs.model.spec,
+            nvme_bytes=plan.nvme_bytes,
+            own=inputs.model.spec.sliced(context.ranks.slice),
+            layout=context.layout,
+            export_bytes=export_bytes(inputs.layout, inputs.base.sidecars(context.config)),
+            weights=hardware.nvme.weights,
+        )
         log.facts([*_opening_rows(run, plan), *space_rows(context.config, spaces, hardware)])
         if run.written.split is None and run.store is not None:
             report_better_split(planner, profile, plan, log)
@@ -369,18 +377,6 @@ def _first_step(context: RunContext, inputs: Inputs, store: Store | None, start:
     if notice is not None:
         context.log.notice(notice)
     return step
-
-
-def _spaces(run: _Run, plan: Plan) -> tuple[Space, ...]:
-    return spaces_of(
-        run.context.config,
-        run.inputs.model.spec,
-        nvme_bytes=plan.nvme_bytes,
-        own=run.inputs.model.spec.sliced(run.context.ranks.slice),
-        layout=run.context.layout,
-        export_bytes=export_bytes(run.inputs.layout, run.inputs.base.sidecars(run.context.config)),
-        weights=run.hardware.nvme.weights,
-    )
 
 
 def _opening_rows(run: _Run, plan: Plan) -> list[tuple[str, str]]:
