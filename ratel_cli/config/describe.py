@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from ratel_cli.config.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
 from ratel_cli.config.foreign import Foreign, foreign_key
-from ratel_cli.config.sections import Section
+from ratel_cli.config.sections import MOST, Section
 from ratel_cli.config.topics import topic_of
 from ratel_cli.errors import BadInput
 
@@ -247,7 +247,7 @@ def _bound(constraint: object) -> str | None:
         case Gt(gt=bound):
             return f"more than {bound}"
         case Le(le=bound):
-            return f"at most {bound}"
+            return f"at most {bound}" if bound != MOST else None
         case Lt(lt=9223372036854775808):
             return "below 2^63"
         case Lt(lt=bound):

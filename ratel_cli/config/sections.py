@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from ratel_cli.units import MIB, parse_bytes
 
 _LEAST_LIMIT_BYTES = MIB
-_MOST = 10**15
+MOST = 10**15
 """No number of a config is larger: products of several of them are numbers that can be computed with."""
 
 
@@ -66,8 +66,8 @@ def contradictions(found: list[Contradiction]) -> PydanticCustomError:
 
 def within_most(value: _AnyNumber) -> _AnyNumber:
     """The value of a key, which no run can use if it is larger than all that is counted."""
-    if value > _MOST:
-        raise rejection(f"must be at most {_MOST:g}")
+    if value > MOST:
+        raise rejection(f"must be at most {MOST:g}")
     return value
 
 
@@ -115,8 +115,8 @@ def _bytes_of(value: object, words: str) -> int:
     return within_most(num_bytes)
 
 
-Whole = Annotated[int, Field(le=_MOST)]
-Number = Annotated[float, Field(le=_MOST)]
+Whole = Annotated[int, Field(le=MOST)]
+Number = Annotated[float, Field(le=MOST)]
 Directory = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=Annotated[str, Field(min_length=1)])]
 PathOrHubId = Annotated[str, Field(min_length=1), AfterValidator(_expand_home)]
 _WrittenSize = Annotated[str, Field(pattern=r"^\s*[0-9]+(\.[0-9]+)?\s*([KkMmGgTt]([Ii]?[Bb])?|[Bb])?\s*$")]
