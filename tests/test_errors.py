@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from ratel_cli import errors
-from ratel_cli.errors import BadInput, DoesNotFit, Interrupted, RatelError, excerpt, first_line, printable
+from ratel_cli.errors import BadInput, DoesNotFit, Interrupted, RankKilled, RatelError, excerpt, first_line, printable
 
 
 def all_errors() -> list[type[RatelError]]:
@@ -20,7 +20,8 @@ def all_errors() -> list[type[RatelError]]:
 
 
 def test_the_drawing_is_the_tree() -> None:
-    """Names, codes and parents; Interrupted's code depends on the signal."""
+    """Names, codes and parents; two have a code that depends on the signal."""
+    codes = {Interrupted: "130/143", RankKilled: "137"}
     assert errors.__doc__ is not None
     drawn: dict[str, tuple[str, str | None]] = {}
     above: list[tuple[int, str]] = []
@@ -30,14 +31,14 @@ def test_the_drawing_is_the_tree() -> None:
         above.append((len(indent), name))
     assert drawn == {
         each.__name__: (
-            "130/143" if each is Interrupted else str(each.exit_code),
+            codes.get(each, str(each.exit_code)),
             None if each is RatelError else each.__mro__[1].__name__,
         )
         for each in all_errors()
     }
 
 
-@pytest.mark.parametrize("kind", [each for each in all_errors() if each not in (DoesNotFit, Interrupted)])
+@pytest.mark.parametrize("kind", [each for each in all_errors() if each not in (DoesNotFit, Interrupted, RankKilled)])
 def test_message_and_hint(kind: type[RatelError]) -> None:
     error = kind("what happened", "what to do")
     assert (str(error), error.message, error.hint) == ("what happened", "what happened", "what to do")

@@ -383,7 +383,7 @@ class _Ingestion:
             )
         if self._writer.num_samples == 0:
             paths = ", ".join(printable(source.source.path) for source in sources)
-            raise BadInput(f"no samples: {f'no rows in {paths}' if paths else 'no dataset is given'}")
+            raise BadInput(f"no samples: {f'no rows were read from {paths}' if paths else 'no dataset is given'}")
 
 
 def _rejected(row: Row | Reject, why: Unusable) -> Reject:

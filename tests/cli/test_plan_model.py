@@ -66,7 +66,7 @@ def test_a_shape_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["org/none", *DESK], "org/none: no such file or directory, and the hub's cache has no model of this name"),
-        (["gpt-5b", *DESK], "hint: did you mean gpt-6b?"),
+        (["gpt-17b", *DESK], "hint: did you mean gpt-175b?"),
         (["org/none", *DESK], "hf download OWNER/NAME config.json"),
         (["a//b", *DESK], "a/b: no such file or directory"),
         (["none.yaml", *DESK], "none.yaml: no such file or directory\n"),

@@ -254,8 +254,8 @@ def test_more_than_one_percent_of_rejects_stops_the_run(
     assert [str(other) for other in caught.value.others] == [
         f"{path}:{num_good + 1 + index}: the field 'text' is missing" for index in range(num_bad)
     ]
-    assert caught.value.hint is not None
-    assert str(tmp_path / "run" / "rejects.jsonl") in caught.value.hint
+    hint = caught.value.others[-1].hint
+    assert hint is not None and str(tmp_path / "run" / "rejects.jsonl") in hint
     assert len(read_rejects(tmp_path)) == num_bad
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -291,13 +291,13 @@ def test_all_masked_rows_stop_the_run(load: Load, write_rows: WriteRows) -> None
 def test_an_empty_file_stops_the_run(load: Load, tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(content)
-    with pytest.raises(BadInput, match="there is no sample"):
+    with pytest.raises(BadInput, match="no samples: no "):
         load(path)
 
 
 def test_no_source_and_no_sample_wanted(load: Load, write_rows: WriteRows) -> None:
     for sources in ([], [DatasetSource(path=str(write_rows(GOOD_ROW)), max_samples=0)]):
-        with pytest.raises(BadInput, match="there is no sample"):
+        with pytest.raises(BadInput, match="no samples: no "):
             load(*sources)
 
 

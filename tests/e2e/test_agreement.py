@@ -384,7 +384,7 @@ NOT_ASKED: Mapping[str, str] = {
     "lacks reference log-probabilities that this run "
     "needs": "of a run that began with --from; tests/e2e/test_reference_model.py",
     "may be gone when the run is resumed": "an I/O error",
-    "gives to the answers are not finite": "known when they are computed",
+    "the reference log-probabilities are not finite": "known when they are computed",
     "weight decay applied to other parameters": "a store of an earlier version, opened by one function",
     # What other commands ask.
     "-o: {_holds": "of export",
