@@ -144,7 +144,7 @@ def test_a_run_without_an_export(work: Path, option: str) -> None:
     log.write_text(line + line.replace('"step": 1', '"step": 2'))  # computed and never committed
     only_there = (
         f"{output_of(config)} has no export of step 1: deleting the store deletes its weights; export them first: "
-        f"`ratel export {config} -o DIR` writes them"
+        f"`ratel export {config} -o DIR`"
     )
     if option == "--yes":
         assert only_there in ratel("clean", config, "--yes").stderr
