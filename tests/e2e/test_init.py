@@ -139,7 +139,7 @@ def test_preference_data(base: Path) -> None:
     keys = ("datasets.0.field_completion=chosen",)
     assert init(base, *keys, "--data", "a.jsonl", "-o", "c.yaml").code == 0
     config = written("c.yaml").config
-    assert (config.rl, config.datasets[0].type, config.datasets[0].field_completion) == (None, "auto", "chosen")
+    assert (config.rl, config.datasets[0].type, config.datasets[0].field_completion) == (None, "completion", "chosen")
 
 
 @pytest.mark.parametrize("columns", [{"text": "text", "label": "label"}, {"text": "review", "label": "stars"}])
@@ -148,6 +148,9 @@ def test_what_an_encoder_learns(tmp_path: Path, columns: dict[str, str]) -> None
     rows = [{columns[key]: str(value) for key, value in row.items()} for row in encoder_rows()[1::2]]
     write(Path("a.jsonl"), rows)
     given = [f"datasets.0.field{'_label' * (key == 'label')}={name}" for key, name in columns.items() if key != name]
+    if "field_label" in "".join(given):
+        assert_rejected(init(encoder, *given, "--data", "a.jsonl"), 2, "`field_label` is not read for `type: auto`")
+        given.append("datasets.0.type=classification")
     ended = init(encoder, *given, "--data", "a.jsonl")
     assert ended.code == 0, ended.stderr
     [dataset] = written().config.datasets
@@ -263,7 +266,7 @@ def test_files_that_exist_stay(base: Path, rows: Path) -> None:
     [
         (["/no/such/model"], "there is no directory /no/such/model"),
         (["{base}", "--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        (["{base}", "--data", "empty.jsonl"], "empty.jsonl: no row can be used"),
+        (["{base}", "--data", "empty.jsonl"], "empty.jsonl: there is no row that can be read"),
         (["{base}", "--data", "odd.jsonl"], "no dataset type fits the columns a"),
         (["{base}", "--data", "bad.jsonl"], "bad.jsonl: no row can be used: bad.jsonl:1: "),
         (["{base}", "learning_rte=1"], "unknown key `learning_rte`"),
