@@ -22,7 +22,6 @@ def rounded(name: str, values: torch.Tensor, dtype: torch.dtype, *, hint: str = 
     if not is_finite.all():
         worst, kind = values[~is_finite][0].item(), str(dtype).removeprefix("torch.")
         most = " (65504 at most)" if dtype == torch.float16 else ""
-        raise BadInput(
-            f"tensor {excerpt(name)} has the value {worst:g}, which is beyond the range of {kind}{most}", hint
-        )
+        why = f", which is beyond the range of {kind}{most}" if worst == worst else ""
+        raise BadInput(f"tensor {excerpt(name)} has the value {worst:g}{why}", hint if why else None)
     return found
