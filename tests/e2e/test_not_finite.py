@@ -87,4 +87,5 @@ def test_numbers_that_are_not_finite_in_the_files_of_a_base(
     assert "range of" not in ended.stderr, "no other dtype helps"
     half = {name: each.half() for name, each in load_file(broken / WEIGHTS).items()}
     save_file(half, broken / WEIGHTS, metadata={"format": "pt"})
-    assert_rejected(finetune(make_config("other", base=broken, **FP16)), 2, "tensor model.norm.weight has the value nan")
+    ended = finetune(make_config("other", base=broken, **FP16))
+    assert_rejected(ended, 2, "tensor model.norm.weight has the value nan")
