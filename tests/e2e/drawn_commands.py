@@ -19,6 +19,8 @@ NUM_COMMANDS = 5
 """In a sequence."""
 _WEIGHTS = {"finetune": 6, "export": 5, "clean": 3, "init": 3, "plan": 4, "report": 3}
 """How often a command is drawn; the others count 2."""
+_PARTS = {"--gpu": "rtx4090", "--ram": "64GB", "--ssd": "2x990pro"}
+"""Of another machine, by option."""
 
 
 @functools.cache
@@ -109,7 +111,8 @@ def _plan(draw: _Draw) -> list[str]:
     mine, models = draw.tree.mine, draw.tree.models
     drawn = [mine / "curve.svg", models / "curve.svg", models / "nowhere.svg", mine / "new.png", draw.place / "new.svg"]
     picture = draw.maybe("--plot", *draw.one_of(*([each] for each in drawn)))
-    hardware = draw.one_of([], [], ["--hardware", draw.tree.run / "run" / "hardware.json"])
+    parts = [each for option, part in _PARTS.items() for each in draw.maybe(option, part)]
+    hardware = draw.one_of([], parts, ["--hardware", draw.tree.run / "run" / "hardware.json"])
     asked = draw.one_of([], [], [], ["--prices"], ["--direct"], ["--rok"])
     asked = [*draw.maybe("--compare"), *draw.maybe("--largest"), *asked]
     several = ["--ranks", "4", "--nodes", "2", "--network", "1GB/s"]

@@ -205,7 +205,9 @@ def test_a_merge_shows_the_losses_of_both_bases(
     assert len(set(shown.values())) > 1
     other.unlink()
     ended = ratel("merge", config, "-o", tmp_path / "without")
-    assert ended.code == 0 and f"are not known: {other}: no such file" in ended.stderr.replace("\n", " "), ended.stderr
+    assert ended.code == 0 and f"were not compared: {other}: no such file" in ended.stderr.replace("\n", " "), (
+        ended.stderr
+    )
     assert (tmp_path / "without" / "config.json").exists()
 
 

@@ -192,7 +192,7 @@ def test_a_base_model_that_was_replaced_is_no_reference(is_dry: bool, config_of:
     path = tmp_path / "base" / "model.safetensors"
     scale_weights(path, 1.5)
     before = tree(tmp_path)
-    words = ("base_model", "changed since the run began", "is still to be computed")
+    words = ("base_model", "changed since the run began", "are still to be computed")
     assert_rejected(finetune(config, "max_steps=3", *(["--dry-run"] if is_dry else [])), 2, *words)
     assert tree(tmp_path) == before
     shutil.copy(tmp_path / "kept" / "model.safetensors", path)
