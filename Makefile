@@ -16,6 +16,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(O
 GPU := tests/gpu tests/simulated_gpu
 FULL := -m "full and not nightly"
 NIGHT ?= $(shell git rev-list --count HEAD)
+# What a check has not begun at UNTIL, in seconds since 1970, it leaves out: other files for each number of commits.
+UNTIL ?=
+BOX = $(if $(UNTIL),--order=$(NIGHT) --seconds=$$(($(UNTIL) - $$(date +%s))))
 NIGHTLY := -m "nightly or hypothesis" --hypothesis-profile nightly
 
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
@@ -42,16 +45,16 @@ hostile: $(READY)  ## Run `make test` for a caller without variables, on a dumb 
 check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (half an hour)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
-	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) --slowest=build/slowest/$@-gpu.txt $(GPU)
-	$(PYTEST) $(FULL) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) $(BOX) --slowest=build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) $(FULL) $(BOX) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 nightly: $(READY)  ## Run what only the nightly tier has: whole products of settings, all bit patterns, thousands of power cuts
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(NIGHTLY) --slowest=build/slowest/$@-gpu.txt $(GPU)
 	$(PYTEST) $(NIGHTLY) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 night: $(READY)  ## Run a thirtieth of the nightly tier for four minutes; NIGHT=N chooses which, and its order
-	RATEL_SIMULATED_GPU=1 $(PYTEST) -m nightly --night=$(NIGHT) --night-seconds=40 $(GPU)
-	$(PYTEST) -m nightly --night=$(NIGHT) --night-seconds=200 $(GPU:%=--ignore=%)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) -m nightly --night=$(NIGHT) --seconds=40 $(GPU)
+	$(PYTEST) -m nightly --night=$(NIGHT) --seconds=200 $(GPU:%=--ignore=%)
 
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
 	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest -m stress -s tests/stress

@@ -16,7 +16,7 @@ from ratel_cli.hardware import load
 from ratel_cli.hardware.system_files import SystemFiles
 from tests.environment import fix, restored
 from tests.forked_chat import forked_chat_children
-from tests.night import Night, add_night_options, pin, pinned
+from tests.night import add_night_options, pin, pinned, register_choice
 from tests.slowest import SlowestTests, add_slowest_option
 from tests.tiers import register_profiles
 
@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     SlowestTests.register(config)
-    Night.register(config)
+    register_choice(config)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,10 +1,12 @@
-"""The parts of the nightly tier."""
+"""The parts of the nightly tier, the order of files, and what begins too late."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from tests.night import NUM_PARTS, Night, part, pin, pinned
+from tests.night import NUM_PARTS, TimeLimit, by_file, part, pin, pinned
 
 NAMES = [f"tests/test_{number % 7}.py::test_it[{number}]" for number in range(600)]
 
@@ -18,10 +20,20 @@ def test_thirty_parts_are_all_of_it() -> None:
     assert sorted(later) == sorted(again) and later != again, "another order, where there is not time for all"
 
 
+def test_each_number_has_another_order_of_files() -> None:
+    orders = [by_file(NAMES, number) for number in range(40)]
+    for each in orders:
+        assert sorted(each) == sorted(NAMES)
+        files = [name.partition("::")[0] for name in each]
+        assert sum(one != other for one, other in itertools.pairwise(files)) == 6, "the cases of a file stay together"
+        assert [name for name in each if "test_3.py" in name] == [name for name in NAMES if "test_3.py" in name]
+    assert {each[-1] for each in orders} == set(NAMES[-7:]), "each file is the last one at some time"
+
+
 def test_what_begins_too_late_is_skipped() -> None:
-    Night(3, 3600.0).pytest_runtest_setup()
-    with pytest.raises(pytest.skip.Exception, match="night"):
-        Night(3, -1.0).pytest_runtest_setup()
+    TimeLimit(3600.0).pytest_runtest_setup()
+    with pytest.raises(pytest.skip.Exception, match="no time"):
+        TimeLimit(-1.0).pytest_runtest_setup()
 
 
 @pytest.mark.nightly
