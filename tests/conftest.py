@@ -14,6 +14,7 @@ import typer.main
 from ratel_cli import neighbours
 from ratel_cli.hardware import load
 from ratel_cli.hardware.system_files import SystemFiles
+from ratel_cli.run.train import first_checks
 from tests.environment import fix, restored
 from tests.forked_chat import forked_chat_children
 from tests.night import add_night_options, pin, pinned, register_choice
@@ -61,7 +62,8 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     doctor tries one package there: all of them take ten seconds."""
     silent = SystemFiles(root=tmp_path_factory.getbasetemp() / "no-such-root")
     few = mock.patch.object(neighbours, "NEIGHBOURS", ("numpy",))
-    with restored(), few, mock.patch.object(load, "SystemFiles", return_value=silent):
+    of_a_run = mock.patch.object(first_checks, "SystemFiles", return_value=silent)
+    with restored(), few, of_a_run, mock.patch.object(load, "SystemFiles", return_value=silent):
         yield
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ratel_cli.errors import first_line
-from ratel_cli.hardware.checkup import memory_total_bytes
+from ratel_cli.hardware.checkup import instruction_flags, memory_total_bytes
 from ratel_cli.hardware.host import (
     available_bytes,
     free_bytes,
@@ -89,7 +89,7 @@ def describe_environment(paths: Sequence[Path], packages: Mapping[str, str], fil
         libc=" ".join(platform.libc_ver()).strip(),
         processor=processor_name(files.proc),
         num_cores=num_cores(),
-        instruction_sets=_instruction_sets(files),
+        instruction_sets=tuple(name for name in _INSTRUCTION_SETS if name in instruction_flags(files)),
         kernels_use=_kernels_use(),
         memory_bytes=total,
         available_bytes=available_bytes(files.proc, files.control_groups),
@@ -128,12 +128,6 @@ def _torch_build() -> str:
         if value:
             return f"{shown} {value}"
     return "CPU" if text else ""
-
-
-def _instruction_sets(files: SystemFiles) -> tuple[str, ...]:
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", files.text("proc/cpuinfo") or "", flags=re.MULTILINE)
-    flags = set(found[1].split()) if found else set()
-    return tuple(name for name in _INSTRUCTION_SETS if name in flags)
 
 
 def _kernels_use() -> str:

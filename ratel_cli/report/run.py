@@ -31,7 +31,7 @@ from ratel_cli.units import (
 
 _GAP = "  "
 _STALL_COLUMNS = len("stall write 12 %")
-"""The least columns of a stall in short, so that other parts do not come and go from line to line with its length."""
+"""The least columns of a stall in short, so that in a line of some width other parts do not come and go with its length."""
 _LEAST_SHARE = 0.01
 """Stalls below this share of a step are not printed."""
 
@@ -88,12 +88,11 @@ def base_row(spec: ModelSpec, directory: Path, *, is_elsewhere: bool) -> tuple[s
     return ("base", words)
 
 
-PLAIN_COLUMNS = 60
-"""The width of lines that go to a file."""
+def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None) -> str:
+    """One line for a step, of at most `width` characters: as much as fits there, the most important parts first.
 
-
-def step_line(metrics: StepMetrics, num_steps: int, *, width: int = PLAIN_COLUMNS) -> str:
-    """One line for a step, of at most `width` characters: as much as fits there, the most important parts first."""
+    Without a width, as in a log that programs search: every part in every line, in few words.
+    """
     parts = [
         (0, [f"step {metrics.step}/{num_steps}"]),
         (1, [f"loss {metrics.loss:.4f}"]),
@@ -106,6 +105,8 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int = PLAIN_COLUMN
     ]
     if not metrics.applied:
         parts.append((2, ["skipped: gradients overflowed"]))
+    if width is None:
+        return _GAP.join(wordings[-2:][0] for _, wordings in parts).rstrip()
     return _fitted(parts, width)
 
 

@@ -83,6 +83,8 @@ def test_a_config_brings_its_directories_and_its_needs(machine: Machine, here: P
     assert named(diagnoses, "memory").verdict == "broken"
     assert "limits.host_memory is 65.0 GiB" in named(diagnoses, "memory").reason
     assert named(diagnoses, "GPU").reason == "not used: device is cpu"
+    assert named(diagnoses, "bf16").remedy == "set dtype: float32"
+    assert all(each.what != "bf16" for each in found(machine, "run.yaml", "dtype=float32"))
     assert named(diagnoses, "space").verdict == "ok"
     first, second = (
         each.what for each in diagnoses if each.what.startswith(("a/run-", "b/run-")) and each.verdict == "ok"

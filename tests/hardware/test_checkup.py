@@ -9,6 +9,7 @@ import pytest
 from ratel_cli.hardware.checkup import (
     Diagnosis,
     Verdict,
+    check_bf16,
     check_clock,
     check_huge_pages,
     check_io_uring,
@@ -204,3 +205,20 @@ def test_the_clock(machine: Machine, values: dict[str, object], verdict: Verdict
 def test_threads_that_wait(environment: dict[str, str], verdict: Verdict, reason: str) -> None:
     remedy = f"unset {next(iter(environment))}" if verdict == "slow" else None
     check(check_waiting(environment), verdict, reason, remedy)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_slow"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", False),
+        ("flags\t\t: fpu avx2 avx512f amx_bf16 amx_tile", False),
+        ("Features\t: fp asimd bf16", False),
+        ("Features\t: fp asimd", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16x", True),
+        ("model name\t: a processor that does not say", False),
+    ],
+)
+def test_products_in_bf16(machine: Machine, line: str, is_slow: bool) -> None:
+    found = check_bf16(machine.write("proc/cpuinfo", f"{line}\n").files)
+    remedy = "set dtype: float32" if is_slow else None
+    check(found, "slow" if is_slow else "ok", "no bf16 instructions" if is_slow else "multiplies in bf16", remedy)

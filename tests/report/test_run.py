@@ -384,7 +384,6 @@ def test_no_step_line_is_wider_than_it_may_be(
         waited_seconds=IDLE | {"optimizer": stalled * seconds},
         clipped=True,
     )
-    assert len(step_line(metrics, 10**9)) <= 60
     assert len(step_line(metrics, 10**9, width=width)) <= max(width, len(f"step {step}/{10**9}"))
 
 
@@ -403,9 +402,15 @@ def test_a_stall_below_one_percent_is_none(seconds: float, words: str) -> None:
 
 
 def test_the_parts_of_a_line_do_not_depend_on_what_stalled() -> None:
-    for causes in (IDLE, IDLE | {"up": 0.4}, IDLE | {"nvme write": 0.04}):
-        line = step_line(replace(METRICS, step=42, waited_seconds=causes), 60)
-        assert line.startswith("step 42/60  loss 2.3457  250 tokens/s  ") and "norm" not in line
+    causes = {"no stall": IDLE, "stall upload 10 %": IDLE | {"up": 0.4}, "stall write 1 %": IDLE | {"nvme write": 0.04}}
+    for words, waited in causes.items():
+        metrics = replace(METRICS, step=42, waited_seconds=waited)
+        line = step_line(metrics, 60, width=60)
+        assert line == f"step 42/60  loss 2.3457  250 tokens/s  {words}"
+        fast = replace(metrics, tokens_per_second=8.0, step_seconds=4.0)
+        of_log = [step_line(each, 60) for each in (metrics, replace(fast, clipped=True))]
+        start = "step 42/60  loss 2.3457  lr 1.50e-05  norm 0.988"
+        assert of_log == [f"{start}  250 tokens/s  4.00 s  {words}", f"{start} clipped  8 tokens/s  4.00 s  {words}"]
 
 
 def test_no_step_is_busier_than_the_clock() -> None:
@@ -418,13 +423,14 @@ def test_no_step_is_busier_than_the_clock() -> None:
 def test_the_step_line_reports_skipped_and_clipped_steps() -> None:
     skipped = replace(METRICS, applied=False, grad_norm=math.inf)
     assert "  norm inf  " in step_line(skipped, 20, width=140)
-    assert step_line(skipped, 20) == "step 3/20  loss 2.3457  skipped: gradients overflowed"
+    assert step_line(skipped, 20, width=60) == "step 3/20  loss 2.3457  skipped: gradients overflowed"
+    assert step_line(skipped, 20).endswith("  skipped: gradients overflowed")
     assert "  norm 0.988 clipped  " in step_line(replace(METRICS, clipped=True), 20, width=140)
 
 
 def test_the_step_line_of_answers_that_are_compared_has_their_margin() -> None:
     compared = replace(METRICS, preferences={"rewards/margins": 0.25, "rewards/accuracies": 1.0})
-    assert step_line(compared, 20).startswith("step 3/20  loss 2.3457  margin 0.2500  ")
+    assert step_line(compared, 20).startswith("step 3/20  loss 2.3457  lr 1.50e-05  margin 0.2500  ")
     assert "margin nan" in step_line(replace(METRICS, preferences={}), 20), "of a step with good answers alone"
 
 

@@ -18,6 +18,7 @@ from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.checkup import (
     Diagnosis,
     Verdict,
+    check_bf16,
     check_clock,
     check_huge_pages,
     check_io_uring,
@@ -39,6 +40,7 @@ from ratel_cli.neighbours import packages_that_fail
 from ratel_cli.run.files.places import Places
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.settings import new_geometry
+from ratel_cli.run.train.first_checks import computes_in_bf16_here
 from ratel_cli.run.train.space import spaces_of, taken_bytes
 
 
@@ -57,6 +59,7 @@ def examine(
         check_locked_memory(None if locked == resource.RLIM_INFINITY else locked, platform.release()),
         check_clock(files),
         check_waiting(os.environ),
+        *([check_bf16(files)] if any(map(computes_in_bf16_here, places.configs)) else []),
     ]
     diagnoses += _packages()
     with ExitStack() as resources:

@@ -37,6 +37,7 @@ from ratel_cli.run.files.run_directory import HARDWARE_NAME, CachedProfile, run_
 from ratel_cli.run.inputs.length import known_steps
 from ratel_cli.run.inputs.model_description import describe_model
 from ratel_cli.run.inputs.settings import decisions_of, wear_limit, workload_of
+from ratel_cli.run.train.first_checks import notice_slow_dtype
 from ratel_cli.run.train.space import spaces_of, taken_bytes
 from ratel_cli.sizes import SPLIT_KEYS, Filling
 from ratel_cli.units import MIB, parse_rate
@@ -235,6 +236,7 @@ def find_hardware(
     """
     if file is not None:
         return load_hardware(file)
+    notice_slow_dtype(config, log.notice)
     target = profile_target(config)
     of_run = run_directory(config.output_dir) / HARDWARE_NAME
     if of_run.is_file():

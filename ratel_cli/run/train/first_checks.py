@@ -15,6 +15,9 @@ from pathlib import Path
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.data.mistral_tokenizer import check_mistral_common
 from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList
+from ratel_cli.hardware.checkup import check_bf16
+from ratel_cli.hardware.host import gpu_names
+from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.files.output import check_run_output
 from ratel_cli.run.files.run_files import files_of_run
@@ -50,6 +53,20 @@ def check_can_train(config: RunConfig, notice: Callable[[str], None]) -> None:
         notice("`cost_model` is only for `ratel plan`; a run is always planned with `cost_model: ratel`")
     if config.base_model is None:
         raise BadInput("`model_shape` is only for `ratel plan`", "set `base_model` to train a model")
+    notice_slow_dtype(config, notice)
+
+
+def notice_slow_dtype(config: RunConfig, notice: Callable[[str], None]) -> None:
+    """Say so if this machine computes in the config's dtype, and slowly."""
+    found = check_bf16(SystemFiles())
+    if found.remedy is not None and computes_in_bf16_here(config):
+        notice(f"{found.reason}: {found.remedy}")
+
+
+def computes_in_bf16_here(config: RunConfig) -> bool:
+    """Whether this machine's processor is what computes the layers, in bf16."""
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not gpu_names())
+    return on_cpu and config.dtype == "bfloat16"
 
 
 def _check_output(config: RunConfig, names: Sequence[str], *, overwrite: bool) -> None:
