@@ -31,7 +31,7 @@ from ratel_cli.units import (
 
 _GAP = "  "
 _STALL_COLUMNS = len("stall write 12 %")
-"""The least columns of a stall in short, so that in a line of some width other parts do not come and go with its length."""
+"""The least columns of a stall in short. In a narrow line other parts do not come and go with its length then."""
 _LEAST_SHARE = 0.01
 """Stalls below this share of a step are not printed."""
 
