@@ -218,6 +218,26 @@ bool stops_for_values(const c10::FunctionSchema& schema, const torch::jit::Stack
     return has_mask;
 }
 
+// torch's own `mm` of such a device makes a result and calls `mm.out`.
+bool is_product_in_16_bit(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+    static const std::set<std::string> products{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+    if (products.count(schema.name()) == 0 || schema.overload_name() != "out") return false;
+    return torch::jit::peek(stack, 0, schema.arguments().size()).toTensor().element_size() == 2;
+}
+
+// A GPU adds up products of numbers of 16 bits in fp32 and rounds the sum once. The host does the same: its own kernels
+// for such numbers take sixty times as long on a processor without instructions for them.
+void multiply_in_fp32(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+    const at::Tensor result = stack->back().toTensor();
+    const auto end = stack->end();
+    for (auto value = end - int64_t(operation.schema().arguments().size()); value != end; ++value) {
+        if (value->isTensor()) *value = on_host(value->toTensor()).to(at::kFloat);
+    }
+    operation.callBoxed(stack);
+    on_host(result).copy_(stack->back().toTensor());
+    stack->back() = result;
+}
+
 // Operators without a kernel above compute on the host, on copies.
 void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     const c10::FunctionSchema& schema = operation.schema();
@@ -248,7 +268,11 @@ void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* st
         if (draws) exchange_generators();
     };
     try {
-        at::native::cpu_fallback(operation, stack);
+        if (is_product_in_16_bit(schema, *stack)) {
+            multiply_in_fp32(operation, stack);
+        } else {
+            at::native::cpu_fallback(operation, stack);
+        }
     } catch (...) {
         restore();
         throw;
