@@ -20,11 +20,11 @@ from ratel_cli.run.start.starting_text import starting_text
 
 _MOST_MODELS = 5
 _NEXT = (
-    ("check", "whether everything is right"),
-    ("data", "what is trained on, with the tokens that have loss"),
-    ("plan", "what it takes, and what would help"),
-    ("finetune", "trains"),
-    ("report", "draws the run, while it trains and afterwards"),
+    ("check", "find all errors in it"),
+    ("data", "show samples, with the tokens that have loss marked"),
+    ("plan", "predict time, memory, disk and wear"),
+    ("finetune", "train"),
+    ("report", "write a page with the curves, while it trains or afterwards"),
 )
 
 

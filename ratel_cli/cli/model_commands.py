@@ -35,7 +35,7 @@ def export(
 
 
 @commands.command(
-    help="Write the base model of RUN with its adapter added to it, as PEFT merges it.",
+    help="Merge the adapter of RUN into its base model, as PEFT does.",
     epilog="Example: ratel merge outputs/my-run -o outputs/my-run-merged",
 )
 def merge(

@@ -113,7 +113,7 @@ def init(
 
 
 @commands.command(
-    help="Report all errors of a run at once: of config, model, data and machine. Only caches are written.",
+    help="Report all errors in config, model, data and machine at once. Only caches are written.",
     epilog="Example: ratel check my-run.yaml",
 )
 def check(

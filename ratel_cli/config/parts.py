@@ -62,10 +62,9 @@ def _found(option: str, name: str, parts: Mapping[str, Any]) -> Any:  # noqa: AN
         if each in parts:
             return parts[each]
     close = get_close_matches(short, parts, n=3) or get_close_matches(f"rtx{short}", parts, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(parts)}"
+    hint = f"did you mean {' or '.join(close)}? Another" if close else f"known are {', '.join(parts)}; another"
     raise BadInput(
-        f"argument '{option}': no part is known as {excerpt(name)}",
-        f"{hint}; a machine with other parts is described by a hardware file: --hardware FILE",
+        f"argument '{option}': {excerpt(name)} is not known", f"{hint} one can be described in a file for --hardware"
     )
 
 
@@ -76,7 +75,9 @@ def _memory_bytes(text: str, *, least_bytes: int) -> int:
     except ValueError:
         num_bytes = 0
     if not least_bytes < num_bytes <= _MOST_BYTES:
-        raise BadInput(f"argument '--ram': must be a size like 64GB, and more than 4GB, not {excerpt(text)}")
+        raise BadInput(
+            f"argument '--ram': must be a size with a unit, more than 4GB, such as 64GB, not {excerpt(text)}"
+        )
     return num_bytes
 
 

@@ -205,7 +205,7 @@ def _estimate(prediction: Prediction) -> str:
         return "analytic, by the paper's equations: 14 bytes per parameter, 34 b s h of activations"
     if prediction.source == "recorded":
         return "from a recorded step of this model on this machine"
-    return "analytic, from shapes alone; `ratel profile CONFIG`, or a run's first step, gives measured costs"
+    return "analytic, from shapes alone; `ratel profile CONFIG` on that machine, or a run's first step, measures costs"
 
 
 def _tier(tier: Tier) -> str:
@@ -309,7 +309,7 @@ def _run(forecast: Forecast, *, has_data: bool) -> str:
     written = f"{format_traffic(forecast.prediction.traffic.written_bytes)} written per step"
     if forecast.run_seconds is None or forecast.run_tb_written is None:
         by_data = "; `ratel check CONFIG` reads the data and predicts the whole run"
-        return written + (by_data if has_data else "; set max_steps to predict the whole run")
+        return written + (by_data if has_data else "; add max_steps=N to predict the whole run")
     steps = counted(forecast.setting.num_steps or 0, "step")
     fact = f"{steps}: {format_seconds(forecast.run_seconds)}, {format_traffic(forecast.run_tb_written * 1e12)} written"
     if forecast.endurance_share is not None:

@@ -143,7 +143,7 @@ def test_the_paper_s_13b(ask: Ask) -> None:
     assert result.row("offloaded").endswith("(case 3)")
     assert "  fc2       40 layers   12.5 GiB   275 TFLOP  20480 FLOP/B\n" in result.out
     assert "GiB offloaded; X: 29.7 GiB, as planned" in result.out
-    assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in result.out
+    assert "+17%  1983 tokens/s  micro_batch_size: 64 (twice the tokens per step: the result differs)\n" in result.out
 
 
 @pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.nightly), "paper"])
@@ -207,7 +207,7 @@ def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine:
     reads = f"MB written per step; `ratel check {config}` reads the data and predicts the whole run"
     assert result.row("run").endswith(reads)
     shape = ask(*PAPER_13B).row("run")
-    assert shape.endswith(" written per step; set max_steps to predict the whole run")
+    assert shape.endswith(" written per step; add max_steps=N to predict the whole run")
 
 
 @pytest.mark.full
@@ -389,7 +389,7 @@ def test_json_has_the_contract_s_keys_and_plain_numbers(ask: Ask) -> None:
     assert set(content["curve"][0]) == {"swapped_bytes", "step_seconds"}
     assert content["cost_model"] == "paper"
     assert content["wear"]["tb_written_per_run"] == 2 * content["wear"]["tb_written_per_step"]
-    assert content["advice"][0]["change"] == "micro_batch_size: 64"
+    assert content["advice"][0]["change"] == "micro_batch_size: 64 (twice the tokens per step: the result differs)"
 
 
 def test_json_of_what_does_not_fit(ask: Ask, config: Path, machine: Path) -> None:

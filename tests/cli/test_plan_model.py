@@ -53,10 +53,11 @@ def test_a_directory_and_a_model_of_the_hub_are_planned_as_their_config_is(
     assert of_hub == by_config, "under the model's name, not that of its revision"
     shown = plan(capsys, "small", *DESK, "sequence_len=256", "gradient_accumulation_steps=2")
     assert "step       2 micro-batches of 1 x 256 = 512 tokens\n" in shown
-    assert "set max_steps to predict the whole run" in shown, "there is no config that `ratel check` could read"
+    assert "add max_steps=N to predict the whole run" in shown, "there is no config that `ratel check` could read"
 
 
 def test_a_shape_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "= 32768 tokens" in plan(capsys, "gpt-6b", *DESK), "a step as large as that of other models"
     shown = plan(capsys, "gpt-6b", *DESK, "--json", "micro_batch_size=1")
     file = Path(__file__).parents[2] / "configs" / "models" / "gpt-6b.yaml"
     assert shown == plan(capsys, str(file), *DESK, "--json", "micro_batch_size=1")
@@ -72,7 +73,7 @@ def test_a_shape_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
         (["none.yaml", *DESK], "none.yaml: no such file or directory\n"),
         (["empty", *DESK], "empty: not the output directory of a run"),
         (["torn", *DESK], "config.json: cannot be parsed"),
-        (["small", "--gpu", "rtx9090"], "argument '--gpu': no part is known as rtx9090"),
+        (["small", "--gpu", "rtx9090"], "argument '--gpu': rtx9090 is not known"),
         (["small", "--ram", "64GB"], "argument '--ram': it belongs to --gpu NAME"),
         (["small", "--ssd", "990pro"], "argument '--ssd': it belongs to --gpu NAME"),
         (["small", *DESK, "--hardware", "desk.yaml"], "'--gpu' and '--hardware': each describes the machine"),

@@ -73,16 +73,24 @@ host:
 @pytest.mark.parametrize(
     ("parts", "message", "hint"),
     [
-        (Parts(gpu="rtx4091"), "argument '--gpu': no part is known as rtx4091", "rtx4090"),
-        (Parts(gpu="abacus"), "argument '--gpu': no part is known as abacus", "known are rtx3060, "),
-        (Parts(gpu="rtx4090", ssd="2x991pro"), "argument '--ssd': no part is known as 991pro", "990pro"),
-        (Parts(gpu="rtx4090", ssd="0x990pro"), "no part is known as 0x990pro", "990pro"),
-        (Parts(gpu="rtx4090", ssd=" "), "argument '--ssd': no part is known as", "--hardware FILE"),
+        (Parts(gpu="rtx4091"), "argument '--gpu': rtx4091 is not known", "rtx4090"),
+        (Parts(gpu="abacus"), "argument '--gpu': abacus is not known", "known are rtx3060, "),
+        (Parts(gpu="rtx4090", ssd="2x991pro"), "argument '--ssd': 991pro is not known", "990pro"),
+        (Parts(gpu="rtx4090", ssd="0x990pro"), "0x990pro is not known", "990pro"),
+        (Parts(gpu="rtx4090", ssd=" "), "is not known", "a file for --hardware"),
         (Parts(gpu="rtx4090", ssd="2x7GB/h"), "argument '--ssd': must be like 2x990pro or 2x7GB/s, not 7GB/h", ""),
         (Parts(gpu="rtx4090", ssd="0GB/s"), "must be like 2x990pro", ""),
         (Parts(gpu="rtx4090", ssd=f"{10**400}/s"), "must be like 2x990pro", ""),
-        (Parts(gpu="rtx4090", ram="much"), "argument '--ram': must be a size like 64GB", ""),
-        (Parts(gpu="rtx4090", ram="64"), "argument '--ram': must be a size like 64GB, and more than 4GB, not 64", ""),
+        (
+            Parts(gpu="rtx4090", ram="much"),
+            "argument '--ram': must be a size with a unit, more than 4GB, such as 64GB, not much",
+            "",
+        ),
+        (
+            Parts(gpu="rtx4090", ram="64"),
+            "argument '--ram': must be a size with a unit, more than 4GB, such as 64GB, not 64",
+            "",
+        ),
         (Parts(gpu="rtx4090", ram=f"{10**300}GB"), "argument '--ram': must be a size", ""),
     ],
 )

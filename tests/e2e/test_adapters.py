@@ -384,7 +384,7 @@ def test_what_cannot_be_merged(make_config: MakeConfig, plain_run: Path, tmp_pat
     config = make_config(**CHANGES)
     succeed(config)
     before = tree(output_of(config))
-    assert_rejected(ratel("merge", config, "-o", output_of(config)), 2, "has the adapter")
+    assert_rejected(ratel("merge", config, "-o", output_of(config)), 2, "contains the adapter")
     whole = finetune(make_config("whole"), "--from", str(output_of(config)))
     assert_rejected(whole, 2, "that run trains another model: adapter was lora, is now not set")
     assert f"`ratel merge {output_of(config)} -o DIR`" in whole.stderr

@@ -211,7 +211,7 @@ def test_a_step_of_large_data_has_more_sequences(base: Path) -> None:
 @pytest.mark.full
 def test_without_data_its_place_is_kept(base: Path) -> None:
     ended = init(base)
-    assert ended.code == 0 and "put its path where run.yaml has train.jsonl" in ended.stderr
+    assert ended.code == 0 and "replace train.jsonl in run.yaml" in ended.stderr
     assert written().config.datasets[0].path == "train.jsonl"
     assert_rejected(ratel("check", "run.yaml"), 2, "train.jsonl: no such file")
 

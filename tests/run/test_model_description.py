@@ -168,7 +168,7 @@ def test_a_change_is_described_anew(
 def test_other_software_describes_anew(built: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(LLAMA)
     described(config)
-    monkeypatch.setattr(user_cache, "version", lambda package: f"{package} of tomorrow")
+    monkeypatch.setattr(user_cache, "version_of", lambda package: f"{package} of tomorrow")
     described(config)
     assert len(built) == 2
 

@@ -17,6 +17,7 @@ from ratel_cli.units import format_bytes
 
 _SHOWN_AS_FASTER = 1.05
 _SHOWN_WHOLE = 10
+_LARGER = "twice the tokens per step: the result differs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +154,11 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     rows, number = 2 * workload.micro_batch_size, 2 * workload.num_micro_batches
     more = replace(setting, workload=replace(workload, num_micro_batches=number))
     if setting.has_own_split:
-        yield f"micro_batch_size: {rows}", replace(setting, workload=replace(workload, micro_batch_size=rows))
-        yield f"gradient_accumulation_steps: {number}", more
+        yield (
+            f"micro_batch_size: {rows} ({_LARGER})",
+            replace(setting, workload=replace(workload, micro_batch_size=rows)),
+        )
+        yield f"gradient_accumulation_steps: {number} ({_LARGER})", more
     else:
-        yield f"tokens_per_step: {setting.layout.num_ranks * more.workload.tokens}", more
+        yield f"tokens_per_step: {setting.layout.num_ranks * more.workload.tokens} ({_LARGER})", more
     yield "max_grad_norm: null", replace(setting, clips=False)

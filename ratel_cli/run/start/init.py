@@ -115,7 +115,7 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
     if is_open:
         text.choose("base_model", MODEL_PLACEHOLDER, "remove the #, and name a directory or a hub id")
     if not gpu_names():
-        text.choose("dtype", "float32", "fastest on most CPUs; for a GPU remove it (bfloat16)")
+        text.choose("dtype", "float32", "fastest on most CPUs; on a GPU remove this line (default: bfloat16)")
     text.choose("output_dir", str(_new_directory(Path("outputs") / output.stem)))
     has_data = bool(data) or "datasets" in text.given
     found = None if is_open else _look_at_model(text, log, has_data=has_data)
@@ -127,7 +127,7 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
     rows = [("model", about)]
     rows += [("data", f"{sketch.described}; {_rows_words(sketch)}") for sketch in sketches]
     if not has_data:
-        rows.append(("data", f"not given; put its path where {output} has {DATA_PLACEHOLDER}"))
+        rows.append(("data", f"not given; replace {DATA_PLACEHOLDER} in {output}"))
     _choose_length(text, found, sketches)
     _choose_epochs(text, sketches)
     chosen = _choose_run(text, found, sketches, log)

@@ -83,7 +83,7 @@ class StartingText:
         lines = [
             editor_line(),
             "# A starting config, made by `ratel init`. `ratel explain KEY` says what a key means.",
-            f"# {command('check', self._path)} says whether everything is right.",
+            f"# {command('check', self._path)} finds all errors in it.",
         ]
         grouped = {key for group in _GROUPS for key in group}
         for group in (*_GROUPS, tuple(key for key in written if key not in grouped)):

@@ -79,7 +79,7 @@ def test_advice_not_to_clip_says_what_a_step_gains_that_is_not_clipped_anyway() 
 def test_where_the_plan_chose_the_split_only_the_step_can_grow() -> None:
     planned = replace(SETTING, step_keys=("tokens_per_step",))
     advices = advise(planned, lambda setting: rate_of(setting, float(setting.workload.tokens)))
-    assert changes(advices) == ["tokens_per_step: 768"]
+    assert changes(advices) == ["tokens_per_step: 768 (twice the tokens per step: the result differs)"]
 
 
 def test_a_limit_of_the_user_s_is_doubled_with_the_memory() -> None:
@@ -100,7 +100,7 @@ def test_the_greatest_gain_comes_first_and_small_ones_are_left_out() -> None:
 
     advices = advise(SETTING, rate)
     assert changes(advices) == [
-        "micro_batch_size: 4",
+        "micro_batch_size: 4 (twice the tokens per step: the result differs)",
         "micro_batch_size: 3, gradient_accumulation_steps: 2 (the same tokens per step)",
         "one more SSD, 3 in all",
     ]
