@@ -286,9 +286,9 @@ def _report_os_error(error: OSError) -> int:
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         _report_bug(error)
         return EXIT_BUG
-    failure = EnvironmentFailure("too many files are open", "allow more of them: ulimit -n 4096")
-    _report_error(failure)
-    return failure.exit_code
+    few = EnvironmentFailure("too many files are open", "allow more of them: ulimit -n 4096")
+    _report_error(few)
+    return few.exit_code
 
 
 def _report_stop(message: str) -> None:

@@ -111,9 +111,6 @@ class HasState(Closing):
     def _settle(self) -> None:
         """Commit the last step, if it is not yet."""
 
-    def _commit(self) -> None:
-        self._store.commit(self._pending)
-
     def _check_ready(self, asked: str) -> None:  # noqa: ARG002 (where a step has two halves)
         """Raise BadInput if this is no time for what is `asked`."""
         self._check_open()

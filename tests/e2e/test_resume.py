@@ -172,7 +172,7 @@ def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
         ended, 2, f"{store_of(config).parent} holds the store of the run out (step 4, made ",
         "), which has other settings: seed was 7, is now 42",
     )  # fmt: skip
-    assert "hint: for a new run, set another output_dir" in ended.stderr
+    assert "for a new run, set another output_dir" in ended.stderr
     ended = finetune(config, "--resume", "no", "learning_rate=0.02")
     assert_rejected(
         ended, 2, f"{store_of(config).parent} holds the store of the run out (step 4, made ",

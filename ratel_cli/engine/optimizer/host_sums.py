@@ -246,8 +246,12 @@ class StayingSums(HostSums):
             self._chunks = view(lease.memory, torch.float32).view(first.shape)
             self._while_chunks.callback(lease.release)
         total = self._chunks
+
+        def begin(_: torch.Tensor) -> None:
+            total.copy_(first)
+
         if first is not total:
-            self._add_here(lambda _: total.copy_(first))
+            self._add_here(begin)
         values, download = self.bring(0, second.reshape(-1))
         self.end_contribution()
 

@@ -249,7 +249,7 @@ def _download_small(repository: str) -> str:
 def _look_at_data(text: StartingText, model: _Model, log: RunLog) -> list[DataSketch]:
     """The datasets by their first rows. Chooses their types, and a chat template if they need one."""
     tokenizer, own = model.tokenizer, declared_task(model.config) == "classification"
-    labels = tuple(model.config.id2label.values()) if own else ()
+    labels = tuple((model.config.id2label or {}).values()) if own else ()
     sources = sources_of(text.config, text.config.datasets, labels)
     if any(needs_template(source, tokenizer) for source in sources):
         text.choose("chat_template", "chatml", "the tokenizer has no chat template of its own")
