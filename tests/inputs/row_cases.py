@@ -107,7 +107,7 @@ _JSON = {
     b'[{"text": ' + b"1" * 5_000 + b"}]": ":1: not usable JSON",
     b'[7, {"text": "a"}]': ":1: a row must be an object, not a number",
     b'\n\n["a"]': ":3: a row must be an object, not text",
-    b"[]": "no samples: no rows in",
+    b"[]": "no samples: no rows were read from",
     b"7": ":1: a row must be an object, not a number",
 }
 
@@ -154,7 +154,7 @@ def _file(
 
 
 def _files() -> Iterator[MalformedInput]:
-    nothing = "no samples: no rows in"
+    nothing = "no samples: no rows were read from"
     for name, content in {
         "empty": b"",
         "blank lines": b"\n \n\r\n",
