@@ -168,4 +168,4 @@ def test_hints_about_bad_rows_are_about_these_rows(plain_run: Path, base: Path, 
     assert "hint: repair or remove these rows\n" in bare.stderr
     bad.write_text("")
     empty = ratel("eval", plain_run, bad)
-    assert_rejected(empty, 2, f"no samples: no rows in {bad}")
+    assert_rejected(empty, 2, f"no samples: no rows were read from {bad}")

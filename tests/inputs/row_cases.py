@@ -168,7 +168,7 @@ def _files() -> Iterator[MalformedInput]:
     yield _file("text with a NUL", "rows.txt", b"good\na\0b\n", "rows.txt:2: a NUL byte at column 2")
     for content in (b"", b"PAR1", b"PAR1" + bytes(99) + b"PAR1"):
         yield _file(f"parquet of {len(content)} bytes", "rows.parquet", content, "not a usable parquet file")
-    yield _file("of one line of JSON, called rows.csv", "rows.csv", _HEALTHY, "no rows in")
+    yield _file("of one line of JSON, called rows.csv", "rows.csv", _HEALTHY, "no rows were read")
     for suffix in ("xlsx", "gz", "zst", "arrow", "pkl", "py", "JSONLINES", ""):
         file_name = f"rows.{suffix}".rstrip(".")
         yield _file(f"called {file_name}", file_name, _HEALTHY, "this type of file cannot be read|no such file")
