@@ -78,6 +78,8 @@ IGNORED_TARGET: Final = -100
 """The target of a position without loss, as in torch's cross-entropy."""
 SPLIT_KEYS: Final = ("micro_batch_size", "gradient_accumulation_steps")
 """The keys of the config that split a step into micro-batches."""
+STEP_KEYS: Final = ("tokens_per_step", *SPLIT_KEYS)
+"""Those that say how many tokens a step has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 from pydantic_core import ErrorDetails
 
-from ratel_cli.config.sections import Contradiction
+from ratel_cli.config.sections import MOST, Contradiction
 from ratel_cli.config.source import locate, place_of_keys
 from ratel_cli.config.topics import instead_of
 from ratel_cli.config.yaml_marks import Finding, Marked, show
@@ -99,7 +99,7 @@ def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str |
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         bound = context[name]
-        shown = f"{bound:g}" if isinstance(bound, float) or bound == 10**15 else str(bound)
+        shown = f"{bound:g}" if isinstance(bound, float) or bound == MOST else str(bound)
         return f"`{key}` must be {words} {shown}, not {show(value)}", _KEY_HINTS.get(key)
     if kind == "string_too_short":
         return f"`{key}` must not be empty", None

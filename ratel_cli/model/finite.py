@@ -6,6 +6,7 @@ with the name of its tensor.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -22,6 +23,6 @@ def rounded(name: str, values: torch.Tensor, dtype: torch.dtype, *, hint: str = 
     if not is_finite.all():
         worst, kind = values[~is_finite][0].item(), str(dtype).removeprefix("torch.")
         most = " (65504 at most)" if dtype == torch.float16 else ""
-        why = f", which is beyond the range of {kind}{most}" if worst == worst else ""
+        why = f", which is beyond the range of {kind}{most}" if not math.isnan(worst) else ""
         raise BadInput(f"tensor {excerpt(name)} has the value {worst:g}{why}", hint if why else None)
     return found

@@ -53,7 +53,7 @@ from ratel_cli.run.start.starting_text import (
     TEXT_LENGTH,
     StartingText,
 )
-from ratel_cli.sizes import Filling, Task
+from ratel_cli.sizes import STEP_KEYS, Filling, Task
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate, format_traffic
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt"]
@@ -312,7 +312,7 @@ def _choose_step(
 ) -> Forecast | None:
     """The tokens of a step: the fewest that are nearly as fast as more of them. Returns the plan."""
     config, length = text.config, text.config.sequence_len
-    if text.given & {"tokens_per_step", "micro_batch_size", "gradient_accumulation_steps"}:
+    if text.given & {*STEP_KEYS}:
         return None if model is None or hardware is None else _forecast(config, model, hardware, log)
     if config.compares is not None or config.task in ("classification", "seq2seq") or not config.sample_packing:
         return _choose_rows(text, model, sketches, hardware, log)

@@ -20,10 +20,9 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.run.files.run_directory import is_output_of_run, read_config
 from ratel_cli.run.start.starting_text import STEP_TOKENS, TEXT_LENGTH, starting_text
-from ratel_cli.sizes import SPLIT_KEYS
+from ratel_cli.sizes import STEP_KEYS
 
 _SHAPES = Path(__file__).parents[3] / "configs" / "models"
-_STEP_KEYS = {"tokens_per_step", *SPLIT_KEYS}
 _CONFIG_NAMES = (".yaml", ".yml", ".json", ".gz")
 
 
@@ -43,7 +42,7 @@ def config_to_plan(named: Path, overrides: Sequence[str], log: RunLog) -> Planne
     path = named if os.path.lexists(named) else shapes.get(str(named), named)
     if os.path.isfile(path / "config.json") and not is_output_of_run(path):
         return _of_model(path, overrides)
-    if path != named and not any(each.partition("=")[0] in (*_STEP_KEYS, "sequence_len") for each in overrides):
+    if path != named and not any(each.partition("=")[0] in (*STEP_KEYS, "sequence_len") for each in overrides):
         overrides = (*overrides, f"tokens_per_step={STEP_TOKENS}")
     if os.path.lexists(path) or path.suffix in _CONFIG_NAMES:
         return PlannedConfig(config=read_config(path, log, overrides), path=path, name=path.stem)
@@ -74,7 +73,7 @@ def _in_hub_cache(name: str) -> Path | None:
 def _of_model(directory: Path, overrides: Sequence[str]) -> PlannedConfig:
     text = starting_text(str(directory), [], Path("plan.yaml"), overrides)
     text.choose("sequence_len", min(TEXT_LENGTH, _most_positions(directory)))
-    if not text.given & _STEP_KEYS:
+    if not text.given & {*STEP_KEYS}:
         length = text.config.sequence_len
         text.choose("tokens_per_step", max(1, STEP_TOKENS // length) * length)
     return PlannedConfig(config=text.config, path=None, name=directory.name)
