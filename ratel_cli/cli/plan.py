@@ -135,9 +135,10 @@ def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
     """Advice for a run that fits; for one that does not, only the same batch in micro-batches that do."""
 
     def rate(setting: Setting) -> SplitRate:
-        return (forecast if setting == forecast.setting else forecaster.forecast(setting)).split_rate
+        return forecast.split_rate if setting == forecast.setting else forecaster.rate(setting)
 
-    return advise(forecast.setting, rate)
+    chunk_bytes = forecaster.chunk_bytes(forecast.setting) if isinstance(forecaster, RatelForecaster) else None
+    return advise(forecast.setting, rate, chunk_bytes=chunk_bytes)
 
 
 def _show(forecast: Forecast, advices: tuple[Advice, ...], config: RunConfig) -> None:

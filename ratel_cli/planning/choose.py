@@ -24,10 +24,10 @@ fits is predicted to cost less by more than these allowances. What is rejected f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from math import ceil, inf
 
 from ratel_cli.errors import DoesNotFit
@@ -37,7 +37,7 @@ from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.problem import Evaluation, Problem, SpilledPrefix
 from ratel_cli.planning.traffic import Traffic
-from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced, objective_of
+from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced
 from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.sizes import GROUP_ELEMENTS
 
@@ -58,56 +58,85 @@ _SCANNED = 16
 """Up to this many levels are tried one by one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The best placement by the rule of `storage.wear`, and what its extremes would choose."""
+    """The best placement by the rule of `storage.wear`, and what its extremes would choose, once that is asked for.
+
+    Raises DoesNotFit if nothing fits.
+    """
 
     problem: Problem
     """The problem that was solved: the one that was given, or that with the head's sums in host memory."""
-    best: Evaluation
-    sparing: Evaluation
-    """The best with `save`."""
-    fastest: Evaluation
-    """The best with `ignore`."""
+
+    @cached_property
+    def best(self) -> Evaluation:
+        """The best by the user's rule."""
+        problem = self.problem
+        match problem.decisions.wear:
+            case "ignore":
+                return self.fastest
+            case "save":
+                return self.sparing
+            case "balanced" if self.sparing is self.fastest:
+                return self.fastest
+        objective = balanced(
+            least_written_seconds=self.sparing.time.total, unfrozen_state_bytes=problem.unfrozen_state_bytes
+        )
+        found = self.sparing, self.fastest, _least_cost(problem, objective)
+        return min(found, key=lambda each: _cost(problem, objective, each))
+
+    @cached_property
+    def sparing(self) -> Evaluation:
+        """The best with `save`."""
+        problem = self.problem
+        if problem.decisions.wear != "save" and self._quickest.traffic.written_bytes == problem.state_written_bytes:
+            return self._quickest  # the best by every rule
+        return _least_cost(problem, BYTES_FIRST)
+
+    @cached_property
+    def fastest(self) -> Evaluation:
+        """The best with `ignore`: the sparing one if that takes no more time, within what counts as equal."""
+        return self.sparing if self.sparing.time.total <= self._quickest.time.total else self._quickest
+
+    @cached_property
+    def _quickest(self) -> Evaluation:
+        return _least_cost(self.problem, TIME_ALONE)
 
 
+@lru_cache(maxsize=32)
 def weigh(problem: Problem) -> Choice:
-    """The best placement by the user's rule for wear. Raises DoesNotFit."""
+    """The best placement by the user's rule for wear. Raises DoesNotFit.
+
+    The search for a step's split and for the head's chunks asks for what the plan itself asks for again.
+    """
     other = problem.without_head_on_gpu
     if other is None or not problem.fits_device(0):
-        return _weigh(problem.in_least_gpu_memory)
-    choices = [_weigh(problem)]
+        return _weighed(problem.in_least_gpu_memory)
+    choices = [_weighed(problem)]
     with suppress(DoesNotFit):  # it takes more host memory
-        choices.append(_weigh(other))
-    objective = objective_of(
-        problem.decisions.wear,
-        least_written_seconds=min(each.sparing.time.total for each in choices),
-        unfrozen_state_bytes=problem.unfrozen_state_bytes,
-    )
+        choices.append(_weighed(other))
+    objective = objective_among(problem, choices)
     return min(choices, key=lambda each: _cost(problem, objective, each.best))
 
 
-def _weigh(problem: Problem) -> Choice:
-    """`weigh` with the head's sums where the problem has them."""
-    fastest = _least_cost(problem, TIME_ALONE)
-    if fastest.traffic.written_bytes == problem.state_written_bytes:  # the best by every rule
-        return Choice(problem=problem, best=fastest, sparing=fastest, fastest=fastest)
-    sparing = _least_cost(problem, BYTES_FIRST)
-    if sparing.time.total <= fastest.time.total:  # fewer bytes, and no more time: within what counts as equal
-        return Choice(problem=problem, best=sparing, sparing=sparing, fastest=sparing)
+def objective_among(problem: Problem, choices: Sequence[Choice]) -> Objective:
+    """What decides between choices for one problem that differ in what a GPU holds."""
     match problem.decisions.wear:
         case "ignore":
-            best = fastest
+            return TIME_ALONE
         case "save":
-            best = sparing
+            return BYTES_FIRST
         case "balanced":
-            objective = balanced(
-                least_written_seconds=sparing.time.total, unfrozen_state_bytes=problem.unfrozen_state_bytes
-            )
-            best = min(
-                sparing, fastest, _least_cost(problem, objective), key=lambda each: _cost(problem, objective, each)
-            )
-    return Choice(problem=problem, best=best, sparing=sparing, fastest=fastest)
+            least_written_seconds = min(each.sparing.time.total for each in choices)
+            unfrozen_bytes = problem.unfrozen_state_bytes
+            return balanced(least_written_seconds=least_written_seconds, unfrozen_state_bytes=unfrozen_bytes)
+
+
+def _weighed(problem: Problem) -> Choice:
+    """`weigh` with the head's sums where the problem has them."""
+    choice = Choice(problem=problem)
+    assert choice.best  # found, or raised, here
+    return choice
 
 
 def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
@@ -261,14 +290,22 @@ def _best_level(problem: Problem, start: Evaluation, objective: Objective) -> Ev
     # Of several ranks none keeps weights: those of other ranks' slices are old after each step.
     num_weights = num_segments if problem.rank_slice.size == 1 else 0
 
-    @cache
-    def at(level: int) -> Evaluation | None:
-        placement = replace(
+    def placed(level: int) -> Placement:
+        return replace(
             start.placement,
             resident_weights=frozenset(range(min(level, num_weights))),
             resident_states=frozenset(range(max(0, level - num_weights))),
         )
-        return _best_swap(problem, placement, objective)
+
+    @cache
+    def at(level: int) -> Evaluation | None:
+        return _best_swap(problem, placed(level), objective)
+
+    def fits(level: int) -> bool:
+        available_bytes = _bytes_for_units(problem, placed(level))
+        return (
+            available_bytes is not None and problem.spill_into(available_bytes, num_outputs=least_outputs) is not None
+        )
 
     def cost(level: int) -> Cost:
         return _cost(problem, objective, at(level))
@@ -279,7 +316,8 @@ def _best_level(problem: Problem, start: Evaluation, objective: Objective) -> Ev
         writes_more = objective.counts_bytes and found.traffic.written_bytes > best.traffic.written_bytes
         return not writes_more and cost(level).is_within(_AS_GOOD, _cost(problem, objective, best))
 
-    highest = _last(lambda level: at(level) is not None, 0, num_weights + num_segments)
+    least_outputs = problem.wanted_outputs or 0
+    highest = _last(fits, 0, num_weights + num_segments)
     lowest = _least(cost, 0, highest)
     best = at(lowest)
     chosen = at(_last(is_as_good, lowest, highest))
@@ -309,15 +347,20 @@ def _best_with_spilled_gradients(problem: Problem, start: Evaluation, objective:
     return best
 
 
-def _best_swap(problem: Problem, placement: Placement, objective: Objective) -> Evaluation | None:
-    """The prefix with the least cost in the memory that `placement` leaves; None if not even inputs fit."""
+def _bytes_for_units(problem: Problem, placement: Placement) -> int | None:
+    """The memory that `placement` leaves for units; None if that of its gradients is not there."""
     try:
         without, spilled_segments = problem.fit(placement, NOTHING_OFFLOADED)
     except DoesNotFit:
         return None
-    if spilled_segments:
+    return None if spilled_segments else problem.decisions.host_limit_bytes - without.total
+
+
+def _best_swap(problem: Problem, placement: Placement, objective: Objective) -> Evaluation | None:
+    """The prefix with the least cost in the memory that `placement` leaves; None if not even inputs fit."""
+    available_bytes = _bytes_for_units(problem, placement)
+    if available_bytes is None:
         return None
-    available_bytes = problem.decisions.host_limit_bytes - without.total
     traffic = problem.traffic(placement, NOTHING_OFFLOADED)
 
     @cache

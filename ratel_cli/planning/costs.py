@@ -248,6 +248,8 @@ def overlapped_step(
         num_parts=_parts_of_backward(spec, offloaded),
         direction="read",
     )
+    if overlap != "separate":
+        return StepTime(forward=forward, backward=backward)
     update = stages.time(
         _StageWork(
             compute=0.0,

@@ -17,10 +17,10 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import head_chunk_tokens, tokens_per_chunk
 from ratel_cli.planning.capacity import check_device_memory
-from ratel_cli.planning.choose import Choice, weigh
+from ratel_cli.planning.choose import Choice, objective_among, weigh
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.problem import Problem
-from ratel_cli.planning.wear import Cost, objective_of
+from ratel_cli.planning.wear import Cost
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
 
 CHUNK_BYTES: Final = tuple(LOGITS_CHUNK_BYTES << doublings for doublings in range(5))
@@ -47,11 +47,7 @@ def best_chunk(problem: Problem) -> int:
     shortfalls = {size: found for size, found in tried.items() if isinstance(found, int)}
     if not choices:
         return min(shortfalls, key=lambda size: (shortfalls[size], -size))
-    objective = objective_of(
-        problem.decisions.wear,
-        least_written_seconds=min(choice.sparing.time.total for choice in choices.values()),
-        unfrozen_state_bytes=problem.unfrozen_state_bytes,
-    )
+    objective = objective_among(problem, list(choices.values()))
 
     def cost(size: int) -> Cost:
         best = choices[size].best

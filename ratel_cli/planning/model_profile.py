@@ -168,6 +168,8 @@ class ModelProfile:
 
     def of_tokens(self, micro_batch_tokens: int) -> ModelProfile:
         """The profile of a micro-batch of this many tokens: all bytes, FLOPs and seconds grow with its rows."""
+        if micro_batch_tokens == self.micro_batch_tokens:
+            return self
         share = Fraction(micro_batch_tokens, self.micro_batch_tokens)
         profiles = (
             replace(

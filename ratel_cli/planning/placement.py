@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 from ratel_cli.model.spec import ModelSpec
@@ -214,13 +215,14 @@ def looked_up(spec: ModelSpec, num_rows: int | None) -> Segment:
     return replace(spec.embedding, blocks=tuple(blocks))
 
 
-def gradient_bytes(spec: ModelSpec, num_rows: int | None) -> list[int]:
+@lru_cache(maxsize=256)
+def gradient_bytes(spec: ModelSpec, num_rows: int | None) -> tuple[int, ...]:
     """Size of each segment's gradients as they are downloaded and held. A head that borrows the matrix gives every row
     a gradient."""
     sizes = [segment.gradient_bytes for segment in spec.segments]
     if sizes and num_rows is not None and not spec.tied:
         sizes[:1] = [looked_up(spec, num_rows).gradient_bytes]
-    return sizes
+    return tuple(sizes)
 
 
 def bytes_ahead(segment: Segment, window_bytes: int) -> int:

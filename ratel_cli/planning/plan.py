@@ -112,8 +112,11 @@ class Plan(Prediction):
         }
 
 
-def make_plan(problem: Problem) -> Plan:
-    """Choose what stays where and predict what follows. Raises DoesNotFit."""
+def make_plan(problem: Problem, *, trades: bool = True) -> Plan:
+    """Choose what stays where and predict what follows. Raises DoesNotFit.
+
+    `trades`: with what the other rules for wear would choose, which takes a search for each.
+    """
     spec, workload, profile, decisions = problem.spec, problem.workload, problem.profile, problem.decisions
     assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
     choice = weigh(problem)
@@ -161,7 +164,7 @@ def make_plan(problem: Problem) -> Plan:
         curve=tuple(curve(problem, chosen)),
         unclipped_seconds=None if speculation is None else speculation.unclipped_seconds,
         speculation=speculation,
-        wear=_wear_trade(problem, choice),
+        wear=_wear_trade(problem, choice) if trades else None,
     )
 
 

@@ -53,14 +53,15 @@ class StageTime:
         }
 
 
+_NAMES = tuple(each.name for each in fields(StageTime))
+
+
 def weighted_sum(parts: Iterable[tuple[float, StageTime]]) -> StageTime:
     """The stage that consists of `parts`, one after another: (weight, time) pairs."""
     parts = list(parts)
     if len(parts) == 1 and parts[0][0] == 1:
         return parts[0][1]
-    return StageTime(
-        **{each.name: sum(weight * getattr(time, each.name) for weight, time in parts) for each in fields(StageTime)}
-    )
+    return StageTime(**{name: sum(weight * getattr(time, name) for weight, time in parts) for name in _NAMES})
 
 
 _NO_TIME = StageTime(compute=0.0, up=0.0, down=0.0, nvme_read=0.0, nvme_write=0.0, total=0.0)

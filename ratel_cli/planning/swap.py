@@ -23,7 +23,9 @@ from ratel_cli.planning.wear import Cost
 
 AnyCost = TypeVar("AnyCost", float, Cost)
 _SCANNED = 32
-"""Up to this many prefixes are tried one by one."""
+"""Up to this many prefixes in all are tried one by one."""
+_STRIDES = 8
+"""Of more prefixes, this many are tried between the best two groups, then between the best two of those, and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +152,8 @@ class SwapOrder:
         high: int = self.boundaries[min(len(self.boundaries) - 1, place + 1)]
         # Coarsely first where there are many layers. Units are spilled whole, so that the time is convex except for
         # one unit, which is next to nothing among this many layers.
-        while high - low > _SCANNED:
-            stride: int = (high - low) // 8
+        while high - low > _STRIDES:
+            stride: int = (high - low) // _STRIDES
             best = min((*range(low, high, stride), high), key=cost)
             low, high = max(low, best - stride), min(high, best + stride)
         return min(range(low, high + 1), key=cost)

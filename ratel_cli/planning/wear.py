@@ -80,17 +80,6 @@ def balanced(*, least_written_seconds: float, unfrozen_state_bytes: int) -> Obje
     return Objective(seconds_per_byte=TIME_PER_WEAR * least_written_seconds / max(1, unfrozen_state_bytes))
 
 
-def objective_of(policy: WearPolicy, *, least_written_seconds: float, unfrozen_state_bytes: int) -> Objective:
-    """The objective of a policy; arguments as of `balanced`."""
-    match policy:
-        case "ignore":
-            return TIME_ALONE
-        case "save":
-            return BYTES_FIRST
-        case "balanced":
-            return balanced(least_written_seconds=least_written_seconds, unfrozen_state_bytes=unfrozen_state_bytes)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WearTrade:
     """What a plan's rule chose among, per step."""

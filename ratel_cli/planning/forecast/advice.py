@@ -40,13 +40,18 @@ def best_first(advices: Iterable[Advice]) -> tuple[Advice, ...]:
     return tuple(sorted(advices, key=lambda advice: -advice.gain))
 
 
-def advise(setting: Setting, rate: Callable[[Setting], SplitRate]) -> tuple[Advice, ...]:
-    """The changes that gain; where the setting does not fit, only a split of its step that does."""
+def advise(
+    setting: Setting, rate: Callable[[Setting], SplitRate], *, chunk_bytes: int | None = None
+) -> tuple[Advice, ...]:
+    """The changes that gain; where the setting does not fit, only a split of its step that does. `chunk_bytes`: what
+    the plan chose for the head, which stays where a change leaves micro-batches as they are; None: it is chosen anew.
+    """
     now = rate(setting)
     split = other_split(setting, rate) if setting.has_own_split else None
     advices = [] if split is None else [split]
     for change, changed in _changes(setting) if now.fits else ():
-        then = rate(changed)
+        keeps_chunk = changed.workload.micro_batch_tokens == setting.workload.micro_batch_tokens
+        then = rate(replace(changed, chunk_bytes=chunk_bytes or changed.chunk_bytes) if keeps_chunk else changed)
         if then.fits and then.tokens_per_second > (1 + LEAST_GAIN) * now.tokens_per_second:
             advices.append(_advice(change, now, then, stops_clipping=changed.clips != setting.clips))
     return best_first(advices)

@@ -201,6 +201,9 @@ class Forecaster(Protocol):
     def forecast(self, setting: Setting) -> Forecast:
         """The prediction for this setting. Raises BadInput if the cost model cannot handle it."""
 
+    def rate(self, setting: Setting) -> SplitRate:
+        """What of it decides between settings."""
+
     def with_activations(self, activations: ActivationPolicy) -> Forecaster:
         """The same with this choice of what is swapped in place of the config's."""
 

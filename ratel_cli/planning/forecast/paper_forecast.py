@@ -27,6 +27,7 @@ from ratel_cli.planning.papers.paper import (
 from ratel_cli.planning.papers.prefix import Search, SwappableOperator, search
 from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
+from ratel_cli.planning.split import SplitRate
 from ratel_cli.planning.traffic import Traffic
 
 
@@ -41,6 +42,10 @@ class PaperForecaster:
     """GPU memory that the user allows; None is all of it."""
     activations: ActivationPolicy = "auto"
     """What is swapped; `auto` is the best prefix."""
+
+    def rate(self, setting: Setting) -> SplitRate:
+        """As of `Forecaster`."""
+        return self.forecast(setting).split_rate
 
     def forecast(self, setting: Setting) -> Forecast:
         """The best prefix by benefit, or that of `activations`. Raises BadInput for a machine without a link, which the

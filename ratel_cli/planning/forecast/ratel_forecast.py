@@ -25,6 +25,7 @@ from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, Placement
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
+from ratel_cli.planning.split import SplitRate
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.layout import RankSlice
@@ -47,17 +48,25 @@ class RatelForecaster:
         """The plan as a forecast; of a run that does not fit, the plan for just as much memory as it takes."""
         return _forecast(self.plan(setting), setting, self.spec, device_limit_bytes=self._device_limit_bytes(setting))
 
+    def rate(self, setting: Setting) -> SplitRate:
+        """As of `Forecaster`. What other rules for wear would choose is not looked for."""
+        plan = self.plan(setting, trades=False)
+        limit_bytes = self._device_limit_bytes(setting)
+        return _forecast(plan, setting, self.spec, device_limit_bytes=limit_bytes).split_rate
+
     def with_activations(self, activations: ActivationPolicy) -> RatelForecaster:
         """As of `Forecaster`."""
         return replace(self, decisions=replace(self.decisions, activations=activations))
 
-    def plan(self, setting: Setting) -> Plan:
-        """The plan for this setting. Where the run does not fit, limits are raised until it does."""
+    def plan(self, setting: Setting, *, trades: bool = True) -> Plan:
+        """The plan for this setting. Where the run does not fit, limits are raised until it does. `trades` as of
+        `make_plan`."""
         setting = self._chunked(setting)
         limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
         while True:
             try:
-                return make_plan(self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes))
+                problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
+                return make_plan(problem, trades=trades)
             except DoesNotFit as failure:
                 if failure.is_gpu_memory:
                     assert device_limit_bytes is not None

@@ -152,9 +152,7 @@ def with_planned_split(
 
 def best_workload(forecaster: Forecaster, setting: Setting) -> Workload:
     """A step of the setting in the split that is the fastest."""
-    return best_split(
-        setting.workload, lambda workload: forecaster.forecast(replace(setting, workload=workload)).split_rate
-    ).workload
+    return best_split(setting.workload, lambda workload: forecaster.rate(replace(setting, workload=workload))).workload
 
 
 def with_planned_chunk(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from ratel_cli.config.key_groups import OF_RATES
@@ -26,6 +27,7 @@ from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_sha
 from ratel_cli.run.files.user_cache import software_versions, user_cache_file, write_user_cache
 from ratel_cli.run.inputs.settings import CHOOSES_PARAMETERS, rules_in
 from ratel_cli.schedule.rules import ALL_ADAMW
+from ratel_cli.sizes import DtypeName
 
 FORMAT_VERSION = 7
 
@@ -114,9 +116,9 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     file, path = description_file(config), Path(config.base_model)
     # In the hub's cache a directory is named after a revision, and its repository's is models--OWNER--NAME.
     name = path.parents[1].name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
-    cached = _read(file, name=name)
+    cached = _read(file, name, config.resolved_gradient_dtype)
     if cached is not None:
-        return replace(cached, spec=cached.spec.with_gradients(config.resolved_gradient_dtype))
+        return cached
     from ratel_cli.engine.footprint import measured_traits
     from ratel_cli.run.inputs.base_kinds import build_model
     from ratel_cli.run.inputs.process import silence_transformers
@@ -133,7 +135,7 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
         write_user_cache(file, json.dumps(content) + "\n")
     except OSError as error:
         log.notice(f"{file}: the model's description cannot be cached ({error.strerror}); the next plan makes it again")
-    return description
+    return _read(file, name, config.resolved_gradient_dtype) or description
 
 
 def _was_rejected(file: Path) -> bool:
@@ -144,18 +146,25 @@ def _was_rejected(file: Path) -> bool:
         return False
 
 
-def _read(file: Path, *, name: str) -> ModelDescription | None:
+def _read(file: Path, name: str, gradient_dtype: DtypeName) -> ModelDescription | None:
     """The cached description; None if there is none, or if it cannot be used."""
     try:
-        fields = JsonFields(json.loads(file.read_text(encoding="utf-8")))
-        if fields.integer("format_version") != FORMAT_VERSION:
-            return None
-        return ModelDescription(
-            spec=replace(ModelSpec.from_json(fields.value("spec")), name=name),
-            traits=LayerTraits.from_json(fields.value("traits")),
-        )
+        return _parsed(file.read_text(encoding="utf-8"), name, gradient_dtype)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str, name: str, gradient_dtype: DtypeName) -> ModelDescription | None:
+    """What this text describes, and for the same text the very same: what the planner remembers of a spec is found by
+    comparing specs, which takes no time where both are one."""
+    fields = JsonFields(json.loads(text))
+    if fields.integer("format_version") != FORMAT_VERSION:
+        return None
+    spec = replace(ModelSpec.from_json(fields.value("spec")), name=name)
+    return ModelDescription(
+        spec=spec.with_gradients(gradient_dtype), traits=LayerTraits.from_json(fields.value("traits"))
+    )
 
 
 def _config_text(base_model: str) -> str:

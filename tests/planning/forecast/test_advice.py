@@ -54,6 +54,19 @@ def test_each_change_is_tried_by_itself() -> None:
     assert unclipped == replace(SETTING, clips=False)
 
 
+def test_the_heads_chunks_stay_where_micro_batches_do() -> None:
+    tried: list[Setting] = []
+
+    def note(setting: Setting) -> SplitRate:
+        tried.append(setting)
+        return rate_of(setting, 1.0)
+
+    advise(SETTING, note, chunk_bytes=GIB)
+    *_, drive, memory, rows, number, unclipped = tried
+    assert {each.chunk_bytes for each in (drive, memory, number, unclipped)} == {GIB}
+    assert rows.chunk_bytes is None, "twice the rows take twice the memory"
+
+
 def test_advice_not_to_clip_says_that_it_changes_the_weights() -> None:
     [advice] = advise(SETTING, lambda setting: rate_of(setting, 100.0 if setting.clips else 150.0))
     assert advice.change == "max_grad_norm: null (no clipping: the result differs)"
