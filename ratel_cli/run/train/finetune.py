@@ -162,6 +162,10 @@ def run_finetune(
         upload_export(context.config, log)
 
 
+_STEPS_LOOKED_AT = 16
+"""Among the micro-batches of so many steps is one that has about as many tokens as those of an epoch have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """A run that is decided but for its plan. The config in its context has the split, and the chunks of the head."""
@@ -310,7 +314,9 @@ def _planned(run: _Run, cached: ModelProfile | None) -> tuple[ModelProfile, Plan
     plan = make_plan(profile)
     if cached is None:
         data, model = run.inputs.data, run.inputs.model
-        measured = tried_profile(context, model, data.step(0), planner, plan, profile, is_packed=data.is_packed)
+        num_steps = 1 if data.filling is None else min(_STEPS_LOOKED_AT, data.steps_per_epoch)
+        batches = [batch for step in range(num_steps) for batch in data.step(step)]
+        measured = tried_profile(context, model, batches, planner, plan, profile, is_packed=data.is_packed)
         if measured is not None:
             profile, plan = measured, make_plan(measured)
     report_other_load(run.meter, context.log)
