@@ -46,6 +46,8 @@ WINDOW_SAMPLES = 1 << 14
 """Samples of a stream that are packed and mixed together."""
 
 # The second part of each random order's key. The orders of epochs count up from the last.
+_STEPS_COUNTED = 16
+"""So many steps are read to know how much padding two texts need."""
 _ORDER_OF_SPLIT, _ORDER_OF_TIES, _ORDER_OF_EPOCHS = 0, 1, 2
 
 
@@ -168,10 +170,17 @@ class TrainingData:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens of the first epoch with their padding: packed sequences are padded to `sequence_len`, others to the
-        longest of their micro-batch, in whole chunks.
+        longest of their micro-batch, in whole chunks. Of two texts each has its longest: what some steps have of both
+        stands for all.
         """
         if self._settings.packing:
             return self.num_sequences * self._settings.sequence_len
+        if self._settings.task == "seq2seq":
+            number = min(_STEPS_COUNTED, self.steps_per_epoch)
+            steps = [self.step(at * self.steps_per_epoch // number) for at in range(number)]
+            return round(
+                sum(batch.num_computed_tokens for step in steps for batch in step) / number * self.steps_per_epoch
+            )
         widths, rows = (self.cache.lengths, 1) if self._compared is None else (self._compared.widths, 2)
         lengths = widths[self._train_sequences.samples[self._order_of(0)]]
         firsts = np.arange(0, len(lengths), self._settings.micro_batch_size)

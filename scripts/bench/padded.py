@@ -95,7 +95,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="directory for the stores")
     arguments = parser.parse_args()
-    print(f"{'kind':<10}{'predicted s':>12}{'step s':>9}{'error':>8}{'others':>8}{'tokens':>8}{'told tokens/s':>15}", flush=True)
+    print(
+        f"{'kind':<10}{'predicted s':>12}{'step s':>9}{'error':>8}{'others':>8}{'tokens':>8}{'told tokens/s':>15}",
+        flush=True,
+    )
     found = {}
     for kind in arguments.kinds:
         with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="ratel-padded-") as directory:

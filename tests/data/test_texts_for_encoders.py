@@ -20,7 +20,7 @@ from ratel_cli.data.packing import assemble
 from ratel_cli.data.samples import Encoded
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
-from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder, save_pair_model, write_encoder_rows
+from tests.e2e.encoders import CLASSES, encoder_rows, pair_rows, save_encoder, save_pair_model, write_encoder_rows
 
 TEXT = "the film was grey and flat and slow, so we left"
 SETTINGS = DataSettings(
@@ -257,6 +257,20 @@ def test_a_batch_of_pairs_pads_both_texts(pair_tokenizer: Tokenizer, multiple: i
     assert batch.num_targets == 6
     assert batch.num_tokens == 5 + 4 + 3 + 2
     assert batch.num_computed_tokens == batch.input_ids.numel() + batch.targets.numel()
+
+
+@pytest.mark.parametrize(("steps", "error"), [(8, 0.0), (24, 0.1)])
+def test_the_tokens_that_an_epoch_of_pairs_computes(
+    tmp_path: Path, pair_tokenizer: Tokenizer, steps: int, error: float
+) -> None:
+    """Those of both texts with the padding of each; of a long epoch those of some steps stand for all."""
+    settings = replace(SETTINGS, task="seq2seq", micro_batch_size=48 // steps, gradient_accumulation_steps=1)
+    path, rows = tmp_path / "rows.jsonl", [(row["question"], row["answer"]) for row in pair_rows()]
+    path.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows))
+    data = load(path, pair_tokenizer, settings, kind="seq2seq")
+    assert data.steps_per_epoch == steps
+    computed = sum(batch.num_computed_tokens for step in range(steps) for batch in data.step(step))
+    assert data.num_computed_tokens == pytest.approx(computed, rel=error, abs=0)
 
 
 def test_a_tokenizer_without_a_mask_token(tmp_path: Path) -> None:
