@@ -59,9 +59,10 @@ night: $(READY)  ## Run a thirtieth of the nightly tier for four minutes; NIGHT=
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
 	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest -m stress -s tests/stress
 
-lint: $(READY)  ## Check style and formatting
+lint: $(READY)  ## Check style, formatting, and that no folder has more statements than scripts/statements.txt allows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m scripts.statements
 
 types: $(READY)  ## Check types
 	$(BIN)/mypy

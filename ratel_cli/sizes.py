@@ -16,7 +16,7 @@ WeightDtype = Literal["bfloat16", "float32", "float16", "uint8"]
 """Names of the dtypes of weights as they are stored and bound: compute dtypes, and bytes that hold quantised ones."""
 
 QuantisedForm = Literal["nf4", "nf4 double", "int8"]
-"""How a matrix is quantised (model/quantised.py). `nf4 double`: with double quantisation."""
+"""How a matrix is quantised (model/files/quantised.py). `nf4 double`: with double quantisation."""
 MergeBase = Literal["dequantised", "original"]
 """What the adapter of a quantised run is added to: what its codes stand for, or the model from before."""
 StoredForm = Literal["nf4", "nf4 double", "int8", "mxfp4", "int4"]
@@ -73,7 +73,7 @@ EXPANDED_ELEMENTS: Final = 1 << 22
 EXPANDING_BYTES: Final = 8 * EXPANDED_ELEMENTS
 """What they take on the way, at most."""
 LOGITS_CHUNK_BYTES: Final = 64 << 20
-"""Logits of a chunk of tokens in fp32, at most, unless a GPU has memory for more (planning/head_chunk.py)."""
+"""Logits of a chunk of tokens in fp32, at most, unless a GPU has memory for more (planning/search/head_chunk.py)."""
 IGNORED_TARGET: Final = -100
 """The target of a position without loss, as in torch's cross-entropy."""
 SPLIT_KEYS: Final = ("micro_batch_size", "gradient_accumulation_steps")

@@ -36,7 +36,7 @@ def main(config: Path, found: Path) -> int:
 
 def stored_values(config: Path) -> dict[str, str]:
     """The SHA-256 of each field of each parameter, and of its fp32 master weights, in the last generation."""
-    from ratel_cli.model.stored_weights import StoredWeights
+    from ratel_cli.model.files.stored_weights import StoredWeights
     from ratel_cli.run.context import open_context
 
     package = Path(ratel_cli.__file__).parent  # the module has been moved

@@ -1,5 +1,5 @@
-"""Writes docs/config.md, every key of a run's config from the docstrings of `config/schema.py` and the alias tables;
-and from the same the JSON schema that the package has for editors.
+"""Writes docs/config.md, every key of a run's config from the docstrings of `config/keys/schema.py` and the alias
+tables; and from the same the JSON schema that the package has for editors.
 
     python -m scripts.write_config_docs
 
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.describe import facts_of, meaning_of
-from ratel_cli.config.foreign import LISTED, Foreign
 from ratel_cli.config.json_schema import SCHEMA_FILE, schema_text
+from ratel_cli.config.others.aliases import SECTIONS, TOP
+from ratel_cli.config.others.foreign import LISTED, Foreign
 
 DESTINATION = Path(__file__).parents[1] / "docs" / "config.md"
 COMMAND = "python -m scripts.write_config_docs"
@@ -46,7 +46,7 @@ SECTION_TITLES: Mapping[str, str] = {
 INTRODUCTION = f"""\
 # Configuration
 
-<!-- Generated from ratel_cli/config/schema.py. Do not edit; run: {COMMAND} -->
+<!-- Generated from ratel_cli/config/keys/schema.py. Do not edit; run: {COMMAND} -->
 
 A run is described by one YAML file. Every key has a default except `base_model` and `datasets`, so this is a whole
 config:

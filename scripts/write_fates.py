@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ratel_cli.config.importing import Imported, import_config
 from ratel_cli.config.load import dump
-from ratel_cli.config.yaml_marks import Plain
+from ratel_cli.config.yaml.yaml_marks import Plain
 from ratel_cli.errors import BadInput
 from scripts.foreign_keys import table_of, table_path
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from ratel_cli.data import chat
+from ratel_cli.data.text import chat
 
 
 @contextlib.contextmanager

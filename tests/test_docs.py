@@ -21,10 +21,10 @@ import yaml
 from ratel_cli import errors
 from ratel_cli.cli import app as command_line
 from ratel_cli.cli.app import main
-from ratel_cli.config.aliases import SECTIONS
 from ratel_cli.config.load import load_config
+from ratel_cli.config.others.aliases import SECTIONS
 from ratel_cli.errors import RatelError
-from ratel_cli.planning.step_time import RESOURCES
+from ratel_cli.planning.time.step_time import RESOURCES
 from ratel_cli.run.inputs import settings
 from ratel_cli.training.metrics import StepMetrics
 from scripts import write_config_docs, write_tree

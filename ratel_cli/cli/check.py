@@ -19,7 +19,7 @@ from ratel_cli.commands import command, name_run
 from ratel_cli.config.load import examine_config
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.report.check import CheckReport, ReportedError
+from ratel_cli.report.words.check import CheckReport, ReportedError
 from ratel_cli.run.ask.check import check_run, config_errors
 from ratel_cli.run.files.run_directory import config_file
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.console import RunLog
-from ratel_cli.report.data import data_to_json, reject_lines, sample_title, set_lines, summary_rows
+from ratel_cli.report.words.data import data_to_json, reject_lines, sample_title, set_lines, summary_rows
 from ratel_cli.run.files.run_directory import find_run
 
 _MOST_REJECTS = 1000

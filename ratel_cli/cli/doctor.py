@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.system_files import SystemFiles
-from ratel_cli.report.doctor import diagnoses_to_json, diagnosis_lines, raise_if_broken
+from ratel_cli.report.words.doctor import diagnoses_to_json, diagnosis_lines, raise_if_broken
 from ratel_cli.run.files.places import find_places
 
 

@@ -15,7 +15,7 @@ from typing import Final
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.environment import describe_environment
 from ratel_cli.hardware.system_files import SystemFiles
-from ratel_cli.report.environment import environment_rows
+from ratel_cli.report.words.environment import environment_rows
 from ratel_cli.run.files.places import find_places
 from ratel_cli.run.files.user_cache import software_versions
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.console import RunLog
-from ratel_cli.report.evaluation import evaluation_rows, evaluation_to_json
+from ratel_cli.report.words.evaluation import evaluation_rows, evaluation_to_json
 from ratel_cli.run.inputs.named_model import find_model
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.report.completions import completion_lines, completions_to_json, cost_line
+from ratel_cli.report.words.completions import completion_lines, completions_to_json, cost_line
 from ratel_cli.run.inputs.named_model import find_model
 
 _OPTIONS = {"temperature": "--temperature", "max_new_tokens": "--max-new-tokens", "step": "--step"}
@@ -46,7 +46,7 @@ def run(
             raise BadInput(f"argument '{override}': this is no key of a config", f"write {option} {value.strip()}")
     log = RunLog()
     named = find_model(path, log, overrides)
-    from ratel_cli.data.prompts import read_prompts
+    from ratel_cli.data.text.prompts import read_prompts
 
     if texts == [_STDIN]:
         prompts_file = Path(_STDIN)

@@ -15,7 +15,7 @@ from ratel_cli.cli.arguments import check_option
 from ratel_cli.commands import command
 from ratel_cli.config.importing import import_config
 from ratel_cli.console import RunLog
-from ratel_cli.report.imported import import_rows
+from ratel_cli.report.words.imported import import_rows
 from ratel_cli.run.files.new_file import reject_existing, write_new
 
 

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.cli.arguments import check_option
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.parts import Parts
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.planning.forecast.advice import Advice, advise, best_first
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.split import SplitRate
-from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
-from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
+from ratel_cli.planning.search.split import SplitRate
+from ratel_cli.report.page.plot import check_picture, draw_picture, terminal_curve
+from ratel_cli.report.words.plan import advice_lines, forecast_rows, swap_lines
 from ratel_cli.run.ask.adapter_advice import advise_adapter
 from ratel_cli.run.ask.plan_inputs import (
     Cluster,

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ratel_cli.cli.arguments import check_option
 from ratel_cli.commands import command
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
+from ratel_cli.report.words.profile import hardware_rows, model_rows, operator_lines
 from ratel_cli.run.ask.plan_inputs import with_planned_chunk, with_planned_split
 from ratel_cli.run.files.hardware_file import to_text
 from ratel_cli.run.files.new_file import check_new, write_new

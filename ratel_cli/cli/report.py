@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.report.page import page_of
+from ratel_cli.report.page.page import page_of
 from ratel_cli.run.ask.report import report_of
 from ratel_cli.run.files.new_file import check_place
 from ratel_cli.run.files.run_directory import REPORT_NAME, find_run, is_output_of_run, run_directory
@@ -38,7 +38,7 @@ def run(path: Path, output: Path | None, *, in_terminal: bool, overwrite: bool) 
             raise BadInput(f"Ratel did not make {config.output_dir}", "write the report elsewhere with -o FILE")
     report = report_of(config)
     if in_terminal:
-        from ratel_cli.report.terminal import report_lines
+        from ratel_cli.report.page.terminal import report_lines
 
         page = RunLog(sys.stdout)
         for line in report_lines(report, width=shutil.get_terminal_size().columns):

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ratel_cli.console import RunLog
-from ratel_cli.report.status import status_lines, status_to_json
+from ratel_cli.report.words.status import status_lines, status_to_json
 from ratel_cli.run.ask.status import MOST_LEVELS, find_statuses
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ratel_cli.console import RunLog
-from ratel_cli.report.verify import check_lines, checks_to_json, raise_if_wrong
+from ratel_cli.report.words.verify import check_lines, checks_to_json, raise_if_wrong
 from ratel_cli.run.files.output import has_own_store, no_store
 from ratel_cli.run.files.run_directory import find_run, is_output_of_run
 

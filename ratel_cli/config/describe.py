@@ -19,10 +19,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ratel_cli.config.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
-from ratel_cli.config.foreign import Foreign, foreign_key
-from ratel_cli.config.sections import MOST, Section
-from ratel_cli.config.topics import topic_of
+from ratel_cli.config.keys.sections import MOST, Section
+from ratel_cli.config.keys.topics import topic_of
+from ratel_cli.config.others.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
+from ratel_cli.config.others.foreign import Foreign, foreign_key
 from ratel_cli.errors import BadInput
 
 _PLAIN_TYPES = {"bool": "`true` or `false`", "int": "whole number", "float": "number", "str": "text", "Path": "path"}

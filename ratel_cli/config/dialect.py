@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ratel_cli.config.aliases import (
+from ratel_cli.config.describe import describe_value
+from ratel_cli.config.others.aliases import (
     ALIASES,
     INVERSE,
     SECTIONS,
@@ -24,12 +25,11 @@ from ratel_cli.config.aliases import (
     is_dataset_type,
     section_in,
 )
-from ratel_cli.config.describe import describe_value
-from ratel_cli.config.foreign import foreign_key
-from ratel_cli.config.reporting import keys_of_set
-from ratel_cli.config.their_datasets import each_file, translate_dataset
-from ratel_cli.config.translations import translate_top_level
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, plain, show
+from ratel_cli.config.others.foreign import foreign_key
+from ratel_cli.config.others.their_datasets import each_file, translate_dataset
+from ratel_cli.config.others.translations import translate_top_level
+from ratel_cli.config.yaml.reporting import keys_of_set
+from ratel_cli.config.yaml.yaml_marks import Entry, Finding, Marked, Where, plain, show
 
 _OTHER_DEFAULTS: Mapping[str, str] = {
     "output_dir": "outputs/ and the name of the config file",

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ratel_cli.config.aliases import TOP
 from ratel_cli.config.dialect import Dialect, KeyOutcome
 from ratel_cli.config.json_schema import editor_line
-from ratel_cli.config.key_groups import OF_WARMUP
+from ratel_cli.config.keys.key_groups import OF_WARMUP
+from ratel_cli.config.keys.sections import DatasetConfig
 from ratel_cli.config.load import dump, validate
-from ratel_cli.config.other_tools import (
+from ratel_cli.config.others.aliases import TOP
+from ratel_cli.config.others.other_tools import (
     MASK,
     OTHER_MEANINGS,
     defaults_of,
@@ -27,11 +28,10 @@ from ratel_cli.config.other_tools import (
     write_switch,
     write_system_column,
 )
-from ratel_cli.config.reporting import Entries
-from ratel_cli.config.sections import DatasetConfig
-from ratel_cli.config.source import read_file
-from ratel_cli.config.torchtune import translate_torchtune
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar, plain, raise_all, read_text
+from ratel_cli.config.others.torchtune import translate_torchtune
+from ratel_cli.config.yaml.reporting import Entries
+from ratel_cli.config.yaml.source import read_file
+from ratel_cli.config.yaml.yaml_marks import Entry, Finding, Marked, Scalar, plain, raise_all, read_text
 from ratel_cli.dataset_keys import unread_for_type
 
 _ONLY_OURS = frozenset(

@@ -14,9 +14,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratel_cli.config.aliases import ALIASES, INVERSE, SECTIONS, TOP, VALUE_ALIASES
 from ratel_cli.config.describe import meaning_of
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.config.others.aliases import ALIASES, INVERSE, SECTIONS, TOP, VALUE_ALIASES
 
 SCHEMA_FILE = Path(__file__).with_name("run.schema.json")
 

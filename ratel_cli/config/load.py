@@ -20,16 +20,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ratel_cli.commands import command
-from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.dialect import Dialect
-from ratel_cli.config.doubtful import doubtful_keys
-from ratel_cli.config.messages import contradictions_in, finding_of
-from ratel_cli.config.other_tools import other_length, other_mask, other_switch, recognise_surely
+from ratel_cli.config.keys.doubtful import doubtful_keys
+from ratel_cli.config.keys.messages import contradictions_in, finding_of
+from ratel_cli.config.keys.schema import OWN_DATA, RunConfig
+from ratel_cli.config.others.aliases import SECTIONS, TOP
+from ratel_cli.config.others.other_tools import other_length, other_mask, other_switch, recognise_surely
+from ratel_cli.config.others.torchtune import is_torchtune
 from ratel_cli.config.overrides import apply_override
-from ratel_cli.config.schema import OWN_DATA, RunConfig
-from ratel_cli.config.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
-from ratel_cli.config.torchtune import is_torchtune
-from ratel_cli.config.yaml_marks import (
+from ratel_cli.config.yaml.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
+from ratel_cli.config.yaml.yaml_marks import (
     ConfigLoader,
     Finding,
     Marked,

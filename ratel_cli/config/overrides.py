@@ -9,9 +9,9 @@ decides the same thing (`max_steps` and `num_epochs`).
 
 from __future__ import annotations
 
-from ratel_cli.config.aliases import SECTIONS, TOP, canonical_key, explain_unknown
 from ratel_cli.config.dialect import Dialect
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, read_value, shorten
+from ratel_cli.config.others.aliases import SECTIONS, TOP, canonical_key, explain_unknown
+from ratel_cli.config.yaml.yaml_marks import Entry, Finding, Marked, Where, read_value, shorten
 
 _EITHER_OR = (
     ("warmup_steps", "warmup_ratio"),

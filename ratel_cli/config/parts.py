@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ratel_cli.config.hardware_file import HardwareFile
-from ratel_cli.config.yaml_marks import plain, read_text
+from ratel_cli.config.yaml.yaml_marks import plain, read_text
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.units import parse_bytes, parse_rate
 

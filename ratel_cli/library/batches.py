@@ -11,11 +11,11 @@ from typing import TypeGuard
 
 import torch
 
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.data.sample_batch import AnyModelBatch, SampleBatch
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.data.samples.sample_batch import AnyModelBatch, SampleBatch
 from ratel_cli.errors import BadInput
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.stack import StackModel
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.stack import StackModel
 from ratel_cli.sizes import IGNORED_TARGET
 
 Tensors = Mapping[str, torch.Tensor]

@@ -27,11 +27,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ratel_cli.engine.digest import digest
-from ratel_cli.engine.horizontal import Computed, HorizontalEngine
-from ratel_cli.engine.weights import SegmentWeights
+from ratel_cli.engine.measure.digest import digest
+from ratel_cli.engine.steps.horizontal import Computed, HorizontalEngine
+from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.errors import BadInput
-from ratel_cli.model.binding import ModuleAttribute
+from ratel_cli.model.cut.binding import ModuleAttribute
 
 Forward = Callable[..., Any]
 PassedOn = WeakIdKeyDictionary

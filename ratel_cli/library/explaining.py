@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratel_cli.errors import BadInput
 from ratel_cli.library.hooking import Hooked
 from ratel_cli.library.model import Model
-from ratel_cli.report.plan import aligned, horizontal_rows, plan_rows, swap_lines
+from ratel_cli.report.words.plan import aligned, horizontal_rows, plan_rows, swap_lines
 
 
 def explain(model: Model | Hooked) -> str:

@@ -16,9 +16,9 @@ import torch
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput
 from ratel_cli.library.snapshots import write_snapshot
-from ratel_cli.model.quantised_model import QuantisedWeight
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.model.stored_state import StoredState
+from ratel_cli.model.files.quantised_model import QuantisedWeight
+from ratel_cli.model.files.stored_state import StoredState
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store

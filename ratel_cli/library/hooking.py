@@ -26,11 +26,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ratel_cli.engine.build import EngineSettings, UpdatingParts, open_device
-from ratel_cli.engine.horizontal import EndedStep, HorizontalEngine
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.settings import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.steps.build import EngineSettings, UpdatingParts, open_device
+from ratel_cli.engine.steps.horizontal import EndedStep, HorizontalEngine
 from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import kept_bytes, num_cores, return_large_buffers
@@ -43,11 +43,11 @@ from ratel_cli.library.optimizer import HOOKED, AdamW
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
 from ratel_cli.library.states import new_state, opened_state
 from ratel_cli.library.trained_model import save_module
-from ratel_cli.model.away import AwayGradient, AwayParameter
-from ratel_cli.model.hooked import HookedModule, find_module_blocks, identity_of
-from ratel_cli.model.module_weights import ModuleWeights
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.horizontal import HorizontalPlan, plan_horizontal
+from ratel_cli.model.cut.hooked import HookedModule, find_module_blocks, identity_of
+from ratel_cli.model.cut.module_weights import ModuleWeights
+from ratel_cli.model.values.away import AwayGradient, AwayParameter
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.search.horizontal import HorizontalPlan, plan_horizontal
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.loop import progress_after

@@ -35,7 +35,7 @@ from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 from ratel_cli.io.views import view
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.settings import WarningLog, caller_config
-from ratel_cli.model.away import AwayParameter, share_hooks
+from ratel_cli.model.values.away import AwayParameter, share_hooks
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import MIB, align_up
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 import torch
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.away import AwayGradient, hooks_of
-from ratel_cli.model.hooked import HookedModule
+from ratel_cli.model.cut.hooked import HookedModule
+from ratel_cli.model.values.away import AwayGradient, hooks_of
 
 
 class LoopRules:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ratel_cli.data.sample_batch import AnyModelBatch
-from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.steps.state import StepOutcome
+from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.errors import BadInput, Diverged, DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.library.batches import Tensors
@@ -30,8 +30,8 @@ from ratel_cli.library.has_state import HasState
 from ratel_cli.library.plans import is_within, measured_plan, workload_of
 from ratel_cli.library.surroundings import usual_settings
 from ratel_cli.library.trained_model import TrainedModel
-from ratel_cli.model.marker import read_marker
-from ratel_cli.planning.plan import Plan
+from ratel_cli.model.files.marker import read_marker
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import own_output
 from ratel_cli.run.train.engine import open_planned_engines, pin_ahead

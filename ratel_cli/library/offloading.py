@@ -15,17 +15,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ratel_cli.engine.build import open_device
-from ratel_cli.engine.pass_schedule import PassSchedule, PassUnit
-from ratel_cli.engine.resident_buffers import ResidentBuffers
-from ratel_cli.engine.saved_tensors import CacheCounts
-from ratel_cli.engine.saved_transfers import SavedTransfers
-from ratel_cli.engine.tensor_cache import TensorCache
+from ratel_cli.engine.cache.saved_tensors import CacheCounts
+from ratel_cli.engine.cache.saved_transfers import SavedTransfers
+from ratel_cli.engine.cache.tensor_cache import TensorCache
+from ratel_cli.engine.reading.pass_schedule import PassSchedule, PassUnit
+from ratel_cli.engine.reading.resident_buffers import ResidentBuffers
+from ratel_cli.engine.steps.build import open_device
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import GrowingScratch
 from ratel_cli.library.limits import Limits
 from ratel_cli.library.settings import WarningLog, caller_config
-from ratel_cli.model.hooked import find_module_blocks
+from ratel_cli.model.cut.hooked import find_module_blocks
 from ratel_cli.run.context import open_context
 from ratel_cli.units import MIB, format_bytes, parse_bytes
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import nn
 
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_QUANTISATION
+from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_QUANTISATION
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.hardware.gpu import compute_device, determinism
@@ -32,8 +32,8 @@ from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, soft
 from ratel_cli.library.states import new_state, opened_state
 from ratel_cli.library.surroundings import usual_settings
 from ratel_cli.library.trained_model import language_model, module_model
-from ratel_cli.model.hooked import own_dtype
-from ratel_cli.model.module_weights import as_it_was_on_failure
+from ratel_cli.model.cut.hooked import own_dtype
+from ratel_cli.model.cut.module_weights import as_it_was_on_failure
 from ratel_cli.run.context import open_context
 from ratel_cli.run.inputs.settings import settings_hash
 from ratel_cli.run.train.planner import estimated_profile

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ratel_cli.data.sample_batch import AnyModelBatch
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.plan import Plan
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.trial import tried_profile

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from ratel_cli import _native
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import config_of_caller
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.library.limits import Limits

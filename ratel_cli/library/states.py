@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ratel_cli.errors import BadInput
 from ratel_cli.library.snapshots import is_snapshot
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.settings import new_geometry
 from ratel_cli.run.train.store import import_base

@@ -17,24 +17,24 @@ from pathlib import Path
 from torch import nn
 from transformers import PretrainedConfig
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.sample_batch import AnyModelBatch
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import return_free_memory
 from ratel_cli.library.batches import Tensors, example_of, micro_batches, sample_batches
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME
-from ratel_cli.model.export_layout import layout_of_module
-from ratel_cli.model.export_weights import export_model
-from ratel_cli.model.find_layers import find_layers
-from ratel_cli.model.hooked import identity_of
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.module_weights import ModuleWeights
-from ratel_cli.model.quantised_model import QuantisedWeight, quantised_weights
-from ratel_cli.model.sidecars import GivenSidecars, TokenizerFiles
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import Workload
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.cut.find_layers import find_layers
+from ratel_cli.model.cut.hooked import identity_of
+from ratel_cli.model.cut.module_weights import ModuleWeights
+from ratel_cli.model.export.export_layout import layout_of_module
+from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.sidecars import GivenSidecars, TokenizerFiles
+from ratel_cli.model.files.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.quantised_model import QuantisedWeight, quantised_weights
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import own_output, reject_overlap
 from ratel_cli.run.inputs.base import model_hash

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.ranks.launched import num_local_ranks
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks

@@ -36,7 +36,7 @@ class ParameterSpec:
     first: int = 0
     """The index of its first element here in the flattened tensor: not 0 in a rank's slice (schedule/slices.py)."""
     quantised_shape: tuple[int, ...] | None = None
-    """The shape of the matrix that its bytes hold, quantised (model/quantised.py); None: it is none of these."""
+    """The shape of the matrix that its bytes hold, quantised (model/files/quantised.py); None: it is none of these."""
 
     @property
     def computed_shape(self) -> tuple[int, ...]:
@@ -84,10 +84,10 @@ class BlockSpec:
     is_looked_up: bool = False
     """Whether it begins with a matrix in whose rows its own segment looks tokens up."""
     rate: int = 0
-    """Which of a step's learning rates it has: the run's, 0, or that of a group (model/rate_groups.py)."""
+    """Which of a step's learning rates it has: the run's, 0, or that of a group (model/values/rate_groups.py)."""
     file_bytes: int | None = None
-    """What is read of the base model's files where the block stays there (model/in_place.py): its weights, and the rest
-    of the pages that these begin and end in. None: it lies in the store, as all do that are trained."""
+    """What is read of the base model's files where the block stays there (model/files/in_place.py): its weights, and
+    the rest of the pages that these begin and end in. None: it lies in the store, as all do that are trained."""
 
     @property
     def users(self) -> tuple[int, ...]:

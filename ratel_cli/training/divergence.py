@@ -11,8 +11,8 @@ import math
 import struct
 from collections.abc import Sequence
 
-from ratel_cli.data.sample_batch import AnyModelBatch
-from ratel_cli.engine.state import StepOutcome
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
+from ratel_cli.engine.steps.state import StepOutcome
 from ratel_cli.errors import Diverged, IntegrityFailure, RatelError
 
 _MOST_SAMPLES = 20

@@ -24,20 +24,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ratel_cli.data.latents import AnyData
-from ratel_cli.data.sample_batch import AnyModelBatch
-from ratel_cli.engine.loss import NOTHING_EVALUATED, EvaluatedSums, mean_figures
+from ratel_cli.data.batches.latents import AnyData
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
+from ratel_cli.engine.measure.telemetry import StepTimes, Timeline
 from ratel_cli.engine.ranks.commits import commit_progress_together, commit_together
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
+from ratel_cli.engine.replay.loss import NOTHING_EVALUATED, EvaluatedSums, mean_figures
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import StepTimes, Timeline
+from ratel_cli.engine.steps.state import StepOutcome
+from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.errors import EnvironmentFailure, Interrupted
 from ratel_cli.hardware.gpu import num_alloc_retries, peak_gpu_bytes
 from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.store.store import Progress, Store
 from ratel_cli.training.best import BestRule, BestSoFar
 from ratel_cli.training.divergence import diagnose_nonfinite_step

@@ -25,7 +25,7 @@ import xxhash
 
 from ratel_cli.closing import Closing
 from ratel_cli.json_fields import read_as
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.units import counted
 
 _CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\s*$')

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.training.history import RECENT_STEPS, recent_rate, recent_seconds
 from ratel_cli.training.metrics import StepMetrics
 

@@ -15,14 +15,14 @@ from statistics import median
 
 import torch
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket, join
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.units import MIB
 

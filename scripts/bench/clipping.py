@@ -38,18 +38,18 @@ from itertools import cycle, islice
 from typing import Literal, get_args
 from unittest.mock import patch
 
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import EngineParts, EngineSettings
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer import speculation as speculation_module
 from ratel_cli.engine.optimizer.settings import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.steps.build import EngineParts, EngineSettings
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.planning.clipping import SpeculationCosts, speculation_costs
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.profile.placement import Placement
+from ratel_cli.planning.search.clipping import SpeculationCosts, speculation_costs
 from scripts.bench.contestants import SHAPES, Task, batches_of, in_turns, print_promise
 from scripts.bench.ratel_run import RatelRun, Steps, open_run
 from scripts.bench.throttled_queue import ThrottledQueue

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import peak_resident_bytes
 from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, model_config, run_as

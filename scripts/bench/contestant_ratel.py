@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ratel_cli.engine.measure.telemetry import Span
+from ratel_cli.engine.measure.trace import TraceFile
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Span
-from ratel_cli.engine.trace import TraceFile
 from ratel_cli.hardware.host import default_limit_bytes, peak_resident_bytes
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.planning.placement import ActivationPolicy
-from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.planning.profile.placement import ActivationPolicy
+from ratel_cli.planning.search.plan import Plan
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB
 from scripts.bench.ceilings import mixed_bytes_per_second

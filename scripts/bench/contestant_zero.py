@@ -25,7 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.hardware.host import peak_resident_bytes
 from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, model_config, run_as
 

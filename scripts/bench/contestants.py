@@ -36,10 +36,10 @@ from typing import Literal, TypeVar, get_args
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from ratel_cli.config.optimizers import OptimizerChoice
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.planning.placement import Overlap
-from ratel_cli.planning.wear import WearPolicy
+from ratel_cli.config.keys.optimizers import OptimizerChoice
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.planning.profile.placement import Overlap
+from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.sizes import IGNORED_TARGET, DtypeName, QuantisedForm
 from tests.simulated_gpu import install_if_asked
 

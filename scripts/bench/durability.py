@@ -27,9 +27,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.hardware.host import default_limit_bytes
-from ratel_cli.planning.plan import Plan
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.units import GIB

@@ -31,18 +31,18 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import get_args
 
-from ratel_cli.config.optimizers import OptimizerChoice
-from ratel_cli.engine.footprint import measured_traits
+from ratel_cli.config.keys.optimizers import OptimizerChoice
+from ratel_cli.engine.steps.footprint import measured_traits
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.quantised import QUANTISED_FORMS
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.quantised import QUANTISED_FORMS
+from ratel_cli.model.files.skeleton import build_skeleton
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
-from ratel_cli.planning.problem import Decisions
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.placement import ActivationPolicy, Overlap, Workload
+from ratel_cli.planning.search.problem import Decisions
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.units import GIB, format_bytes
 from scripts.bench.ceilings import block_rates

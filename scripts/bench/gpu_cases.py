@@ -20,8 +20,8 @@ from statistics import median
 from typing import Literal
 
 from ratel_cli.hardware.host import available_bytes, default_limit_bytes
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.planning.traffic import store_bytes
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.planning.time.traffic import store_bytes
 from ratel_cli.run.inputs.settings import num_slots, rules_in
 from ratel_cli.units import GIB
 from scripts.bench.contestants import SHAPES, Measured, Task, run_process

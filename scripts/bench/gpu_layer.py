@@ -38,10 +38,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.model import quantised
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.layer_runner import loss_sum
-from ratel_cli.model.quantised import QuantisedLayout, dequantised
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.layer_runner import loss_sum
+from ratel_cli.model.files import quantised
+from ratel_cli.model.files.quantised import QuantisedLayout, dequantised
 from ratel_cli.sizes import IGNORED_TARGET, StoredForm
 from ratel_cli.units import GIB
 from scripts.bench.ceilings import Sustained, sustained

@@ -17,9 +17,9 @@ from statistics import median
 import torch
 
 from ratel_cli.hardware.gpu import num_alloc_retries
-from ratel_cli.planning.placement import ActivationPolicy, Overlap
-from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.planning.profile.placement import ActivationPolicy, Overlap
+from ratel_cli.planning.search.plan import Plan
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.units import GIB
 from scripts.bench.contestants import batches_of
 from scripts.bench.kernels import KernelTable, kernels_of

@@ -31,16 +31,16 @@ from pathlib import Path
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers, kernel_of
-from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, Extent, IoQueue, LanedQueue, depth_for, open_queue
 from ratel_cli.io.requests import Lane, Request
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.planning.choose import shape_for
+from ratel_cli.planning.search.choose import shape_for
 from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.store.layout import Geometry

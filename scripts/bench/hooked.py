@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ratel_cli as ratel
 from ratel_cli.hardware.host import kept_bytes
-from ratel_cli.model.hooked import HookedModule, find_module_blocks
-from ratel_cli.planning.horizontal import plan_horizontal
-from ratel_cli.planning.traffic import Traffic, store_bytes
+from ratel_cli.model.cut.hooked import HookedModule, find_module_blocks
+from ratel_cli.planning.search.horizontal import plan_horizontal
+from ratel_cli.planning.time.traffic import Traffic, store_bytes
 from ratel_cli.units import KIB, format_bytes, format_traffic, parse_bytes
 
 VOCABULARY = 8192

@@ -27,16 +27,16 @@ from pathlib import Path
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
-from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, depth_for
-from ratel_cli.planning.choose import shape_for
-from ratel_cli.planning.placement import GroupShape
+from ratel_cli.planning.profile.placement import GroupShape
+from ratel_cli.planning.search.choose import shape_for
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.sizes import BLOCK_ALIGNMENT, GROUP_ELEMENTS, STRIPE_BYTES
 from ratel_cli.store.layout import Geometry

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.replay.repeating import Repeater, Template, template_of
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import inject
-from ratel_cli.model.carried import LayerCall
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import LayerTraits
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.placement import Workload
+from ratel_cli.engine.steps.footprint import measured_traits
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.adapters import inject
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.adapter_settings import AdapterSettings
+from ratel_cli.model.values.carried import LayerCall
+from ratel_cli.model.values.spec import LayerTraits
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.placement import Workload
 from scripts.bench.ceilings import bound
 from scripts.bench.contestants import config_of, position_ids
 

@@ -22,7 +22,7 @@ import statistics
 from dataclasses import asdict, replace
 from typing import get_args
 
-from ratel_cli.planning.placement import Overlap
+from ratel_cli.planning.profile.placement import Overlap
 from scripts.bench.contestants import Measured, add_arguments, in_turns, run_process, task_of
 
 MODES: tuple[Overlap, ...] = get_args(Overlap)

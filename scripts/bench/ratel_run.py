@@ -17,27 +17,27 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ratel_cli.config.schema import DatasetConfig, LimitsConfig, RunConfig, StorageConfig
+from ratel_cli.config.keys.schema import DatasetConfig, LimitsConfig, RunConfig, StorageConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.measure.telemetry import StepTimes, Timeline
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import StepTimes, Timeline
+from ratel_cli.engine.steps.state import StepOutcome
+from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.adapter_settings import AdapterSettings, base_name
-from ratel_cli.model.adapters import AdaptedSource, drawn_adapter, inject
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.quantised_model import QuantisingSource, quantise_layers, quantised_weights
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import ActivationPolicy
-from ratel_cli.planning.plan import Plan
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.adapters import AdaptedSource, drawn_adapter, inject
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.initialise import RandomSource
+from ratel_cli.model.files.quantised_model import QuantisingSource, quantise_layers, quantised_weights
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.adapter_settings import AdapterSettings, base_name
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import ActivationPolicy
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.settings import new_geometry, rules_in
 from ratel_cli.run.train.engine import open_planned_engines

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ratel_cli as ratel
-from ratel_cli.engine.saved_tensors import CacheCounts
+from ratel_cli.engine.cache.saved_tensors import CacheCounts
 from ratel_cli.units import MIB, format_bytes
 
 STRATEGIES = ("keep", "recompute", "offload", "auto", "host")

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.planning.placement import ActivationPolicy
-from ratel_cli.planning.plan import Plan
+from ratel_cli.planning.profile.placement import ActivationPolicy
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.train.planner import Planner
 from scripts.bench.contestants import Task, batches_of, in_turns
 from scripts.bench.ratel_run import RatelRun, open_run

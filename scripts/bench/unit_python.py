@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ratel_cli.engine.replay.repeating import Template, repeater_of, template_of
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tapes
-from ratel_cli.model.operators import OperatorMode, TorchOperator
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.model.values.operators import OperatorMode, TorchOperator
 
 WIDTH, TOKENS = 64, 16
 OFFLOADED = "aten.silu.default#0"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.config.aliases import SECTIONS
+from ratel_cli.config.others.aliases import SECTIONS
 from tests.test_layers import HEAVY
 
 PROBE = f"""

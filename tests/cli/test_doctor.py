@@ -17,8 +17,8 @@ from ratel_cli.errors import BadInput
 from ratel_cli.hardware.checkup import Diagnosis
 from ratel_cli.hardware.checkup_gpu import GpuSight
 from ratel_cli.hardware.environment import describe_environment
-from ratel_cli.report.doctor import diagnoses_to_json, diagnosis_lines
-from ratel_cli.report.environment import environment_rows
+from ratel_cli.report.words.doctor import diagnoses_to_json, diagnosis_lines
+from ratel_cli.report.words.environment import environment_rows
 from ratel_cli.run.ask.doctor import examine
 from ratel_cli.run.files.places import find_places
 from ratel_cli.units import GIB

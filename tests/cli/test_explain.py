@@ -11,10 +11,10 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.config.aliases import ALIASES, SECTIONS, canonical_key
 from ratel_cli.config.describe import all_keys, changed_value, explain, explain_json
-from ratel_cli.config.foreign import FOREIGN
-from ratel_cli.config.topics import TOPICS, Topic
+from ratel_cli.config.keys.topics import TOPICS, Topic
+from ratel_cli.config.others.aliases import ALIASES, SECTIONS, canonical_key
+from ratel_cli.config.others.foreign import FOREIGN
 from tests.test_console import Terminal, as_terminal
 
 SECTION_NAMES = "datasets, lr_scheduler_kwargs, optim_args, storage, limits, model_shape, storage.snapshot"

@@ -9,8 +9,8 @@ import pytest
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.importing import import_config
+from ratel_cli.config.keys.topics import instead_of
 from ratel_cli.config.load import load_config
-from ratel_cli.config.topics import instead_of
 from ratel_cli.errors import BadInput
 
 AXOLOTL = """\

@@ -24,9 +24,9 @@ from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import processor_name
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import device_of
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.run.files.hardware_file import load_hardware, to_text
 from ratel_cli.run.files.profile_cache import cache_file, profile_target
 from ratel_cli.run.files.run_directory import CachedProfile, stores_on_machine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.report.direct import NO_LINK
+from ratel_cli.report.words.direct import NO_LINK
 from ratel_cli.run.files.hardware_file import to_text
 from tests.hardware.profiles import WITHOUT_GPU
 

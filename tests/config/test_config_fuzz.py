@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.config.aliases import SECTIONS
 from ratel_cli.config.load import LoadedConfig, load_config, to_yaml
+from ratel_cli.config.others.aliases import SECTIONS
 from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL
 from tests.tiers import examples

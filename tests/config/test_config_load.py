@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.aliases import SECTIONS
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config, to_yaml
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES
+from ratel_cli.config.others.aliases import SECTIONS
+from ratel_cli.config.yaml.yaml_marks import MAX_TEXT_BYTES
 from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL, Complain, Load
 from tests.test_input_files import compressed

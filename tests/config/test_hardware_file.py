@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.config.hardware_file import read_hardware_file
-from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES
+from ratel_cli.config.yaml.yaml_marks import MAX_TEXT_BYTES
 from ratel_cli.errors import BadInput
 
 Complain = Callable[[str], list[str]]

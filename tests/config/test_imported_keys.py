@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from ratel_cli.config.doubtful import doubtful_keys
 from ratel_cli.config.importing import Imported, import_config
+from ratel_cli.config.keys.doubtful import doubtful_keys
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL, Load
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.config.aliases import ALIASES, SECTIONS, VALUE_ALIASES
 from ratel_cli.config.describe import meaning_of
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.json_schema import SCHEMA_FILE, config_schema, editor_line, schema_text
 from ratel_cli.config.load import examine_text, load_config, to_yaml
-from ratel_cli.config.yaml_marks import plain, read_text
+from ratel_cli.config.others.aliases import ALIASES, SECTIONS, VALUE_ALIASES
+from ratel_cli.config.yaml.yaml_marks import plain, read_text
 from tests.config.config_loading import MINIMAL
 from tests.config.json_schema_oracle import violations
 from tests.config.test_rejections import blocks

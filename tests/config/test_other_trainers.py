@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.doubtful import doubtful_keys
+from ratel_cli.config.keys.doubtful import doubtful_keys
 from tests.config.config_loading import MINIMAL, Complain, Load
 
 

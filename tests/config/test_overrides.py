@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.schema import SnapshotConfig
+from ratel_cli.config.keys.schema import SnapshotConfig
 from tests.config.config_loading import MINIMAL, Complain, Load
 
 NESTED = "base_model: m\ndatasets:\n- a.jsonl\n- {path: b.jsonl, split: dev}\nstorage: {engine: threads}\n"

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from ratel_cli.config.importing import import_config
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 
 AXOLOTL = {

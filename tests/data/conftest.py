@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.dataset import DatasetSource, DataSettings, MicroBatch, TrainingData, load_training_data
-from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.data.batches.dataset import DatasetSource, DataSettings, MicroBatch, TrainingData, load_training_data
+from ratel_cli.data.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

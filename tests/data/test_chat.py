@@ -11,9 +11,9 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from ratel_cli.data.chat import ChatRenderer
-from ratel_cli.data.chat_child import ChatMessage, Prompt, RenderFailure, find_turns, has_generation_tag
-from ratel_cli.data.drafts import ChatDraft, Unusable
+from ratel_cli.data.text.chat import ChatRenderer
+from ratel_cli.data.text.chat_child import ChatMessage, Prompt, RenderFailure, find_turns, has_generation_tag
+from ratel_cli.data.text.drafts import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.data.chat import ChatRenderer, RenderedChat
-from ratel_cli.data.chat_pool import ChatPool
-from ratel_cli.data.drafts import ChatDraft, Unusable
-from ratel_cli.data.ingest import ahead
+from ratel_cli.data.sources.ingest import ahead
+from ratel_cli.data.text.chat import ChatRenderer, RenderedChat
+from ratel_cli.data.text.chat_pool import ChatPool
+from ratel_cli.data.text.drafts import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from tests.data.test_chat import PLAIN, _turns
 

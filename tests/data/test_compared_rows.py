@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from ratel_cli.data.drafts import ChatDraft, ComparedDraft, TextDraft, Unusable
-from ratel_cli.data.formats import RowFormat, decide_format
-from ratel_cli.data.rows import Compares, DatasetSource
+from ratel_cli.data.sources.formats import RowFormat, decide_format
+from ratel_cli.data.text.drafts import ChatDraft, ComparedDraft, TextDraft, Unusable
+from ratel_cli.data.text.rows import Compares, DatasetSource
 from ratel_cli.errors import BadInput
 from tests.data.conftest import Load, MakeTokenizer, WriteRows
 from tests.trl_oracle import prepared

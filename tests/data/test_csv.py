@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.data.csv_rows import read_csv
-from ratel_cli.data.lines import Reject, Row
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.files.csv_rows import read_csv
+from ratel_cli.data.files.lines import Reject, Row
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.errors import BadInput
 from tests.data.conftest import Load
 from tests.tiers import examples

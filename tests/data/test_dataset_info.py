@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.dataset_info import describe_set
-from ratel_cli.config.sections import DatasetConfig
-from ratel_cli.config.yaml_marks import Plain
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.config.keys.sections import DatasetConfig
+from ratel_cli.config.others.dataset_info import describe_set
+from ratel_cli.config.yaml.yaml_marks import Plain
+from ratel_cli.data.text.rows import DatasetSource
 from tests.data.conftest import CHATML, Load
 from tests.data.mask_oracle import ids_and_labels
 from tests.data.test_forms import END, WITH_CALLS, A, S, T, U, char_tokenizer, rows, samples_of

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from ratel_cli.data.drafts import ComparedDraft, Unusable
-from ratel_cli.data.formats import decide_format
-from ratel_cli.data.rows import Compares, DatasetSource, DatasetType
+from ratel_cli.data.sources.formats import decide_format
+from ratel_cli.data.text.drafts import ComparedDraft, Unusable
+from ratel_cli.data.text.rows import Compares, DatasetSource, DatasetType
 from ratel_cli.dataset_keys import KEYS_OF_ROWS, types_that_read, unread_for_type
 from ratel_cli.errors import BadInput
 

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.chat_child import ChatMessage
-from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
-from ratel_cli.data.encode import SampleEncoder
-from ratel_cli.data.samples import Encoded
-from ratel_cli.data.tokenizer import Tokenizer, tokenizer_hash
+from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.text.chat_child import ChatMessage
+from ratel_cli.data.text.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.text.tokenizer import Tokenizer, tokenizer_hash
 from ratel_cli.errors import BadInput
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.data.conftest import MakeTokenizer

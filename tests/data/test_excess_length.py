@@ -8,9 +8,9 @@ import pytest
 
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import load_config
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.rows import DatasetSource
-from ratel_cli.data.statistics import statistics_of
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.sources.statistics import statistics_of
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.errors import BadInput
 from tests.data.conftest import Load
 from tests.data.test_forms import rows, samples_of

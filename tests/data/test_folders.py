@@ -9,7 +9,7 @@ import datasets  # type: ignore[import-untyped]
 import pytest
 from datasets.data_files import FILES_TO_IGNORE  # type: ignore[import-untyped]
 
-from ratel_cli.data.rows import _NOT_DATA, DatasetSource, Row, open_source
+from ratel_cli.data.text.rows import _NOT_DATA, DatasetSource, Row, open_source
 from ratel_cli.errors import BadInput
 from tests.data.conftest import Load
 from tests.tiers import thinned

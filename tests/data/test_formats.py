@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from ratel_cli.data.conversations import TurnOptions
-from ratel_cli.data.drafts import ChatDraft, TextDraft, TokensDraft, Unusable
-from ratel_cli.data.formats import RowFormat, decide_format
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.sources.formats import RowFormat, decide_format
+from ratel_cli.data.text.conversations import TurnOptions
+from ratel_cli.data.text.drafts import ChatDraft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.errors import BadInput
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

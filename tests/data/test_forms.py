@@ -15,10 +15,10 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.drafts import TrainOnInputs
-from ratel_cli.data.lines import Reject, read_text_file
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.files.lines import Reject, read_text_file
+from ratel_cli.data.text.drafts import TrainOnInputs
+from ratel_cli.data.text.rows import DatasetSource
 from tests.data.conftest import CHATML, Load
 from tests.data.mask_oracle import SPECIAL, ids_and_labels, vocabulary
 

@@ -13,7 +13,7 @@ import pytest
 
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import load_config
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.text.rows import DatasetSource
 from tests.data.conftest import CHATML, Load
 from tests.data.mask_oracle import ids_and_labels
 from tests.data.test_forms import ALPACA, ALPACA_INPUT, END, TWO_ROUNDS, A, S, U, char_tokenizer, message, samples_of

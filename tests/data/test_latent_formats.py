@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from ratel_cli.data import latent_formats
-from ratel_cli.data.latent_files import LatentFiles, latent_paths, open_latents
+from ratel_cli.data.batches import latent_formats
+from ratel_cli.data.batches.latent_files import LatentFiles, latent_paths, open_latents
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 SHAPE, NUM_CLASSES = (2, 4, 3), 3

@@ -14,9 +14,9 @@ import torch
 from diffusers import DDPMScheduler
 from safetensors.torch import save_file
 
-from ratel_cli.data.latent_files import latent_paths, open_latents
-from ratel_cli.data.latents import LatentSettings, NoisyLatents, scheduler_of
-from ratel_cli.data.sample_batch import SampleBatch
+from ratel_cli.data.batches.latent_files import latent_paths, open_latents
+from ratel_cli.data.batches.latents import LatentSettings, NoisyLatents, scheduler_of
+from ratel_cli.data.samples.sample_batch import SampleBatch
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 SHAPE, NUM_CLASSES = (2, 4, 4), 3

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ratel_cli.data.lines import (
+from ratel_cli.data.files.lines import (
     MAX_ROW_BYTES,
     Reject,
     Row,

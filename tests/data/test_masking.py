@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ratel_cli.data.masking import Masking
-from ratel_cli.data.samples import Sample
+from ratel_cli.data.samples.samples import Sample
+from ratel_cli.data.text.masking import Masking
 
 MASKING = Masking(probability=0.15, mask_id=4, num_tokens=1000, seed=7)
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.data.conversations import TurnOptions, conversation
-from ratel_cli.data.drafts import ChatDraft, ComparedDraft, TrainOnInputs, Unusable
-from ratel_cli.data.encode import SampleEncoder
-from ratel_cli.data.mistral_tokenizer import MistralTokenizer
-from ratel_cli.data.prompts import Prompt, encode_prompts
-from ratel_cli.data.remarks import sentences
-from ratel_cli.data.samples import Encoded
+from ratel_cli.data.files.remarks import sentences
+from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.text.conversations import TurnOptions, conversation
+from ratel_cli.data.text.drafts import ChatDraft, ComparedDraft, TrainOnInputs, Unusable
+from ratel_cli.data.text.mistral_tokenizer import MistralTokenizer
+from ratel_cli.data.text.prompts import Prompt, encode_prompts
 from ratel_cli.errors import BadInput
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.data.mistral_oracle import Message, mask_by_prefixes, mask_of_words, prompt, turns, whole

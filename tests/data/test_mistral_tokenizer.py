@@ -9,13 +9,13 @@ import pytest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Library
 from mistral_common.tokens.tokenizers.utils import get_one_valid_tokenizer_file
 
-from ratel_cli.data import mistral_tokenizer
-from ratel_cli.data.drafts import TextDraft
-from ratel_cli.data.encode import SampleEncoder
-from ratel_cli.data.mistral_tokenizer import MistralTokenizer, mistral_file
-from ratel_cli.data.prompts import encode_prompts
-from ratel_cli.data.samples import Encoded
-from ratel_cli.data.tokenizer import has_chat_template, tokenizer_hash
+from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.text import mistral_tokenizer
+from ratel_cli.data.text.drafts import TextDraft
+from ratel_cli.data.text.mistral_tokenizer import MistralTokenizer, mistral_file
+from ratel_cli.data.text.prompts import encode_prompts
+from ratel_cli.data.text.tokenizer import has_chat_template, tokenizer_hash
 from ratel_cli.errors import BadInput
 from tests.mistral_vocabularies import DATA, SHIPPED, save_vocabulary
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.errors import BadInput
 from tests.data.conftest import Load, WriteRows, read_rejects
 

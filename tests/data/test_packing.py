@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, PreTrainedTokenizerFast
 
-from ratel_cli.data.packing import Sequences, assemble, one_per_sequence, pack, random_order
-from ratel_cli.data.samples import Sample
+from ratel_cli.data.samples.packing import Sequences, assemble, one_per_sequence, pack, random_order
+from ratel_cli.data.samples.samples import Sample
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.tiers import examples
 

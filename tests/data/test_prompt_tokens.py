@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data import prompt_tokens
-from ratel_cli.data.prompt_tokens import PromptTokens
+from ratel_cli.data.text import prompt_tokens
+from ratel_cli.data.text.prompt_tokens import PromptTokens
 from tests.data.conftest import CORPUS
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ratel_cli.data.reference import ReferenceOfSet, read_reference, write_reference
+from ratel_cli.data.pairs.reference import ReferenceOfSet, read_reference, write_reference
 
 TRAIN = ReferenceOfSet(key="train", values=np.array([[1, 2], [np.nan, np.nan], [5, 6]], dtype=np.float32))
 EVALUATION = ReferenceOfSet(key="evaluation", values=np.array([[7, 8]], dtype=np.float32))

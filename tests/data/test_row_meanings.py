@@ -13,12 +13,12 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
-from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
-from ratel_cli.data.formats import decide_format
-from ratel_cli.data.lines import Row
-from ratel_cli.data.prompts import read_prompts
-from ratel_cli.data.remarks import sentences
-from ratel_cli.data.rows import DatasetSource, open_source
+from ratel_cli.data.files.lines import Row
+from ratel_cli.data.files.remarks import sentences
+from ratel_cli.data.sources.formats import decide_format
+from ratel_cli.data.text.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.text.prompts import read_prompts
+from ratel_cli.data.text.rows import DatasetSource, open_source
 from ratel_cli.errors import BadInput
 from tests.data.conftest import CHATML, Load, read_rejects
 from tests.data.mask_oracle import ids_and_labels

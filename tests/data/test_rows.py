@@ -11,8 +11,8 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
-from ratel_cli.data.lines import Reject, Row
-from ratel_cli.data.rows import DatasetSource, is_hub_id, open_source
+from ratel_cli.data.files.lines import Reject, Row
+from ratel_cli.data.text.rows import DatasetSource, is_hub_id, open_source
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratel_cli.data.csv_rows import read_csv
-from ratel_cli.data.drafts import Unusable
-from ratel_cli.data.formats import decide_format
-from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
-from ratel_cli.data.rows import Compares, DatasetSource, DatasetType
+from ratel_cli.data.files.csv_rows import read_csv
+from ratel_cli.data.files.lines import Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
+from ratel_cli.data.sources.formats import decide_format
+from ratel_cli.data.text.drafts import Unusable
+from ratel_cli.data.text.rows import Compares, DatasetSource, DatasetType
 from ratel_cli.errors import BadInput
 from tests.tiers import examples
 

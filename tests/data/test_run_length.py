@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import TrainerState
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.run.inputs.length import learning_rates, num_steps, rounds_up
 from tests.data.conftest import Load, WriteRows
 from tests.tiers import examples

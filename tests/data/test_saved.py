@@ -10,7 +10,7 @@ from typing import cast
 import datasets  # type: ignore[import-untyped]
 import pytest
 
-from ratel_cli.data.rows import DatasetSource, Row, open_source
+from ratel_cli.data.text.rows import DatasetSource, Row, open_source
 from ratel_cli.errors import BadInput
 from tests.data.conftest import Load
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.data import ingest, shared_tokens
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.shared_tokens import SharedTokens
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.sources import ingest
+from ratel_cli.data.text import shared_tokens
+from ratel_cli.data.text.shared_tokens import SharedTokens
 from tests.data.conftest import CHATML, GOOD_ROW, Load, MakeTokenizer, WriteRows, read_rejects, same_batches
 from tests.data.test_dataset_cache import DAMAGE, EOS_TOKEN, Counting, MakeCounting, counting
 

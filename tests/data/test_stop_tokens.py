@@ -13,13 +13,13 @@ from typing import cast
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.drafts import ChatDraft, Unusable
-from ratel_cli.data.encode import SampleEncoder
-from ratel_cli.data.remarks import sentences
-from ratel_cli.data.rows import DatasetSource
-from ratel_cli.data.samples import Encoded
-from ratel_cli.data.token_cache import TokenCache
-from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.data.files.remarks import sentences
+from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.samples.token_cache import TokenCache
+from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.text.drafts import ChatDraft, Unusable
+from ratel_cli.data.text.rows import DatasetSource
+from ratel_cli.data.text.tokenizer import Tokenizer
 from ratel_cli.json_fields import hash_of
 from tests.data.conftest import Load, WriteRows
 from tests.data.test_thinking import MARKS, ChatMessage, chat, ids_and_labels, tokenizer_of
@@ -201,7 +201,7 @@ def test_a_run_keeps_the_tokens_of_an_earlier_rule(
         return hash_of(value)
 
     with monkeypatch.context() as patched:
-        patched.setattr("ratel_cli.data.ingest.hash_of", hashed)
+        patched.setattr("ratel_cli.data.sources.ingest.hash_of", hashed)
         _cached(load, rows, cache_dir=tmp_path / "other")
     earlier = next(each for each in keys if isinstance(each, dict) and "turns" not in each)
     kept = tmp_path / "kept" / hash_of(earlier)[:32]

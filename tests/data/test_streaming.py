@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.text.rows import DatasetSource
 from tests.data.conftest import Load, read_rejects, same_batches
 
 WINDOW = 300

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from ratel_cli.data.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
-from ratel_cli.data.drafts import PairDraft, RowDraft, Unusable
-from ratel_cli.data.encode import SampleEncoder
-from ratel_cli.data.formats import decide_format
-from ratel_cli.data.packing import assemble
-from ratel_cli.data.samples import Encoded
-from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
+from ratel_cli.data.batches.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
+from ratel_cli.data.samples.packing import assemble
+from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.sources.formats import decide_format
+from ratel_cli.data.text.drafts import PairDraft, RowDraft, Unusable
+from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from tests.e2e.encoders import CLASSES, encoder_rows, pair_rows, save_encoder, save_pair_model, write_encoder_rows
 

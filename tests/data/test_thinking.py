@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.chat_child import ChatMessage
-from ratel_cli.data.drafts import ChatDraft, Unusable
-from ratel_cli.data.encode import SampleEncoder
-from ratel_cli.data.remarks import sentences
-from ratel_cli.data.samples import Encoded
-from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.data.files.remarks import sentences
+from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.text.chat_child import ChatMessage
+from ratel_cli.data.text.drafts import ChatDraft, Unusable
+from ratel_cli.data.text.tokenizer import Tokenizer
 
 MARKS = ["<|user|>", "<|bot|>", "<|end|>", "<|stop|>", "<|channel|>", "<think>", "</think>"]
 _SPACES = {"\n": "\u010a", " ": "\u0120", "\n\n": "\u010a\u010a"}  # as byte-level vocabularies write them

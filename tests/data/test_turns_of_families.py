@@ -16,7 +16,7 @@ import pytest
 import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ratel_cli.data.chat_child import ChatMessage, ChatTemplate, Marks
+from ratel_cli.data.text.chat_child import ChatMessage, ChatTemplate, Marks
 from tests.data.turn_oracle import Message, turns
 from tests.data.turn_templates import FAMILIES, Family
 from tests.tiers import sample

@@ -19,7 +19,7 @@ from transformers import (
     Trainer,
 )
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from tests.library.encoders import AUTO_CLASSES
 from tests.reference import Recipe, Trained, loaded_model, train_module
 

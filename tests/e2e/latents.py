@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 from ratel_cli.config.load import load_config
-from ratel_cli.data.latent_files import latent_paths, open_latents
-from ratel_cli.data.latents import LatentSettings, NoisyLatents, scheduler_of
-from ratel_cli.data.sample_batch import SampleBatch
+from ratel_cli.data.batches.latent_files import latent_paths, open_latents
+from ratel_cli.data.batches.latents import LatentSettings, NoisyLatents, scheduler_of
+from ratel_cli.data.samples.sample_batch import SampleBatch
 from tests.e2e.runs import DTYPES
 from tests.reference import Recipe, Trained, seed_of_draws, train_module
 

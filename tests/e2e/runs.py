@@ -42,8 +42,8 @@ from transformers import (
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
-from ratel_cli.data.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
-from ratel_cli.data.dataset import Tokenizer as EncodeTokenizer
+from ratel_cli.data.batches.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
+from ratel_cli.data.batches.dataset import Tokenizer as EncodeTokenizer
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure

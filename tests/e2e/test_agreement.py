@@ -92,7 +92,7 @@ def no_tracker(scene: Scene) -> Asked:
 
 
 def no_mistral_common(scene: Scene) -> Asked:
-    scene.patch.setattr("ratel_cli.data.mistral_tokenizer.find_spec", lambda name: None)
+    scene.patch.setattr("ratel_cli.data.text.mistral_tokenizer.find_spec", lambda name: None)
     return scene.make(tokenizer_use_mistral_common=True), []
 
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from ratel_cli.config.aliases import SECTIONS
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.others.aliases import SECTIONS
 from tests.e2e.runs import SETTINGS, ratel
 
 VALUES = [

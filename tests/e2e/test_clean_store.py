@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.io.queue import open_queue
-from ratel_cli.model.marker import Marker
+from ratel_cli.model.files.marker import Marker
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (

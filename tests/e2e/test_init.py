@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from ratel_cli.config.json_schema import config_schema
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import LoadedConfig, load_config
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import plain, read_text
+from ratel_cli.config.yaml.yaml_marks import plain, read_text
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import gpu_names
 from ratel_cli.hardware.spec import HardwareProfile

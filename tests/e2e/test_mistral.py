@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-from ratel_cli.data import mistral_tokenizer
+from ratel_cli.data.text import mistral_tokenizer
 from tests.data.mistral_oracle import prompt, turns, whole
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import CHAT, ROWS, assert_rejected, output_of, ratel, succeed, write_config

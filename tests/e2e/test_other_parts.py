@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import align_special_tokens
 
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.files.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import finetune, load_data, metrics, output_of, ratel, recipe_of, succeed
 from tests.model.tiny import rewrite

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.model.marker import read_marker, write_marker
+from ratel_cli.model.files.marker import read_marker, write_marker
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,

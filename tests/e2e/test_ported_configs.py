@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ratel_cli.config.importing import import_config
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import dump, load_config, to_yaml
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import Plain
+from ratel_cli.config.yaml.yaml_marks import Plain
 from tests.e2e.ported_configs import IMPOSSIBLE, PORTED
 from tests.e2e.ported_meanings import MEANINGS, Adapter, Meaning, Set
 from tests.e2e.runs import Ended, finetune, load_data, metrics, output_of, ratel, recipe_of, save_base

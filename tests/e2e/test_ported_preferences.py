@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.config.importing import import_config
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import dump, load_config, to_yaml
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import Plain
+from ratel_cli.config.yaml.yaml_marks import Plain
 from tests.e2e.preferences import assert_same_training, chats, pairs, verdicts, write
 from tests.e2e.runs import finetune
 from tests.trl_oracle import Recipe, tune

@@ -14,7 +14,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.report.profile import model_rows, operator_lines
+from ratel_cli.report.words.profile import model_rows, operator_lines
 from ratel_cli.run.ask.profile_model import record_model
 from ratel_cli.run.files.output import claim_output
 from tests.e2e.conftest import MakeConfig

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, L
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.files.skeleton import DTYPES
 from ratel_cli.run.ask.evaluate import evaluate_merged
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Mxfp4Config
 
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.files.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     assert_rejected,

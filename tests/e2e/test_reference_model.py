@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ratel_cli.data.reference import read_reference, write_reference
+from ratel_cli.data.pairs.reference import read_reference, write_reference
 from ratel_cli.run.files.run_directory import rank_directory
 from ratel_cli.run.files.run_files import list_run_files
 from ratel_cli.run.inputs.streamed_blocks import BlockMemory

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import dump, load_config
-from ratel_cli.config.yaml_marks import Plain
+from ratel_cli.config.yaml.yaml_marks import Plain
 from tests.e2e.test_ported_configs import data, dry_run, tiny  # noqa: F401  (fixtures)
 from tests.engine.architectures import tiny_config
 from tests.tiers import sample

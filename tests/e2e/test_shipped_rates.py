@@ -18,7 +18,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import dump, load_config
-from ratel_cli.config.yaml_marks import Plain
+from ratel_cli.config.yaml.yaml_marks import Plain
 from ratel_cli.run.inputs.length import learning_rates, num_steps
 from tests.e2e.ported_configs import IMPOSSIBLE, PORTED
 

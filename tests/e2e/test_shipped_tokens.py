@@ -42,8 +42,8 @@ from trl import SFTConfig, SFTTrainer
 
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import dump, load_config
-from ratel_cli.config.yaml_marks import Plain
-from ratel_cli.engine.loss import MeanLoss
+from ratel_cli.config.yaml.yaml_marks import Plain
+from ratel_cli.engine.replay.loss import MeanLoss
 from tests.e2e.ported_configs import PORTED
 from tests.e2e.runs import finetune, metrics, output_of, save_base
 from tests.e2e.test_shipped_rates import CONFIGS, TEN
@@ -448,7 +448,7 @@ def test_its_tokens_and_three_steps(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = imported(name, bases, tmp_path)
-    with mock.patch("ratel_cli.engine.state.MeanLoss", side_effect=MeanLoss) as means:
+    with mock.patch("ratel_cli.engine.steps.state.MeanLoss", side_effect=MeanLoss) as means:
         ended = finetune(shipped.config)
     assert ended.code == 0, ended.stderr
     steps = metrics(shipped.config)

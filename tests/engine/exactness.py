@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.state import StepOutcome
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.planning.placement import LEAST_UNITS, AfterGradient, Placement, UnitsOnGpu
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.steps.state import StepOutcome
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.planning.profile.placement import LEAST_UNITS, AfterGradient, Placement, UnitsOnGpu
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from tests.engine.machine import Machine, attention_of, initial_weights, packs, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere

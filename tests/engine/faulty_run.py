@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.errors import IntegrityFailure, RatelError
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.decoder import DecoderModel
+from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.training.loop import LoopCallbacks, TrainingLoop

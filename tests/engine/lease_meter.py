@@ -8,9 +8,9 @@ from threading import Lock
 
 import pytest
 
-from ratel_cli.engine.weights import SegmentWeights, WeightReader
+from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.planning.host_lifetimes import Purpose
+from ratel_cli.planning.memory.host_lifetimes import Purpose
 
 PURPOSES: tuple[tuple[str, Purpose], ...] = (
     (r"weights of .*", "weights"),

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ratel_cli import _native
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.settings import (
     AdamWSettings,
     LionSettings,
@@ -25,13 +25,14 @@ from ratel_cli.engine.optimizer.settings import (
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.ranks.commits import commit_together
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
-from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.steps.build import EngineParts, EngineSettings, open_device
+from ratel_cli.engine.steps.state import StepOutcome
+from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
-from ratel_cli.model.adapter_settings import AdapterSettings, base_name
-from ratel_cli.model.adapters import (
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.adapters import (
     AdaptedSource,
     adapted_matrices,
     base_spec,
@@ -39,17 +40,16 @@ from ratel_cli.model.adapters import (
     inject,
     magnitudes_of,
 )
-from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.in_place import base_files_of, placed_in_files
-from ratel_cli.model.merged_weights import AdaptedMatrix
-from ratel_cli.model.quantised_model import QuantisingSource, plain_spec, quantise_layers, quantised_weights
-from ratel_cli.model.rate_groups import ONE_RATE, RateGroups
-from ratel_cli.model.skeleton import DTYPES, NAMES_OF_DTYPES, build_skeleton, supported_attention
-from ratel_cli.planning.placement import GroupShape, Overlap, Placement
+from ratel_cli.model.export.checkpoint import CheckpointSource
+from ratel_cli.model.export.merged_weights import AdaptedMatrix
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.in_place import base_files_of, placed_in_files
+from ratel_cli.model.files.quantised_model import QuantisingSource, plain_spec, quantise_layers, quantised_weights
+from ratel_cli.model.files.skeleton import DTYPES, NAMES_OF_DTYPES, build_skeleton, supported_attention
+from ratel_cli.model.values.adapter_settings import AdapterSettings, base_name
+from ratel_cli.model.values.freezing import freeze
+from ratel_cli.model.values.rate_groups import ONE_RATE, RateGroups
+from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.train.store import import_base
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName, QuantisedForm

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.files.skeleton import DTYPES
 from ratel_cli.sizes import DtypeName
 from scripts.family_configs import tiny_config
 from tests.engine.sharing import SharingConfig

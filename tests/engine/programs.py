@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.functional import gelu
 from transformers import PretrainedConfig
 
-from ratel_cli.model.carried import Embedded, LayerCall, LayerOutput
-from ratel_cli.model.row_lookup import DistinctTokens
-from ratel_cli.model.skeleton import DTYPES, NAMES_OF_DTYPES
-from ratel_cli.model.spec import LayerTraits, ModelSpec
+from ratel_cli.model.files.skeleton import DTYPES, NAMES_OF_DTYPES
+from ratel_cli.model.values.carried import Embedded, LayerCall, LayerOutput
+from ratel_cli.model.values.row_lookup import DistinctTokens
+from ratel_cli.model.values.spec import LayerTraits, ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.schedule.segments import Segment
 from tests.engine.exactness import OpenMachine, assert_same_training

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import inject, is_of_adapter
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.quantised_model import quantise_layers
-from ratel_cli.model.skeleton import DTYPES, build_skeleton
-from ratel_cli.planning.activations import offload
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.adapters import inject, is_of_adapter
+from ratel_cli.model.files.quantised_model import quantise_layers
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
+from ratel_cli.model.values.adapter_settings import AdapterSettings
+from ratel_cli.planning.profile.activations import offload
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from scripts.family_configs import tiny_config as any_config
 from tests.engine.architectures import tiny_config

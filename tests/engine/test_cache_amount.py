@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratel_cli.engine.cache_amount import FoundAmount
+from ratel_cli.engine.cache.cache_amount import FoundAmount
 
 
 def test_what_is_written_while_forward_computes() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.replay.repeating import Unrepeated
-from ratel_cli.model.carried import Argument, Carried, Embedded, LayerCall, LayerOutput
+from ratel_cli.model.values.carried import Argument, Carried, Embedded, LayerCall, LayerOutput
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, assert_same_training, check_training, reference
 from tests.engine.machine import initial_weights, machine, packs, random_steps

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from ratel_cli.data.comparison import Comparison
-from ratel_cli.engine.loss import ChunkSums, Figures, MeanLoss, evaluated_sums, loss_and_gradients, mean_figures
-from ratel_cli.model.finished import ComparedLoss
-from ratel_cli.model.preferences import PreferenceLoss
+from ratel_cli.data.samples.comparison import Comparison
+from ratel_cli.engine.replay.loss import ChunkSums, Figures, MeanLoss, evaluated_sums, loss_and_gradients, mean_figures
+from ratel_cli.model.cut.preferences import PreferenceLoss
+from ratel_cli.model.values.finished import ComparedLoss
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 4, 7, 5, 11
 DPO = PreferenceLoss(

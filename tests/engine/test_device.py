@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ratel_cli.engine.build import open_device
 from ratel_cli.engine.device.device import HostDevice
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.steps.build import open_device
 from ratel_cli.io.buffers import BufferPool, Lease
 
 LABEL = SpanLabel(text="bytes", block=3, stage="backward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ratel_cli.engine.digest import digest
+from ratel_cli.engine.measure.digest import digest
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.float64,

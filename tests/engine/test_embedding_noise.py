@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.placement import Placement
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.planning.profile.placement import Placement
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import DROPOUT, check_training
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps

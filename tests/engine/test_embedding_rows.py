@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
-from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from tests.planning.shapes import gpt
 

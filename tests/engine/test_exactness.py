@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from ratel_cli.data.packing import assemble
-from ratel_cli.data.samples import Sample
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import DTYPES, build_skeleton
-from ratel_cli.planning.placement import Placement
+from ratel_cli.data.samples.packing import assemble
+from ratel_cli.data.samples.samples import Sample
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
+from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import ARCHITECTURES, VOCAB_SIZE, larger_config, tiny_config
 from tests.engine.exactness import (

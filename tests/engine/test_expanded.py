@@ -11,12 +11,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import inject
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.activations import expanded_bytes
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.adapters import inject
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.adapter_settings import AdapterSettings
+from ratel_cli.model.values.operators import OperatorMode, TorchOperator, tensors_in
+from ratel_cli.planning.profile.activations import expanded_bytes
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import attention_of
 

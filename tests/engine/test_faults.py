@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
+from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Placement
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES
 from tests.engine.faulty_run import MOST_SECONDS, Bench, Kind, Way
 from tests.engine.swaps import EVERYTHING

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.profile.placement import Placement
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, assert_same_training, reference
 from tests.engine.machine import initial_weights, machine, random_steps

@@ -12,14 +12,14 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.replay.tape import Recorder
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.layer_runner import last_hidden_state, text_inputs
-from ratel_cli.model.skeleton import DTYPES, build_skeleton
-from ratel_cli.model.spec import LayerActivations, LayerTraits, name_in_layer
-from ratel_cli.planning.analytic import gpt_activations, gpt_norm
+from ratel_cli.engine.steps.footprint import measured_traits
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.cut.layer_runner import last_hidden_state, text_inputs
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
+from ratel_cli.model.values.spec import LayerActivations, LayerTraits, name_in_layer
+from ratel_cli.planning.profile.analytic import gpt_activations, gpt_norm
 from tests.engine.architectures import ARCHITECTURES, larger_config
 from tests.engine.machine import attention_of
 from tests.tiers import sample, thinned

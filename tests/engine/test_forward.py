@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.block_reader import BlockReader, FileBlocks, GenerationBlocks, weights_bytes
-from ratel_cli.engine.forward import BlockwiseForward
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.reading.block_reader import BlockReader, FileBlocks, GenerationBlocks, weights_bytes
+from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, DoesNotFit, Interrupted
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.reload import load_export
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.export.reload import load_export
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName
 from tests import tiers
 from tests.model.tiny import FAMILIES, imported_store, save_tiny

@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.planning.activations import offload
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.planning.profile.activations import offload
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import PLACEMENTS, check_training

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from ratel_cli.engine.device.device import Download, HostDevice
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer.accumulators import DeviceSums
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.gradients import clip_coefficient, one_part, total_norm
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.scratch import Scratch
-from ratel_cli.model.skeleton import NAMES_OF_DTYPES
+from ratel_cli.model.files.skeleton import NAMES_OF_DTYPES
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 
 HOST = HostDevice(Timeline())

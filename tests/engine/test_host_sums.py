@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Transfer, Upload
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
 from ratel_cli.engine.optimizer.leaving import DeviceLeaving
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.skeleton import NAMES_OF_DTYPES
+from ratel_cli.model.files.skeleton import NAMES_OF_DTYPES
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (700, 401)), ("d", (1,))]

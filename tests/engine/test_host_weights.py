@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.host_weights import HostWeights
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.reading.host_weights import HostWeights
 from ratel_cli.errors import IntegrityFailure, Interrupted
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.engine.architectures import tiny_config

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.planning.activations import offload
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.planning.profile.activations import offload
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store import base_reader
 from tests.engine.architectures import tiny_config

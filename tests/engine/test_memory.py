@@ -12,8 +12,8 @@ import torch
 
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.io.buffers import BufferPool, PinMemory
-from ratel_cli.planning.capacity import notes_bytes
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.memory.capacity import notes_bytes
+from ratel_cli.planning.profile.placement import Workload
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.reference import Recipe

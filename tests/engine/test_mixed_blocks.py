@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.activations import offload
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.planning.profile.activations import offload
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, check_training
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps

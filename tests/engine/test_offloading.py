@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.activations import ActivationOffloader, Unit
+from ratel_cli.engine.cache.activations import ActivationOffloader, Unit
 from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Transfer, Upload, UploadLane
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.io.views import view
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, AfterGradient, Placement, UnitsOnGpu
+from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, AfterGradient, Placement, UnitsOnGpu
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import Fault, FaultyQueue
 from tests.planning.shapes import gpt

@@ -10,8 +10,8 @@ import torch
 from torch.optim import _muon
 
 from ratel_cli.engine.optimizer.muon import orthogonal
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.planning.profile.placement import Placement
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, MUON
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from tests.engine.architectures import larger_config, tiny_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratel_cli.engine.pass_schedule import PassSchedule, PassUnit
+from ratel_cli.engine.reading.pass_schedule import PassSchedule, PassUnit
 from ratel_cli.errors import BadInput
 
 INTERLEAVED: list[PassUnit] = [

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
-from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.planning.placement import GroupShape
+from ratel_cli.planning.profile.placement import GroupShape
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.store import Store

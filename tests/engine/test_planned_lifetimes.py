@@ -11,9 +11,9 @@ import pytest
 from transformers import PretrainedConfig
 
 from ratel_cli.engine.optimizer.groups import Group, GroupWork
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.host_lifetimes import PlacedStep, Purpose, SegmentMemory
-from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.memory.host_lifetimes import PlacedStep, Purpose, SegmentMemory
+from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement, Workload
 from ratel_cli.schedule.uses import step_uses
 from tests.engine.architectures import tiny_config
 from tests.engine.lease_meter import LeaseMeter

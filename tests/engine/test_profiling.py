@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.replay.profiling import BlockProfiler, Sums
-from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.recorded import recorded_profile
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.freezing import freeze
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.profile.recorded import recorded_profile
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
 from tests.engine.test_frozen_parts import PARTS, names_of

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.engine.build import open_device
-from ratel_cli.engine.loss import ChunkSums
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.replay.loss import ChunkSums
 from ratel_cli.engine.replay.profiling import BlockProfiler, Sums
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.steps.build import open_device
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.planning.activations import NOTHING_OFFLOADED
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
+from ratel_cli.planning.profile.placement import Placement
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.schedule.lifetimes import partial_sum_lifetimes
 from ratel_cli.schedule.uses import step_uses
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, PLACEMENTS

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ratel_cli.io.buffers import BufferPool, _Region
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.quantised_model import quantised_weights
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.planning.activations import offload
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.model.files.quantised_model import quantised_weights
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.model.values.adapter_settings import AdapterSettings
+from ratel_cli.planning.profile.activations import offload
+from ratel_cli.planning.profile.placement import Placement
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName, QuantisedForm
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, PLACEMENTS, OpenMachine

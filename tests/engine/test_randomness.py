@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ratel_cli.engine.state import draw_seed
+from ratel_cli.engine.steps.state import draw_seed
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, initial_weights, machine, random_steps
 from tests.reference import Recipe, seed_of_draws

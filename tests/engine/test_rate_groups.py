@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM
 
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.rate_groups import SECOND, RateGroups
+from ratel_cli.model.values.adapter_settings import AdapterSettings
+from ratel_cli.model.values.rate_groups import SECOND, RateGroups
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import PLACEMENTS, check_training

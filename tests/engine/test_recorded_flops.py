@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratel_cli.engine.replay.recording import _flops, attention_flops
-from ratel_cli.model.operators import TorchOperator
+from ratel_cli.model.values.operators import TorchOperator
 
 
 def multiplied(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:

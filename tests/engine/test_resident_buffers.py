@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ratel_cli.engine.resident_buffers import ResidentBuffers
+from ratel_cli.engine.reading.resident_buffers import ResidentBuffers
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.sizes import PAGE_BYTES as PAGE
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks, weights_bytes
+from ratel_cli.engine.reading.block_reader import BlockReader, GenerationBlocks, weights_bytes
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import Placement, bytes_ahead
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.placement import Placement, bytes_ahead
 from ratel_cli.schedule.lifetimes import partial_sum_lifetimes, weight_lifetimes
 from ratel_cli.schedule.uses import Use, step_uses
 from tests.engine.architectures import tiny_config

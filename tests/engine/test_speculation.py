@@ -10,7 +10,7 @@ import torch
 
 from ratel_cli.engine.optimizer.gradients import clip_coefficient, one_part, total_norm
 from ratel_cli.engine.optimizer.speculation import Speculation
-from ratel_cli.planning.clipping import COUNTED_ALIKE, SpeculationCosts
+from ratel_cli.planning.search.clipping import COUNTED_ALIKE, SpeculationCosts
 
 
 def steps(speculation: Speculation, *norms_of_blocks: list[float]) -> None:

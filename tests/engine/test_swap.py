@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.measure.telemetry import Span
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Span
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import offload
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement, Workload
-from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
-from ratel_cli.planning.swap import SwapOrder
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.activations import offload
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Placement, Workload
+from ratel_cli.planning.profile.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.search.swap import SwapOrder
+from ratel_cli.planning.time.traffic import step_traffic
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import assert_same_training, reference
 from tests.engine.machine import Machine, attention_of, initial_weights, machine, random_steps

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ratel_cli.engine.replay.repeating import Template, Unrepeated, repeater_of, template_of
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape, Tapes
 from ratel_cli.errors import RatelError
-from ratel_cli.planning.liveness import Decision
+from ratel_cli.planning.profile.liveness import Decision
 
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 Block = Callable[[torch.Tensor], torch.Tensor]

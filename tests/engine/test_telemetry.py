@@ -8,9 +8,9 @@ from time import perf_counter
 
 import pytest
 
-from ratel_cli.engine.telemetry import SpanLabel, StepTimes, Timeline
+from ratel_cli.engine.measure.telemetry import SpanLabel, StepTimes, Timeline
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 
 WORK = SpanLabel(text="weights of layer 0", block=1, stage="forward")
 

@@ -11,13 +11,13 @@ import math
 import pytest
 import torch
 
+from ratel_cli.engine.cache.saved_tensors import CacheCounts
+from ratel_cli.engine.cache.saved_transfers import SavedTransfers
+from ratel_cli.engine.cache.tensor_cache import TensorCache
 from ratel_cli.engine.device.device import HostDevice, Moment
-from ratel_cli.engine.pass_schedule import PassSchedule, PassUnit
-from ratel_cli.engine.resident_buffers import ResidentBuffers
-from ratel_cli.engine.saved_tensors import CacheCounts
-from ratel_cli.engine.saved_transfers import SavedTransfers
-from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.engine.tensor_cache import TensorCache
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.reading.pass_schedule import PassSchedule, PassUnit
+from ratel_cli.engine.reading.resident_buffers import ResidentBuffers
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.sizes import PAGE_BYTES
 from tests.engine.fake_drive import FakeClock, FakeDrive

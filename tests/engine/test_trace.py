@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.engine.telemetry import Span, SpanLabel
-from ratel_cli.engine.trace import TraceFile
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.engine.measure.telemetry import Span, SpanLabel
+from ratel_cli.engine.measure.trace import TraceFile
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.schedule.uses import Stage
 from tests.model.tiny import file_size_limit
 

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 import ratel_cli
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
-from ratel_cli.model.stored_weights import StoredWeights
+from ratel_cli.model.files.stored_weights import StoredWeights
 from ratel_cli.run.context import open_context
 from ratel_cli.run.train.open import open_run
 from ratel_cli.store.store import Progress

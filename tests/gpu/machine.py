@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from ratel_cli.engine.build import open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.steps.build import open_device
 from ratel_cli.io.buffers import PinMemory
 from ratel_cli.io.pinning import GpuPinning
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import larger_config, tiny_config
 from tests.engine.machine import NOTHING_AHEAD, Machine, initial_weights, machine

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
-from ratel_cli.engine.forward import BlockwiseForward
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.weights import SegmentWeights, WeightReader
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.reading.block_reader import BlockReader, GenerationBlocks
+from ratel_cli.engine.steps.forward import BlockwiseForward
+from ratel_cli.engine.steps.step import StepEngine
+from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.activations import input_bytes, offload
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.capacity import StepMemory
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
-from ratel_cli.planning.placement import Placement, Workload
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.planning.memory.capacity import StepMemory
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.memory.host_lifetimes import RUNTIME_BYTES
+from ratel_cli.planning.profile.activations import input_bytes, offload
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.placement import Placement, Workload
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
@@ -174,7 +174,7 @@ def test_a_generation_is_looked_up_by_rows(tmp_path: Path, monkeypatch: pytest.M
         reader = BlockReader(ratel.model, GenerationBlocks(ratel.store.current()), ratel.pool, device=GPU)
         forward = BlockwiseForward(ratel.model, reader)
         found = forward.outputs(row)
-        monkeypatch.setattr("ratel_cli.engine.embedding_rows.rows_suffice", lambda spec, num_tokens: False)
+        monkeypatch.setattr("ratel_cli.engine.reading.embedding_rows.rows_suffice", lambda spec, num_tokens: False)
         assert torch.equal(found, forward.outputs(row))
     assert found.shape == (1, 6, 97)
 

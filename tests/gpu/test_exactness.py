@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.planning.placement import Placement
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import ARCHITECTURES
 from tests.engine.exactness import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.placement import bytes_ahead, looked_up
+from ratel_cli.planning.profile.placement import bytes_ahead, looked_up
 from tests.engine.exactness import AHEAD, EVERY_BLOCK
 from tests.engine.machine import Machine, initial_weights_of_zeros
 from tests.gpu.machine import NEEDS_GPU, gpu_machine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.files.skeleton import DTYPES
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, PLACEMENTS, check_training

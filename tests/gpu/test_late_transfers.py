@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.optimizer.groups import GroupWork
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.profile.placement import Placement
 from tests.engine.exactness import check_training
 from tests.fakes import Fault, FaultyQueue
 from tests.gpu.machine import NEEDS_GPU, gpu_config, gpu_machine

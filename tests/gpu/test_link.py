@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
-from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.telemetry import Span
+from ratel_cli.engine.measure.telemetry import Span
+from ratel_cli.engine.steps.pinned import block_buffers, other_bytes, unit_buffers
+from ratel_cli.engine.steps.state import StepOutcome
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.buffers import PinMemory
-from ratel_cli.planning.placement import GroupShape, Placement
-from ratel_cli.planning.step_time import Resource
+from ratel_cli.planning.profile.placement import GroupShape, Placement
+from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.sizes import GROUP_ELEMENTS, PAGE_BYTES
 from ratel_cli.units import align_up
 from tests.engine.architectures import tiny_config

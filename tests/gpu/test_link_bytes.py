@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.activations import lookup_rows_bytes, offload
-from ratel_cli.planning.analytic import num_head_chunks
-from ratel_cli.planning.costs import ComputeSeconds, overlapped_step
-from ratel_cli.planning.placement import Placement, Workload, most_rows
-from ratel_cli.planning.traffic import Traffic
+from ratel_cli.planning.profile.activations import lookup_rows_bytes, offload
+from ratel_cli.planning.profile.analytic import num_head_chunks
+from ratel_cli.planning.profile.placement import Placement, Workload, most_rows
+from ratel_cli.planning.time.costs import ComputeSeconds, overlapped_step
+from ratel_cli.planning.time.traffic import Traffic
 from ratel_cli.units import KIB
 from tests.engine.exactness import AHEAD
 from tests.engine.machine import Machine, initial_weights_of_zeros

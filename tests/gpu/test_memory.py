@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.measure.telemetry import Span
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Span
-from ratel_cli.engine.weights import SegmentWeights, WeightReader
+from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.model.operators import OperatorMode, TorchOperator
-from ratel_cli.planning import gpu_memory
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement, Workload
-from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
+from ratel_cli.model.values.operators import OperatorMode, TorchOperator
+from ratel_cli.planning.memory import gpu_memory
+from ratel_cli.planning.memory.gpu_memory import GpuMemory, weight_bytes_of
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Placement, Workload
+from ratel_cli.planning.profile.recorded import BlockSeconds, recorded_profile
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.units import MIB, align_up
 from tests.engine.architectures import VOCAB_SIZE, tiny_config

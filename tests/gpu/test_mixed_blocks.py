@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.planning.placement import bytes_ahead
+from ratel_cli.planning.profile.placement import bytes_ahead
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import AHEAD, PLACEMENTS, check_training
 from tests.engine.machine import initial_weights, random_steps

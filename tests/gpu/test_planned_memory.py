@@ -13,19 +13,19 @@ import pytest
 import torch
 from transformers import BertConfig, PretrainedConfig, T5Config
 
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.footprint import measured_traits
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.steps.footprint import measured_traits
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning import gpu_memory
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.placement import LEAST_UNITS, Workload
-from ratel_cli.planning.recorded import BlockSeconds, UnitRecord, recorded_profile
-from ratel_cli.planning.swap import SwapOrder
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.freezing import freeze
+from ratel_cli.planning.memory import gpu_memory
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.placement import LEAST_UNITS, Workload
+from ratel_cli.planning.profile.recorded import BlockSeconds, UnitRecord, recorded_profile
+from ratel_cli.planning.search.swap import SwapOrder
 from ratel_cli.sizes import Task
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.footprint import measured_traits
 from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.steps.footprint import measured_traits
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.planning import gpu_memory
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
-from ratel_cli.planning.swap import SwapOrder
+from ratel_cli.planning.memory import gpu_memory
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.profile.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.search.swap import SwapOrder
 from tests.engine.exactness import AHEAD, PLACEMENTS
 from tests.engine.programs import First, NetProgram, check_net, net_steps, opened_net
 from tests.gpu.machine import NEEDS_GPU, gpu_machine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.model.quantised import QUANTISED_FORMS, QuantisedLayout, dequantised, quantise
+from ratel_cli.model.files.quantised import QUANTISED_FORMS, QuantisedLayout, dequantised, quantise
 from ratel_cli.sizes import DtypeName, QuantisedForm
 from tests import quantised as oracle
 from tests.engine.exactness import AHEAD, PLACEMENTS

@@ -17,10 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.engine.device.gpu import GpuDevice
-from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import Lease
 from ratel_cli.io.views import view
-from ratel_cli.planning.direct.timeline import ACCESS_MODES, AccessMode
+from ratel_cli.planning.profile.placement import ACCESS_MODES, AccessMode
 from scripts.bench import direct
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, check_training
 from tests.gpu.machine import NEEDS_GPU, gpu_config, gpu_machine

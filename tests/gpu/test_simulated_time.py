@@ -21,13 +21,13 @@ import torch
 
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.telemetry import StepTimes
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.measure.telemetry import StepTimes
 from ratel_cli.io.queue import IoQueue, open_queue
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.placement import AfterGradient, Placement, UnitsOnGpu
-from ratel_cli.planning.plan import Plan
+from ratel_cli.planning.profile.placement import AfterGradient, Placement, UnitsOnGpu
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.ask.plan_inputs import forecaster_of, setting_of
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import MIB

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 
-from ratel_cli.data.lines import MAX_ROW_BYTES
+from ratel_cli.data.files.lines import MAX_ROW_BYTES
 from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _HEALTHY = b'{"text": "What is a list?"}\n'

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from ratel_cli.data.chat import LIMIT_SECONDS
+from ratel_cli.data.text.chat import LIMIT_SECONDS
 from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _ROW = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from ratel_cli.cli.app import main
-from ratel_cli.model.marker import MARKER_NAME
+from ratel_cli.model.files.marker import MARKER_NAME
 from tests.e2e.runs import CHAT, output_of, store_of, succeed, write_config
 from tests.inputs import (
     argument_cases,
@@ -190,7 +190,7 @@ def processor_seconds() -> float:
 @pytest.fixture(autouse=True)
 def _nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """No case may look up a name on the hub."""
-    monkeypatch.setattr("ratel_cli.model.directory._download", _unreachable)
+    monkeypatch.setattr("ratel_cli.model.files.directory._download", _unreachable)
 
 
 def _unreachable(repository: str) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from ratel_cli.config.aliases import SECTIONS, TOP
+from ratel_cli.config.others.aliases import SECTIONS, TOP
 from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _SECTIONS = [name for name in SECTIONS if name != TOP]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ratel_cli as ratel
-from ratel_cli.engine.horizontal import HorizontalEngine
+from ratel_cli.engine.steps.horizontal import HorizontalEngine
 from tests.library.nets import NETS
 from tests.library.test_hook import LEARNING_RATE, assert_same, built, net_steps, saved, wanted_nothing
 

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import ratel_cli as ratel
-from ratel_cli.engine.saved_tensors import CacheCounts
-from ratel_cli.engine.tensor_cache import TensorCache
+from ratel_cli.engine.cache.saved_tensors import CacheCounts
+from ratel_cli.engine.cache.tensor_cache import TensorCache
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.model.hooked import find_module_blocks
+from ratel_cli.model.cut.hooked import find_module_blocks
 from ratel_cli.sizes import PAGE_BYTES
 from tests.library.nets import NETS, NetBatch
 from tests.library.test_hook import LEARNING_RATE, assert_same, built, hooked, net_steps, saved, wanted_nothing

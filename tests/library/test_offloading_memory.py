@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import ratel_cli as ratel
-from ratel_cli.engine.pass_schedule import PassUnit
-from ratel_cli.engine.tensor_cache import TensorCache
+from ratel_cli.engine.cache.tensor_cache import TensorCache
+from ratel_cli.engine.reading.pass_schedule import PassUnit
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 import ratel_cli as ratel
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.step import StepEngine
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.library import states
 from ratel_cli.sizes import DtypeName

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import ratel_cli as ratel
-from ratel_cli.model.stored_state import StoredState
+from ratel_cli.model.files.stored_state import StoredState
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.e2e.runs import measured_briefly

@@ -19,10 +19,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.adapters import inject
-from ratel_cli.model.quantised_model import quantise_layers, quantised_weights
-from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.export.adapters import inject
+from ratel_cli.model.files.quantised_model import quantise_layers, quantised_weights
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.adapter_settings import AdapterSettings
 from scripts.family_configs import tiny_config
 from tests.tiers import pairwise, thinned
 

@@ -15,8 +15,8 @@ from transformers.models.llava.modeling_llava import LlavaForConditionalGenerati
 from transformers.utils.generic import ModelOutput
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.find_blocks import find_blocks, find_stack
-from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.cut.find_blocks import find_blocks, find_stack
+from ratel_cli.model.files.skeleton import build_skeleton, supported_attention
 from scripts import family_configs
 from tests.engine.architectures import tiny_config
 

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName, Task
 from scripts.family_configs import tiny_config
 from tests.tiers import rotating, thinned

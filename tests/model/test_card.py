@@ -9,8 +9,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from ratel_cli.model.card import Card, DataSource, LossRow, card_text, plain_card
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.export.card import Card, DataSource, LossRow, card_text, plain_card
+from ratel_cli.model.values.spec import ModelSpec
 from tests.model.tiny import save_tiny, skeleton_of
 
 CARD = Card(

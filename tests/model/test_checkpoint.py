@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
-from ratel_cli.model.classes import name_classes
-from ratel_cli.model.directory import WEIGHTS_NAME
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.files.classes import name_classes
+from ratel_cli.model.files.directory import WEIGHTS_NAME
+from ratel_cli.model.files.initialise import RandomSource
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.spec import ModelSpec
 from tests.library.encoders import encoder_config, saved_encoder
 from tests.model.tiny import (
     FAMILIES,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.directory import WEIGHTS_NAME
+from ratel_cli.model.export.checkpoint import CheckpointSource
+from ratel_cli.model.files.directory import WEIGHTS_NAME
 from tests.inputs.safetensors_cases import packed, read_parts
 from tests.model.tiny import read_all, save_tiny, skeleton_of
 from tests.tiers import examples

@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import constants, errors
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
-from ratel_cli.model.directory import INDEX_NAME, resolve_base_model, trusted_file
-from ratel_cli.model.spec import MAX_LAYERS
+from ratel_cli.model.files.directory import INDEX_NAME, resolve_base_model, trusted_file
+from ratel_cli.model.values.spec import MAX_LAYERS
 from tests.model.tiny import (
     assert_same,
     import_all,

@@ -9,21 +9,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ratel_cli.model.card import plain_card
-from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.export_contents import ContentReader
-from ratel_cli.model.export_layout import (
+from ratel_cli.model.export.card import plain_card
+from ratel_cli.model.export.checkpoint import CheckpointSource
+from ratel_cli.model.export.export_contents import ContentReader
+from ratel_cli.model.export.export_layout import (
     ExportLayout,
     LaidOutTensor,
     Shard,
     TrainedContent,
     layout_of_model,
 )
-from ratel_cli.model.export_weights import export_model
-from ratel_cli.model.sidecars import BaseSidecars
-from ratel_cli.model.skeleton import DTYPES, build_skeleton
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.model.stored_weights import StoredWeights
+from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.sidecars import BaseSidecars
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
+from ratel_cli.model.files.stored_weights import StoredWeights
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.sizes import DtypeName
 from tests.model.tiny import Tensors, imported_store, rewrite, tiny_model

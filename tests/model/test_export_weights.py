@@ -17,18 +17,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.card import plain_card
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.export_layout import (
+from ratel_cli.model.export.card import plain_card
+from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.export.export_layout import (
     ExportLayout,
     LaidOutTensor,
     layout_of_model,
     split_into_shards,
     whole_parameter,
 )
-from ratel_cli.model.export_weights import export_bytes, export_model
-from ratel_cli.model.marker import (
+from ratel_cli.model.export.export_weights import export_bytes, export_model
+from ratel_cli.model.export.sidecars import BaseSidecars
+from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.files.marker import (
     MARKER_NAME,
     Marker,
     check_output,
@@ -38,10 +39,9 @@ from ratel_cli.model.marker import (
     write_marker,
     written_file,
 )
-from ratel_cli.model.shards import ShardReader, file_bytes
-from ratel_cli.model.sidecars import BaseSidecars
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.files.shards import ShardReader, file_bytes
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.store import Store
 from ratel_cli.units import MIB

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.checkpoint import CheckpointSource
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName
 from scripts.family_configs import FAMILIES, tiny_config
 from tests.model.tiny import assert_same, read_all, reference

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ratel_cli.model.fetched_code import no_fetched_code
+from ratel_cli.model.values.fetched_code import no_fetched_code
 
 _KERNELS = """
 import sys
@@ -24,7 +24,10 @@ def get_kernel(*arguments, **options):
 @pytest.mark.parametrize("with_kernels", [False, True])
 @pytest.mark.parametrize(
     "imports",
-    ["import ratel_cli.model.adapters", "from ratel_cli.model.denoiser import denoiser_class; denoiser_class()"],
+    [
+        "import ratel_cli.model.export.adapters",
+        "from ratel_cli.model.export.denoiser import denoiser_class; denoiser_class()",
+    ],
     ids=["of adapters", "of diffusers"],
 )
 def test_importing_what_imports_peft_fetches_nothing_and_says_nothing(

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import memory_bytes, resident_bytes
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton, supported_attention
 from ratel_cli.sizes import DtypeName
 from scripts import family_configs
 from tests.engine.architectures import ARCHITECTURES, tiny_config

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ratel_cli.errors import BadInput, Diverged
-from ratel_cli.model.quantised import QuantisedLayout, quantise
-from ratel_cli.model.quantised_model import QuantisedWeight, QuantisingSource
-from ratel_cli.model.quantised_modules import QuantisedLinear, quantise_experts
+from ratel_cli.model.files.quantised import QuantisedLayout, quantise
+from ratel_cli.model.files.quantised_model import QuantisedWeight, QuantisingSource
+from ratel_cli.model.files.quantised_modules import QuantisedLinear, quantise_experts
 from ratel_cli.sizes import DtypeName, QuantisedForm
 from tests.model.test_export_weights import in_store
 from tests.model.test_import_weights import CountingSource, made_up_spec

@@ -16,7 +16,7 @@ from transformers import modeling_flash_attention_utils
 
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.gpu import determinism
-from ratel_cli.model.flash_attention import require_deterministic
+from ratel_cli.model.values.flash_attention import require_deterministic
 
 ASKED = "FLASH_ATTENTION_DETERMINISTIC"
 MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}

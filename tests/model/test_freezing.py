@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.freezing import freeze
 from tests.engine.architectures import tiny_config
 
 

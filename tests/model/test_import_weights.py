@@ -9,9 +9,9 @@ import torch
 
 from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.import_weights import import_weights, overlaps
-from ratel_cli.model.records import RecordBuffers, encode_record
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.files.import_weights import import_weights, overlaps
+from ratel_cli.model.values.records import RecordBuffers, encode_record
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.sizes import DtypeName

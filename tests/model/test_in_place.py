@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.export_layout import ConvertedContent, Origins, TrainedContent
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.in_place import base_files_of, located_in, placed_in_files
-from ratel_cli.model.shards import TensorSpec
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.checkpoint import CheckpointSource
+from ratel_cli.model.export.export_layout import ConvertedContent, Origins, TrainedContent
+from ratel_cli.model.files.in_place import base_files_of, located_in, placed_in_files
+from ratel_cli.model.files.shards import TensorSpec
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.freezing import freeze
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import RankSlice
 from tests.engine.architectures import ARCHITECTURES, tiny_config

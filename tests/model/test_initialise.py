@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.initialise import RandomSource, SelfDrawn
-from ratel_cli.model.skeleton import build_skeleton, read_model_config
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.initialise import RandomSource, SelfDrawn
+from ratel_cli.model.files.skeleton import build_skeleton, read_model_config
 from tests.model.tiny import FAMILIES, Tensors, assert_same, read_all, skeleton_of, tiny_config
 from tests.tiers import thinned
 

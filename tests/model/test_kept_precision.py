@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.kept_precision import keep_in_fp32
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton, read_model_config
+from ratel_cli.model.values.kept_precision import keep_in_fp32
 from ratel_cli.sizes import DtypeName
 from tests.tiers import rotating
 

@@ -13,9 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.kind import class_of, declared_task, reject_other_kinds
-from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.kind import class_of, declared_task, reject_other_kinds
+from ratel_cli.model.files.skeleton import build_skeleton
 from tests.e2e.runs import save_base
 from tests.tiers import sample
 

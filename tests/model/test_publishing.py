@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.marker import MARKER_NAME, STAGING_NAME, Marker, read_marker, write_marker
-from ratel_cli.model.publishing import finish_publishing
-from ratel_cli.model.staging import Staging
+from ratel_cli.model.export.publishing import finish_publishing
+from ratel_cli.model.export.staging import Staging
+from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.files.marker import MARKER_NAME, STAGING_NAME, Marker, read_marker, write_marker
 
 SHARDED = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX_NAME)
 SINGLE = (WEIGHTS_NAME,)

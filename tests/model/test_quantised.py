@@ -11,10 +11,10 @@ from torch import nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.quantised import QUANTISED_FORMS, QuantisedLayout, dequantised, quantise
-from ratel_cli.model.quantised_model import quantise_layers
-from ratel_cli.model.quantised_modules import QuantisedLinear, quantise_experts
-from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.files.quantised import QUANTISED_FORMS, QuantisedLayout, dequantised, quantise
+from ratel_cli.model.files.quantised_model import quantise_layers
+from ratel_cli.model.files.quantised_modules import QuantisedLinear, quantise_experts
+from ratel_cli.model.files.skeleton import build_skeleton
 from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm
 from tests import quantised as oracle
 from tests.engine.architectures import tiny_config

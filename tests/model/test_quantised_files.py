@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model import quantised
-from ratel_cli.model.directory import WEIGHTS_NAME
-from ratel_cli.model.quantised import QuantisedLayout, dequantised
-from ratel_cli.model.quantised_files import dequantised_files
-from ratel_cli.model.reload import load_language_model
-from ratel_cli.model.shards import ShardReader, TensorFile
+from ratel_cli.model.export.reload import load_language_model
+from ratel_cli.model.files import quantised
+from ratel_cli.model.files.directory import WEIGHTS_NAME
+from ratel_cli.model.files.quantised import QuantisedLayout, dequantised
+from ratel_cli.model.files.quantised_files import dequantised_files
+from ratel_cli.model.files.shards import ShardReader, TensorFile
 from tests.model.tiny import Tensors, gather, import_all, rejection, save_tiny
 from tests.quantised import packed_across, packed_down
 
@@ -279,7 +279,7 @@ def test_files_of_bitsandbytes(tmp_path: Path, form: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("form", ["nf4", "nf4 double", "int8"])
 def test_codes_of_bitsandbytes_are_kept(tmp_path: Path, form: str) -> None:
     """A base that is quantised in the form that a config asks for keeps its bytes: it is not quantised once more."""
-    from ratel_cli.model.quantised import QUANTISED_FORMS, quantise
+    from ratel_cli.model.files.quantised import QUANTISED_FORMS, quantise
 
     for shape in SHAPES[2:]:
         values = torch.randn(shape, generator=torch.Generator().manual_seed(8)).bfloat16()

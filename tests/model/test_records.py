@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.records import RecordBuffers, decode_state, encode_record, state_fields_for, state_keys
+from ratel_cli.model.values.records import RecordBuffers, decode_state, encode_record, state_fields_for, state_keys
 from ratel_cli.schedule.rules import RULES, W32
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES
 from tests.kernels.rules import restored, signed_map, unsigned_map

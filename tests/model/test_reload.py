@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ratel_cli.errors import IntegrityFailure
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
-from ratel_cli.model.shards import ShardReader, ShardWriter
+from ratel_cli.model.export.reload import check_values, holds_export, load_export, read_parameter
+from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.files.shards import ShardReader, ShardWriter
 from tests.model.tiny import FAMILIES, Tensors, rewrite, save_tiny, specs_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton, supported_attention
 from scripts import family_configs
 from tests.tiers import sample
 

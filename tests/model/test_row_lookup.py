@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.placement import Workload, most_rows
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.row_lookup import DistinctTokens, RowLookup
+from ratel_cli.planning.profile.placement import Workload, most_rows
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.tiers import thinned
 

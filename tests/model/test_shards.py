@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.model.shards import DTYPES, ShardReader, ShardWriter, TensorSpec, file_bytes
+from ratel_cli.model.files.shards import DTYPES, ShardReader, ShardWriter, TensorSpec, file_bytes
 from tests.model.tiny import file_size_limit, specs_of
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (64, 32), (4097,)]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.directory import INDEX_NAME, find_weight_files
-from ratel_cli.model.shards import DTYPES, ShardReader
+from ratel_cli.model.files.directory import INDEX_NAME, find_weight_files
+from ratel_cli.model.files.shards import DTYPES, ShardReader
 from tests.inputs.safetensors_cases import packed
 from tests.tiers import examples
 

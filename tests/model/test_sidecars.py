@@ -11,12 +11,12 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model import directory
-from ratel_cli.model.card import plain_card
-from ratel_cli.model.directory import check_sidecars
-from ratel_cli.model.export_layout import layout_of_model
-from ratel_cli.model.export_weights import export_model
-from ratel_cli.model.sidecars import BaseSidecars, TokenizerFiles
+from ratel_cli.model.export.card import plain_card
+from ratel_cli.model.export.export_layout import layout_of_model
+from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.sidecars import BaseSidecars, TokenizerFiles
+from ratel_cli.model.files import directory
+from ratel_cli.model.files.directory import check_sidecars
 from tests.model.test_export_weights import Exported, in_store
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
-from ratel_cli.model import skeleton
-from ratel_cli.model.skeleton import supported_attention, why_unsupported
+from ratel_cli.model.files import skeleton
+from ratel_cli.model.files.skeleton import supported_attention, why_unsupported
 from ratel_cli.run.inputs.text_data import why_not_packed
 from tests.engine.architectures import tiny_config
 
@@ -56,7 +56,7 @@ def test_a_package_that_is_there_but_does_not_work(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("attention", FLASH)
 def test_flash_attention_is_named_as_the_reason_why_samples_are_not_packed(attention: str) -> None:
     """Transformers separates packed samples there in micro-batches of one row alone. Once it does so in all of them,
-    these samples can be packed (model/probe.py)."""
+    these samples can be packed (model/cut/probe.py)."""
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     assert _is_packed_sequence(positions, batch_size=1)
     assert not _is_packed_sequence(positions.expand(2, -1), batch_size=2)

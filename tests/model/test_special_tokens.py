@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 from transformers.trainer_utils import align_special_tokens
 
-from ratel_cli.model.special_tokens import SpecialTokens
+from ratel_cli.model.values.special_tokens import SpecialTokens
 
 IN_CONFIG = (None, 2, 3, [2, 5], [5, 3])
 IN_GENERATION = ("none at all", None, 2, 3, [3], [2, 5], [5, 3, 2])

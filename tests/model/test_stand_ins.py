@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.model import stand_ins
-from ratel_cli.model.stand_ins import StandIns
+from ratel_cli.model.cut import stand_ins
+from ratel_cli.model.cut.stand_ins import StandIns
 
 
 class Place:

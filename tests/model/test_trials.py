@@ -12,10 +12,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.hardware.host import resident_bytes
-from ratel_cli.model.carried import LayerCall, LayerOutput
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.values.carried import LayerCall, LayerOutput
 from ratel_cli.run.inputs.text_data import num_positions, position_table
 from scripts import family_configs
 from tests.engine.architectures import tiny_config

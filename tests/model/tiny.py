@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.import_weights import WeightSource, import_weights
-from ratel_cli.model.shards import TensorSpec
-from ratel_cli.model.skeleton import build_skeleton, read_model_config
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.checkpoint import CheckpointSource, persistent_buffers
+from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.files.import_weights import WeightSource, import_weights
+from ratel_cli.model.files.shards import TensorSpec
+from ratel_cli.model.files.skeleton import build_skeleton, read_model_config
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.manifest import Progress, StoreIdentity
 from ratel_cli.store.store import Store

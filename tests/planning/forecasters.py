@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.spec import LayerTraits
-from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
+from ratel_cli.model.values.spec import LayerTraits
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
-from ratel_cli.planning.problem import Decisions
+from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.profile.placement import ActivationPolicy, Overlap, Workload
+from ratel_cli.planning.search.problem import Decisions
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import GIB
 from tests.planning.papers.paper_profiles import paper_shape

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from ratel_cli.model.spec import LayerTraits, ModelSpec
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
-from ratel_cli.planning.placement import Workload
+from ratel_cli.model.values.spec import LayerTraits, ModelSpec
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
+from ratel_cli.planning.profile.placement import Workload
 from tests.planning.shapes import WORKLOAD
 
 

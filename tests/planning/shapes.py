@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, Nvme, alternating_bytes_per_second
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import LargestUnit
-from ratel_cli.planning.placement import Workload
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.activations import LargestUnit
+from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.sizes import DtypeName
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.activations import (
+from ratel_cli.planning.profile.activations import (
     OffloadedActivations,
     SpilledUnits,
     fewest_spilled_units,
@@ -17,7 +17,7 @@ from ratel_cli.planning.activations import (
     passing_bytes,
     segment_activation_bytes,
 )
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
+from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS
 from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.units import align_up
 from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, Widths, gpt, unit_of

@@ -12,16 +12,16 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.errors import BadInput
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.layer_runner import text_inputs
-from ratel_cli.model.operators import TorchOperator
-from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import LayerTraits
-from ratel_cli.planning.analytic import analytic_profile, frozen_head_flops, head_flops, spec_from_shape
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.placement import Workload
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.cut.layer_runner import text_inputs
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.freezing import freeze
+from ratel_cli.model.values.operators import TorchOperator
+from ratel_cli.model.values.spec import LayerTraits
+from ratel_cli.planning.profile.analytic import analytic_profile, frozen_head_flops, head_flops, spec_from_shape
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 

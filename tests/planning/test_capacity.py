@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import (
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.memory.capacity import HostMemory, StepMemory, check_device_memory
+from ratel_cli.planning.memory.host_lifetimes import PlacedStep, SegmentMemory
+from ratel_cli.planning.profile.activations import (
     NOTHING_OFFLOADED,
     OffloadedActivations,
     head_chunk_tokens,
@@ -21,9 +23,7 @@ from ratel_cli.planning.activations import (
     segment_activation_bytes,
     tokens_per_chunk,
 )
-from ratel_cli.planning.capacity import HostMemory, StepMemory, check_device_memory
-from ratel_cli.planning.host_lifetimes import PlacedStep, SegmentMemory
-from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
+from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement, Workload
 from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.schedule.uses import Stage
 from ratel_cli.sizes import GROUP_ELEMENTS

@@ -11,13 +11,13 @@ from hypothesis import given
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile, Link
-from ratel_cli.planning.analytic import spec_from_shape
-from ratel_cli.planning.choose import adamw_threads, curve, group_shape, weigh
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, GroupShape, Overlap, Placement, Workload
-from ratel_cli.planning.plan import make_plan
-from ratel_cli.planning.problem import Decisions, Evaluation, Problem
-from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.profile.analytic import spec_from_shape
+from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, GroupShape, Overlap, Placement, Workload
+from ratel_cli.planning.search.choose import adamw_threads, curve, group_shape, weigh
+from ratel_cli.planning.search.plan import make_plan
+from ratel_cli.planning.search.problem import Decisions, Evaluation, Problem
+from ratel_cli.planning.search.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import by_chance, estimated

@@ -8,10 +8,10 @@ import pytest
 
 from ratel_cli.hardware.shares import RankLayout, share_of
 from ratel_cli.hardware.spec import HardwareProfile, Network
-from ratel_cli.planning.network import NO_TRAFFIC, network_traffic
-from ratel_cli.planning.placement import Placement, Workload
-from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.planning.step_time import StepTime
+from ratel_cli.planning.profile.placement import Placement, Workload
+from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.time.network import NO_TRAFFIC, network_traffic
+from ratel_cli.planning.time.step_time import StepTime
 from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.store.layout import WHOLE, RankSlice
 from tests.planning.profiles import estimated

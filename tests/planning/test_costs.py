@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
-from ratel_cli.planning.analytic import head_flops, head_sum_bytes
-from ratel_cli.planning.costs import (
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
+from ratel_cli.planning.profile.analytic import head_flops, head_sum_bytes
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement, Workload
+from ratel_cli.planning.time.costs import (
     ComputeSeconds,
     compute_seconds,
     nvme_seconds,
     overlapped_step,
 )
-from ratel_cli.planning.link import link_seconds
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import GroupShape, Overlap, Placement, Workload
-from ratel_cli.planning.step_time import StageTime, StepTime
-from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
+from ratel_cli.planning.time.link import link_seconds
+from ratel_cli.planning.time.step_time import StageTime, StepTime
+from ratel_cli.planning.time.traffic import Traffic, checksum_bytes, step_traffic
 from ratel_cli.schedule.rules import FROZEN
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, machine

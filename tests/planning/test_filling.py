@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.plan import Plan, make_plan
-from ratel_cli.planning.problem import Decisions, Problem
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.plan import Plan, make_plan
+from ratel_cli.planning.search.problem import Decisions, Problem
 from ratel_cli.sizes import Filling
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, lookup_sum_bytes, offload
-from ratel_cli.planning.capacity import HostMemory, StepMemory
-from ratel_cli.planning.gpu_gradients import least_leaving_bytes
-from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
-from ratel_cli.planning.host_lifetimes import PlacedStep, Purpose, SegmentMemory
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.placement import LEAST_UNITS, GroupShape, Placement, UnitsOnGpu, Workload
-from ratel_cli.planning.swap import SwapOrder
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.memory.capacity import HostMemory, StepMemory
+from ratel_cli.planning.memory.gpu_gradients import least_leaving_bytes
+from ratel_cli.planning.memory.gpu_memory import GpuMemory, weight_bytes_of
+from ratel_cli.planning.memory.host_lifetimes import PlacedStep, Purpose, SegmentMemory
+from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, LargestUnit, lookup_sum_bytes, offload
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.profile.placement import LEAST_UNITS, GroupShape, Placement, UnitsOnGpu, Workload
+from ratel_cli.planning.search.swap import SwapOrder
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.units import MIB
 from tests.planning.profiles import by_chance, estimated

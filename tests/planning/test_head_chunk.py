@@ -12,15 +12,15 @@ from hypothesis import given
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.planning.capacity import check_device_memory
-from ratel_cli.planning.choose import Choice, weigh
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.head_chunk import best_chunk, with_chunk
-from ratel_cli.planning.placement import LEAST_UNITS, Workload
-from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.planning.split import best_split
+from ratel_cli.planning.memory.capacity import check_device_memory
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.profile.placement import LEAST_UNITS, Workload
+from ratel_cli.planning.search.choose import Choice, weigh
+from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
+from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.split import best_split
 from ratel_cli.run.ask.plan_inputs import forecaster_of, setting_of
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import GIB, MIB

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.activations import NOT_EXPOSED, ExposedUnits, offload
-from ratel_cli.planning.costs import ComputeSeconds, overlapped_step
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.link import exposed_unit_bytes, exposed_units, waited_unit_bytes
-from ratel_cli.planning.placement import LEAST_UNITS, Placement, UnitsOnGpu
-from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.planning.swap import SwapOrder
-from ratel_cli.planning.traffic import Traffic
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.profile.activations import NOT_EXPOSED, ExposedUnits, offload
+from ratel_cli.planning.profile.placement import LEAST_UNITS, Placement, UnitsOnGpu
+from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.swap import SwapOrder
+from ratel_cli.planning.time.costs import ComputeSeconds, overlapped_step
+from ratel_cli.planning.time.link import exposed_unit_bytes, exposed_units, waited_unit_bytes
+from ratel_cli.planning.time.traffic import Traffic
 from tests.planning.profiles import by_chance
 from tests.planning.shapes import SEEDS, WORKLOAD, gpt, machine
 from tests.tiers import examples

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.liveness import Decision, Liveness, decide
+from ratel_cli.planning.profile.liveness import Decision, Liveness, decide
 from tests.planning.shapes import SEEDS
 from tests.tiers import examples
 

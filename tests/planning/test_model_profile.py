@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.profile.model_profile import ModelProfile
 from tests.planning.profiles import by_chance, candidate, layer, model
 
 TIMED = replace(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.config.load import load_config
-from ratel_cli.planning.analytic import spec_from_shape
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
+from ratel_cli.planning.profile.analytic import spec_from_shape
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.run.files.run_directory import CachedProfile
 from tests.hardware.profiles import WITHOUT_GPU
 from tests.tiers import examples

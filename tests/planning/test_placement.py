@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ratel_cli.planning.placement import tensors_ahead
+from ratel_cli.planning.profile.placement import tensors_ahead
 
 
 @pytest.mark.parametrize(

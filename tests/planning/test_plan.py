@@ -9,14 +9,14 @@ import pytest
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.capacity import StepMemory
-from ratel_cli.planning.costs import compute_seconds, overlapped_step
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, Overlap
-from ratel_cli.planning.plan import Plan, make_plan
-from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.planning.traffic import checksum_bytes, step_traffic
+from ratel_cli.planning.memory.capacity import StepMemory
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, Overlap
+from ratel_cli.planning.search.plan import Plan, make_plan
+from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.time.costs import compute_seconds, overlapped_step
+from ratel_cli.planning.time.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU
 from tests.planning.profiles import candidate, estimated, layer, model

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.liveness import Decision, decide
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts
-from ratel_cli.planning.recorded import BlockSeconds, OperatorRecord, UnitRecord, recorded_profile
+from ratel_cli.planning.profile.liveness import Decision, decide
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile, RestCosts
+from ratel_cli.planning.profile.recorded import BlockSeconds, OperatorRecord, UnitRecord, recorded_profile
 from tests.planning.profiles import candidate, layer, model
 from tests.planning.shapes import SEEDS, WORKLOAD, gpt
 from tests.tiers import examples

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.recorded import BlockSeconds
-from ratel_cli.planning.refined import SeenStep, refined_hardware, refined_profile
-from ratel_cli.planning.step_time import StageTime, StepTime
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.profile.recorded import BlockSeconds
+from ratel_cli.planning.time.refined import SeenStep, refined_hardware, refined_profile
+from ratel_cli.planning.time.step_time import StageTime, StepTime
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.profiles import candidate, layer, model
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.split import SplitRate, best_split, divisors, splits
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.split import SplitRate, best_split, divisors, splits
 from tests.planning.shapes import SEEDS
 from tests.tiers import examples
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.swap import SwapOrder
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.search.swap import SwapOrder
 from tests.planning.profiles import by_chance, candidate, layer, model
 from tests.planning.shapes import SEEDS
 from tests.tiers import examples

@@ -12,8 +12,8 @@ import pytest
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.planning.forecast.forecast import Forecaster, Setting
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.split import SplitRate, best_split, splits
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.split import SplitRate, best_split, splits
 from ratel_cli.run.ask.plan_inputs import forecaster_of, setting_of
 from ratel_cli.run.files.hardware_file import load_hardware
 from tests.tiers import sample

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
-from ratel_cli.planning.analytic import spec_from_shape
-from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
+from ratel_cli.planning.profile.analytic import spec_from_shape
+from ratel_cli.planning.profile.placement import Overlap, Placement
+from ratel_cli.planning.time.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.rules import OptimizerName, rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName

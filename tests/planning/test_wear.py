@@ -10,11 +10,11 @@ from math import inf
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.choose import weigh
-from ratel_cli.planning.placement import Placement, Workload
-from ratel_cli.planning.plan import make_plan
-from ratel_cli.planning.problem import Decisions, Evaluation, Problem
-from ratel_cli.planning.wear import WearPolicy
+from ratel_cli.planning.profile.placement import Placement, Workload
+from ratel_cli.planning.search.choose import weigh
+from ratel_cli.planning.search.plan import make_plan
+from ratel_cli.planning.search.problem import Decisions, Evaluation, Problem
+from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.units import GIB
 from tests.planning.forecasters import paper_machine

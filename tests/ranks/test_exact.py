@@ -14,9 +14,9 @@ import torch
 from transformers import PretrainedConfig
 
 from ratel_cli.engine.ranks.ranks import Ranks
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.skeleton import NAMES_OF_DTYPES
-from ratel_cli.planning.placement import Placement
+from ratel_cli.model.files.skeleton import NAMES_OF_DTYPES
+from ratel_cli.model.values.adapter_settings import AdapterSettings
+from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import AHEAD, PLACEMENTS

@@ -20,10 +20,10 @@ import torch
 from ratel_cli.engine.ranks.commits import resume_together
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.model.adapter_settings import AdapterSettings
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.model.values.adapter_settings import AdapterSettings
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import adapted, initial_weights, machine, random_steps
 from tests.ranks.moments import KillingBarrier, KillingChannel, Moments

@@ -13,13 +13,13 @@ from transformers import PretrainedConfig
 
 from ratel_cli.engine.ranks.ranks import Channel, Ranks
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.model.skeleton import NAMES_OF_DTYPES
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED
-from ratel_cli.planning.host_lifetimes import PlacedStep, Purpose, SegmentMemory
-from ratel_cli.planning.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
-from ratel_cli.planning.placement import GroupShape, Placement, Workload
-from ratel_cli.planning.traffic import Traffic, step_traffic
+from ratel_cli.model.files.skeleton import NAMES_OF_DTYPES
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.memory.host_lifetimes import PlacedStep, Purpose, SegmentMemory
+from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
+from ratel_cli.planning.profile.placement import GroupShape, Placement, Workload
+from ratel_cli.planning.time.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
+from ratel_cli.planning.time.traffic import Traffic, step_traffic
 from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.schedule.uses import step_uses
 from ratel_cli.sizes import DtypeName

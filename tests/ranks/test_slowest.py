@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ratel_cli.engine.measure.telemetry import StepTimes
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
-from ratel_cli.engine.telemetry import StepTimes
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.training.loop import slowest_rank_of
 from tests.ranks.threads import together
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ratel_cli.model.marker import Marker, write_marker
-from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.model.files.marker import Marker, write_marker
+from ratel_cli.planning.search.plan import Plan
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
 from ratel_cli.training.metrics import StepMetrics

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.report.curves import _widen, can_draw_curves, draw_curves
-from ratel_cli.report.step_curves import step_curves
+from ratel_cli.report.page.curves import _widen, can_draw_curves, draw_curves
+from ratel_cli.report.page.step_curves import step_curves
 from ratel_cli.training.metrics import StepMetrics
 from tests.training.test_metrics import metrics
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ratel_cli.data.summary import DataReport
-from ratel_cli.report.data import summary_rows
+from ratel_cli.data.samples.summary import DataReport
+from ratel_cli.report.words.data import summary_rows
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.report.evaluation import EvaluationReport, evaluation_rows
+from ratel_cli.report.words.evaluation import EvaluationReport, evaluation_rows
 
 FOUND = EvaluationReport(
     model="run, step 4",

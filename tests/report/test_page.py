@@ -16,12 +16,12 @@ import pytest
 
 from ratel_cli.cli.app import main
 from ratel_cli.console import RunLog
-from ratel_cli.model.marker import MARKER_NAME
-from ratel_cli.report.page import page_of
-from ratel_cli.report.page_tables import predicted_table
-from ratel_cli.report.run_report import RunReport, key_figures, state_words
-from ratel_cli.report.status import STATES
-from ratel_cli.report.terminal import report_lines
+from ratel_cli.model.files.marker import MARKER_NAME
+from ratel_cli.report.page.page import page_of
+from ratel_cli.report.page.page_tables import predicted_table
+from ratel_cli.report.page.run_report import RunReport, key_figures, state_words
+from ratel_cli.report.page.terminal import report_lines
+from ratel_cli.report.words.status import STATES
 from ratel_cli.run.ask.report import report_of
 from ratel_cli.run.files.run_directory import find_run
 from ratel_cli.training.metrics import StepMetrics

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.report.panel import Panel, PanelFacts
+from ratel_cli.report.words.panel import Panel, PanelFacts
 from ratel_cli.units import GIB
 from tests.real_time import in_real_time
 from tests.report.test_run import IDLE, METRICS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ratel_cli.planning.placement import Workload
-from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.report.words.profile import hardware_rows, model_rows, operator_lines
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.profiles import estimated

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from ratel_cli.hardware.load import OtherLoad
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.analytic import spec_from_shape
-from ratel_cli.planning.placement import ActivationPolicy, Workload
-from ratel_cli.planning.plan import Plan, make_plan
-from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.planning.step_time import RESOURCES, Resource
-from ratel_cli.planning.wear import WearTrade
-from ratel_cli.report.plan import split_words, wear_rows
-from ratel_cli.report.run import (
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.analytic import spec_from_shape
+from ratel_cli.planning.profile.placement import ActivationPolicy, Workload
+from ratel_cli.planning.search.plan import Plan, make_plan
+from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.time.step_time import RESOURCES, Resource
+from ratel_cli.planning.time.wear import WearTrade
+from ratel_cli.report.words.plan import split_words, wear_rows
+from ratel_cli.report.words.run import (
     adapted_line,
     evaluation_line,
     opening,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.report.series import Scale, binned, decimal, scale_of, step_ticks, ticks
+from ratel_cli.report.page.series import Scale, binned, decimal, scale_of, step_ticks, ticks
 
 VALUES = st.floats(min_value=-1e12, max_value=1e12) | st.just(math.nan) | st.just(math.inf)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratel_cli.errors import IntegrityFailure
-from ratel_cli.report.verify import Check, check_lines, checks_to_json, raise_if_wrong
+from ratel_cli.report.words.verify import Check, check_lines, checks_to_json, raise_if_wrong
 
 WHOLE = Check(what="step 4, current", num_bytes=3 << 20, checked="every chunk", verdict="whole")
 FINITE = Check(what="a", num_bytes=12, checked="2 tensors", verdict="finite")

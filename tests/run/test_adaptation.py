@@ -11,13 +11,13 @@ from itertools import pairwise
 
 import pytest
 
-from ratel_cli.engine.telemetry import Span, SpanLabel
+from ratel_cli.engine.measure.telemetry import Span, SpanLabel
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.plan import Plan, make_plan, predicted_again
-from ratel_cli.planning.problem import Decisions
-from ratel_cli.planning.step_time import Resource
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.plan import Plan, make_plan, predicted_again
+from ratel_cli.planning.search.problem import Decisions
+from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.run.train.adaptation import Adaptation, Adapted
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.schedule.uses import Stage

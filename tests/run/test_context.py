@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.schema import DatasetConfig, LimitsConfig, RunConfig, StorageConfig
+from ratel_cli.config.keys.schema import DatasetConfig, LimitsConfig, RunConfig, StorageConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import Interrupted
 from ratel_cli.run.context import open_context

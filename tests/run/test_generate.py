@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.skeleton import build_skeleton, supported_attention
 from ratel_cli.run.ask.generate import cache_bytes
 from ratel_cli.run.inputs.streamed_blocks import BlockMemory, largest_batch
 from tests import tiers

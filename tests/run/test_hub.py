@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.model.marker import Marker, write_marker, written_file
+from ratel_cli.model.files.marker import Marker, write_marker, written_file
 from ratel_cli.run.train.hub import upload_export
 
 

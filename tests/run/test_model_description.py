@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoConfig
 
 import ratel_cli.run.inputs.base_kinds
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.engine.footprint import measured_traits
+from ratel_cli.engine.steps.footprint import measured_traits
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files import user_cache
 from ratel_cli.run.inputs.build_language import build_language_base, read_language_base

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config, to_yaml
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.run.files.origin import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ratel_cli.data.compared_samples import ComparedSamples
+from ratel_cli.data.pairs.compared_samples import ComparedSamples
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.run.train.reference import _Reference, _Set
 from tests.ranks.threads import together

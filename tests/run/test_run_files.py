@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
-from ratel_cli.model.marker import Marker, read_marker, write_marker
+from ratel_cli.model.files.marker import Marker, read_marker, write_marker
 from ratel_cli.run.files.output import claim_output, may_claim_at_once
 from ratel_cli.run.files.run_files import (
     files_of_run,

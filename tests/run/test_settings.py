@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.run.inputs.settings import (
     DECIDES_THE_BITS,
     DECIDES_THE_LENGTH,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import NotEnoughSpace
-from ratel_cli.model.marker import STAGING_NAME, Marker, space_for_export, write_marker
+from ratel_cli.model.files.marker import STAGING_NAME, Marker, space_for_export, write_marker
 from ratel_cli.run.files.hardware_file import to_text
 from ratel_cli.run.inputs.settings import num_slots
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of

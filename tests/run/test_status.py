@@ -17,9 +17,9 @@ import pytest
 
 from ratel_cli.cli.app import main
 from ratel_cli.console import RunLog
-from ratel_cli.report.panel import Panel
-from ratel_cli.report.run_report import key_figures
-from ratel_cli.report.status import STATES, RunStatus, status_lines, status_to_json
+from ratel_cli.report.page.run_report import key_figures
+from ratel_cli.report.words.panel import Panel
+from ratel_cli.report.words.status import STATES, RunStatus, status_lines, status_to_json
 from ratel_cli.run.ask.report import report_of
 from ratel_cli.run.ask.status import find_runs, find_statuses
 from ratel_cli.run.files.run_directory import find_run

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.run.inputs.tokenizer import read_stop_ids
 
 TOKENIZER = SimpleNamespace(eos_token_id=7, get_vocab=lambda: {"<|end|>": 9})

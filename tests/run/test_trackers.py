@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.commands import pip_install
-from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.train import trackers
@@ -289,7 +289,7 @@ def test_it_finishes_when_the_run_is_killed(bench: Bench) -> None:
     bench.write_steps(1, 2, 3)
     program = (
         "import os, pathlib, signal, time\n"
-        "from ratel_cli.config.schema import RunConfig\n"
+        "from ratel_cli.config.keys.schema import RunConfig\n"
         "from ratel_cli.console import RunLog\n"
         "from ratel_cli.run.train.trackers import Trackers\n"
         f"config = RunConfig(base_model='b', datasets=[{{'path': 'a'}}], output_dir={str(bench.output_dir)!r}, "

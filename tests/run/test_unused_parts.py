@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.export.checkpoint import CheckpointSource
+from ratel_cli.model.files.initialise import RandomSource
 from ratel_cli.run.inputs.unused_parts import unused_parts
 from tests.model.test_export_layout import export, small_model
 from tests.model.tiny import rewrite, save_tiny, skeleton_of

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from ratel_cli.engine.block_reader import BlockReader, FileBlocks
+from ratel_cli.engine.reading.block_reader import BlockReader, FileBlocks
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config, supported_attention
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton, read_model_config, supported_attention
 from ratel_cli.run.ask.whole_model import computing_whole
 from ratel_cli.sizes import DtypeName
 from tests import tiers

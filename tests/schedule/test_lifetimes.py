@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.schedule.lifetimes import overlap, partial_sum_lifetimes, upload_lifetimes, weight_lifetimes
 from ratel_cli.schedule.uses import Use, forward_uses, step_uses

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.gpu import GpuDevice
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease, address_of
 from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.io.views import view

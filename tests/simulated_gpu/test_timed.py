@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.gpu import GpuDevice
-from ratel_cli.engine.telemetry import Span, SpanLabel, Timeline
+from ratel_cli.engine.measure.telemetry import Span, SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.pinning import GpuPinning
 from tests.real_time import in_real_time

@@ -25,8 +25,8 @@ from typing import Literal
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.model.card import PICTURE_NAME
-from ratel_cli.model.marker import MARKER_NAME
+from ratel_cli.model.export.card import PICTURE_NAME
+from ratel_cli.model.files.marker import MARKER_NAME
 from ratel_cli.store.store import Store
 from tests.e2e.runs import NO_STORE, committed_step, file_hash, output_of, start, store_of, wait
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.loss import EvaluatedSums
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.measure.telemetry import SpanLabel, StepTimes, Timeline
+from ratel_cli.engine.replay.loss import EvaluatedSums
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.telemetry import SpanLabel, StepTimes, Timeline
+from ratel_cli.engine.steps.state import StepOutcome
 from ratel_cli.errors import Interrupted
 from ratel_cli.store.manifest import Progress
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop

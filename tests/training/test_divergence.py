@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.state import StepOutcome
+from ratel_cli.engine.steps.state import StepOutcome
 from ratel_cli.errors import Diverged, IntegrityFailure, Interrupted, RatelError
 from ratel_cli.training.divergence import diagnose_nonfinite_step
 from tests.training.loop_fakes import BAD_TENSOR, Failure, Run, micro_batch

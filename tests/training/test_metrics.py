@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.step_time import RESOURCES
+from ratel_cli.planning.time.step_time import RESOURCES
 from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics, line_of, step_in
 from tests.model.tiny import file_size_limit
 

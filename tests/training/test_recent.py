@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.planning.step_time import RESOURCES
+from ratel_cli.planning.time.step_time import RESOURCES
 from ratel_cli.training.history import recent_rate, recent_seconds
 from ratel_cli.training.recent import LossCurve, RecentSteps
 from tests.report.test_run import IDLE, METRICS

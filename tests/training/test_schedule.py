@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from ratel_cli.config.scheduler import SchedulerConfig
+from ratel_cli.config.keys.scheduler import SchedulerConfig
 from ratel_cli.training.schedule import LearningRateSchedule, LossScale, ScheduleOptions, SchedulerName
 
 PLAIN: tuple[SchedulerName, ...] = ("constant", "linear", "cosine", "cosine_with_restarts", "inverse_sqrt")

@@ -31,9 +31,9 @@ from typing import Literal, Protocol
 
 import torch
 
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.io.views import view
-from ratel_cli.planning.step_time import Resource
+from ratel_cli.planning.time.step_time import Resource
 
 UploadLane = Literal["weights", "activations"]
 """What an upload queues behind: earlier uploads in the same lane."""

@@ -37,11 +37,11 @@ import torch
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, Transfer, UploadLane
 from ratel_cli.engine.device.mapped import mapped
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
 from ratel_cli.io.pinning import copy_in_pieces, use_device
 from ratel_cli.io.views import view
-from ratel_cli.planning.step_time import Resource
+from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.units import parse_bytes
 
 _NOT_DETERMINISTIC = (

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ratel_cli.engine.device.device import Download
-from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.views import view

@@ -8,17 +8,17 @@ from itertools import chain
 import torch
 
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.optimizer.accumulators import DeviceSums, LeasedSums
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, StayingSums, SumThread
 from ratel_cli.engine.optimizer.leaving import DeviceLeaving, HostLeaving, RoundedOnHost
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
+from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.planning.gpu_gradients import least_leaving_bytes
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.memory.gpu_gradients import least_leaving_bytes
+from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
 

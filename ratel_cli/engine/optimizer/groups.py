@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from ratel_cli.engine.host_weights import HostWeights
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.optimizer.group_update import GroupChecksums, GroupUpdater
 from ratel_cli.engine.optimizer.settings import UpdateNumbers
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.reading.host_weights import HostWeights
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join, settle
-from ratel_cli.planning.step_time import Resource
+from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.store.layout import Field
 from ratel_cli.store.store import Store

@@ -11,8 +11,8 @@ The gradients of a head that the GPU has no memory for are all added here, chunk
 it is (`StayingSums`). So is that of a matrix that the head borrows, of which `LookupSum` has more to add.
 
 Invariants: the additions are those that the GPU would do, in the same order, so the bits are the same; the sums on the
-GPU take no more than `summed_elements` (planning/gpu_memory.py), however many parameters there are; the sums of one
-layer are in host memory, never those of two; next to them only those of a matrix that the head borrows.
+GPU take no more than `summed_elements` (planning/memory/gpu_memory.py), however many parameters there are; the sums of
+one layer are in host memory, never those of two; next to them only those of a matrix that the head borrows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download, Upload
-from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import view
-from ratel_cli.planning.gpu_gradients import summed_elements
+from ratel_cli.planning.memory.gpu_gradients import summed_elements
 from ratel_cli.schedule.blocks import BlockSpec
 
 ADDED_AT_ONCE = 1 << 18

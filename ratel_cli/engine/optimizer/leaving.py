@@ -15,10 +15,10 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download
-from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.measure.telemetry import SpanLabel
 from ratel_cli.engine.optimizer.accumulators import Accumulator
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
-from ratel_cli.engine.telemetry import SpanLabel
+from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec

@@ -21,10 +21,10 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download, Upload
+from ratel_cli.engine.measure.telemetry import SpanLabel
 from ratel_cli.engine.optimizer.accumulators import DeviceSums
 from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.host_sums import StayingSums
-from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
 
 _LABEL = SpanLabel(text="gradient of the tied head", block=0, stage="backward")

@@ -29,8 +29,8 @@ from typing import Literal
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
-from ratel_cli.planning.placement import GroupShape
-from ratel_cli.planning.step_time import Resource
+from ratel_cli.planning.profile.placement import GroupShape
+from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 

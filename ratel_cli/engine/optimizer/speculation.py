@@ -7,7 +7,7 @@ clipping is certain and the speculation ends. Only the blocks that were updated 
 
 A step that is not clipped gains the time of its update in backward. A step that is clipped loses the time and the
 writes of those updates that were done before clipping was certain. What the last steps would have gained and lost, as
-the plan predicts it (planning/clipping.py), decides about the next. The first step speculates.
+the plan predicts it (planning/search/clipping.py), decides about the next. The first step speculates.
 
 Invariant: clipping that is called certain is what the decision of the step finds too.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from ratel_cli.planning.clipping import SpeculationCosts
+from ratel_cli.planning.search.clipping import SpeculationCosts
 
 _NUM_STEPS = 8
 """Steps that are looked back on."""

@@ -38,18 +38,18 @@ from typing import Literal
 
 import torch
 
-from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
 from ratel_cli.engine.optimizer.gradients import NormParts, clip_coefficient, one_part, total_norm
 from ratel_cli.engine.optimizer.groups import BlockUpdate
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.optimizer.settings import UpdateNumbers
 from ratel_cli.engine.optimizer.speculation import Speculation
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.reading.host_weights import HostWeights, ResidentWeights
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import Scratch
-from ratel_cli.planning.clipping import COUNTED_ALIKE, SpeculationCosts
-from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.planning.profile.placement import Overlap, Placement
+from ratel_cli.planning.search.clipping import COUNTED_ALIKE, SpeculationCosts
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.store.store import Store

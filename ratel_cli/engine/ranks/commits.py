@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.ranks.ranks import Ranks
-from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.store.open import START_OVER

@@ -18,7 +18,7 @@ from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import RankLost
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import JoinedGeneration, Readable, check_same_step
 from ratel_cli.store.layout import RankSlice, StoredBlock

@@ -23,22 +23,22 @@ import torch
 
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.gpu import translate_errors
-from ratel_cli.engine.embedding_rows import EmbeddingRows
-from ratel_cli.engine.loss import MeanLoss, loss_and_gradients
 from ratel_cli.engine.optimizer.accumulators import DeviceSums
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
-from ratel_cli.engine.program import AnyBatch, Program, tokens_looked_up, trained_of
+from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
+from ratel_cli.engine.reading.program import AnyBatch, Program, tokens_looked_up, trained_of
+from ratel_cli.engine.replay.loss import MeanLoss, loss_and_gradients
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.model.carried import Carried, Embedded, LayerCall, LayerOutput
-from ratel_cli.model.row_lookup import DistinctTokens
-from ratel_cli.planning.activations import tokens_per_chunk
-from ratel_cli.planning.placement import num_looked_up
-from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
+from ratel_cli.model.values.carried import Carried, Embedded, LayerCall, LayerOutput
+from ratel_cli.model.values.row_lookup import DistinctTokens
+from ratel_cli.planning.profile.activations import tokens_per_chunk
+from ratel_cli.planning.profile.placement import num_looked_up
+from ratel_cli.planning.profile.recorded import BlockSeconds, UnitRecord
 from ratel_cli.schedule.segments import Segment
 
 _NUM_RUNS = 5

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.engine.replay.tape import RecordedOperator, Recorder
-from ratel_cli.model.operators import TorchOperator, tensors_in
-from ratel_cli.planning.recorded import RECORDED_MICRO_BATCHES, OperatorRecord, UnitRecord
+from ratel_cli.model.values.operators import TorchOperator, tensors_in
+from ratel_cli.planning.profile.recorded import RECORDED_MICRO_BATCHES, OperatorRecord, UnitRecord
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 

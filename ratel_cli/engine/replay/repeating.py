@@ -28,8 +28,8 @@ from ratel_cli.engine.replay.tape import (
     never_unpack,
     without_values,
 )
-from ratel_cli.model.operators import OperatorMode, TorchOperator
-from ratel_cli.planning.liveness import Decision
+from ratel_cli.model.values.operators import OperatorMode, TorchOperator
+from ratel_cli.planning.profile.liveness import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

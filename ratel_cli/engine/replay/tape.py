@@ -26,8 +26,8 @@ from typing import TypeVar, cast
 import torch
 
 from ratel_cli.errors import RatelError
-from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
-from ratel_cli.planning.liveness import Decision, Recorded, decide
+from ratel_cli.model.values.operators import OperatorMode, TorchOperator, tensors_in
+from ratel_cli.planning.profile.liveness import Decision, Recorded, decide
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 

@@ -27,13 +27,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
-from ratel_cli.model.spec import ModelSpec, is_matrix, name_in_layer
-from ratel_cli.planning.analytic import head_sum_bytes
-from ratel_cli.planning.costs import ComputeSeconds, compute_seconds
+from ratel_cli.model.values.spec import ModelSpec, is_matrix, name_in_layer
 from ratel_cli.planning.direct.gradients import OffloadedGradient
 from ratel_cli.planning.direct.timeline import DirectLayer
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.placement import Workload, most_rows, num_looked_up
+from ratel_cli.planning.profile.analytic import head_sum_bytes
+from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.profile.placement import Workload, most_rows, num_looked_up
+from ratel_cli.planning.time.costs import ComputeSeconds, compute_seconds
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.segments import Segment
 

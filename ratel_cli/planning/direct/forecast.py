@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.direct.costs import WeightUse, weight_uses
 from ratel_cli.planning.direct.gradients import GradientFront
 from ratel_cli.planning.direct.search import DirectPlan, plan_direct
-from ratel_cli.planning.direct.timeline import ACCESS_MODES, AccessMode, DirectLayer, DirectTime, timeline
-from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.direct.timeline import DirectLayer, DirectTime, timeline
 from ratel_cli.planning.papers.memferry import printed_plan
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import ACCESS_MODES, AccessMode, Workload
 
 RESERVE_FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0)
 

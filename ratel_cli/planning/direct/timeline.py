@@ -25,10 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
 
-AccessMode = Literal["GFGB", "DHA", "DFGB"]
-ACCESS_MODES: Final[tuple[AccessMode, ...]] = ("GFGB", "DHA", "DFGB")
+from ratel_cli.planning.profile.placement import AccessMode
+
 _ROUNDING = 1e-9
 """The share by which sums in another order may differ."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.forecast.forecast import Forecast, Setting
-from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
+from ratel_cli.planning.search.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.units import format_bytes
 
 _SHOWN_AS_FASTER = 1.05

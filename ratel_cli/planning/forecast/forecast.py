@@ -15,10 +15,10 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.papers.endurance import StepWrites
 from ratel_cli.planning.papers.in_memory import InMemoryModel
 from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.placement import ActivationPolicy, Workload
-from ratel_cli.planning.prediction import Prediction
-from ratel_cli.planning.split import SplitRate
-from ratel_cli.planning.wear import WearPolicy
+from ratel_cli.planning.profile.placement import ActivationPolicy, Workload
+from ratel_cli.planning.search.prediction import Prediction
+from ratel_cli.planning.search.split import SplitRate
+from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.sizes import SPLIT_KEYS
 
 TierName = Literal["GPU", "RAM", "NVMe", "snapshot", "export"]

@@ -9,12 +9,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.spec import LayerTraits, ModelSpec
-from ratel_cli.planning.activations import offload_bytes
-from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
+from ratel_cli.model.values.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.direct.costs import weight_uses
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
-from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.in_memory import InMemoryModel
 from ratel_cli.planning.papers.largest import TierBytes, deepest, need
 from ratel_cli.planning.papers.paper import (
@@ -25,10 +22,13 @@ from ratel_cli.planning.papers.paper import (
     PaperShape,
 )
 from ratel_cli.planning.papers.prefix import Search, SwappableOperator, search
-from ratel_cli.planning.placement import ActivationPolicy, Workload
-from ratel_cli.planning.prediction import Prediction, SwappedOperator
-from ratel_cli.planning.split import SplitRate
-from ratel_cli.planning.traffic import Traffic
+from ratel_cli.planning.profile.activations import offload_bytes
+from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import ActivationPolicy, Workload
+from ratel_cli.planning.search.prediction import Prediction, SwappedOperator
+from ratel_cli.planning.search.split import SplitRate
+from ratel_cli.planning.time.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Ratel's own cost model as the equations by which other systems' choices are compared (`ratel plan --compare`). Pure.
 
 Every strategy gets the same: transfers run as far ahead as in the plan, and the memory that activations leave holds
-resident weights and states, as in planning/choose.py. Here bytes go to NVMe one by one; in the plan they go in whole
-units.
+resident weights and states, as in planning/search/choose.py. Here bytes go to NVMe one by one; in the plan they go in
+whole units.
 
 A measured time counts as the FLOPs that the device does in it, because strategies compare FLOPs.
 """
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, offload_bytes
-from ratel_cli.planning.costs import overlapped_step
-from ratel_cli.planning.model_profile import SwapCandidate
 from ratel_cli.planning.papers.prefix import SwappableOperator
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.problem import Problem
-from ratel_cli.planning.traffic import Traffic, step_traffic
+from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, offload_bytes
+from ratel_cli.planning.profile.model_profile import SwapCandidate
+from ratel_cli.planning.profile.placement import Placement
+from ratel_cli.planning.search.problem import Problem
+from ratel_cli.planning.time.costs import overlapped_step
+from ratel_cli.planning.time.traffic import Traffic, step_traffic
 
 
 @dataclass(frozen=True, kw_only=True)

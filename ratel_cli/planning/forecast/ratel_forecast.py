@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, margin_bytes, plannable_gpu_bytes
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes
-from ratel_cli.planning.capacity import check_device_memory, notes_bytes
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.direct.costs import weight_uses
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
-from ratel_cli.planning.gpu_memory import activation_bytes
-from ratel_cli.planning.head_chunk import best_chunk, with_chunk
-from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.memory.capacity import check_device_memory, notes_bytes
+from ratel_cli.planning.memory.gpu_memory import activation_bytes
 from ratel_cli.planning.papers.in_memory import InMemoryModel
 from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, Placement
-from ratel_cli.planning.plan import Plan, make_plan
-from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.planning.split import SplitRate
+from ratel_cli.planning.profile.activations import head_chunk_tokens, logits_bytes
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, Placement
+from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
+from ratel_cli.planning.search.plan import Plan, make_plan
+from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.split import SplitRate
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.layout import RankSlice

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
-from ratel_cli.planning.placement import ActivationPolicy
+from ratel_cli.planning.profile.placement import ActivationPolicy
 
 RokStrategy = Literal["recompute", "mix", "planned", "offload", "keep"]
 _ORDER: Final[tuple[RokStrategy, ...]] = ("recompute", "mix", "planned", "offload", "keep")

@@ -34,9 +34,10 @@ from typing import Final, Literal
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.planning.direct.costs import WeightUse
 from ratel_cli.planning.direct.search import plan_direct
-from ratel_cli.planning.direct.timeline import AccessMode, timeline
+from ratel_cli.planning.direct.timeline import timeline
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, Strategy
+from ratel_cli.planning.profile.placement import AccessMode
 from ratel_cli.units import format_bytes
 
 MASTER_STATE_BYTES = 12

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ratel_cli.planning.direct.timeline import AccessMode, DirectLayer, timeline
+from ratel_cli.planning.direct.timeline import DirectLayer, timeline
+from ratel_cli.planning.profile.placement import AccessMode
 
 
 def printed_plan(layers: Sequence[DirectLayer]) -> tuple[AccessMode, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ratel_cli.planning.papers.prefix import SwappableOperator
-from ratel_cli.planning.step_time import StageTime, StepTime
+from ratel_cli.planning.time.step_time import StageTime, StepTime
 
 WEIGHT_BYTES = 2
 """Per parameter: P16, the compute weight, read in forward and again in backward. G16, the gradient, is as large."""

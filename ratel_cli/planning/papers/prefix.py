@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
-Case = Literal[1, 2, 3]
-"""Section IV-D. 1: swapping never helps. 2: everything that costs FLOPs is swapped. 3: the optimum lies between."""
+from ratel_cli.planning.search.prediction import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

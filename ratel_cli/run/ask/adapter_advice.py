@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ratel_cli.config.schema import RunConfig, may_have_adapter
+from ratel_cli.config.keys.schema import RunConfig, may_have_adapter
 from ratel_cli.console import RunLog
-from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.advice import Advice, adapter_advice
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
+from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.run.ask.plan_inputs import best_workload, with_space_tiers
 from ratel_cli.run.inputs.model_description import ModelDescription, describe_if_possible
 from ratel_cli.run.inputs.settings import decisions_of, workload_of

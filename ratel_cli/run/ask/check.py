@@ -18,12 +18,12 @@ from io import StringIO
 from pathlib import Path
 
 from ratel_cli.commands import with_run_named
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import Reading
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList, NotEnoughSpace, RatelError
-from ratel_cli.report.check import CheckReport, ReportedError
+from ratel_cli.report.words.check import CheckReport, ReportedError
 from ratel_cli.run.files.run_directory import as_of_run, config_file, with_own_store
 from ratel_cli.run.train.first_checks import check_can_train, check_first
 from ratel_cli.run.train.start import Resume
@@ -138,7 +138,7 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         return  # it came to all of it
     if config.base_model is None:
         return
-    from ratel_cli.model.export_weights import export_bytes
+    from ratel_cli.model.export.export_weights import export_bytes
     from ratel_cli.run.ask.machine_check import check_machine
     from ratel_cli.run.inputs.inputs import read_model
 

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.file_names import REJECTS_NAME
-from ratel_cli.data.lines import Reject
-from ratel_cli.data.rows import Compares
-from ratel_cli.data.statistics import first_samples, statistics_of
-from ratel_cli.data.summary import DataReport, ShownSample
-from ratel_cli.data.token_cache import TokenCache
-from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.files.file_names import REJECTS_NAME
+from ratel_cli.data.files.lines import Reject
+from ratel_cli.data.samples.summary import DataReport, ShownSample
+from ratel_cli.data.samples.token_cache import TokenCache
+from ratel_cli.data.sources.statistics import first_samples, statistics_of
+from ratel_cli.data.text.rows import Compares
+from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files.run_directory import TOKENS_NAME
 from ratel_cli.run.inputs.build_language import read_language_base

@@ -10,7 +10,7 @@ from ratel_cli.planning.direct.forecast import DirectForecast, direct_forecast
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.report.direct import NO_LINK, direct_lines
+from ratel_cli.report.words.direct import NO_LINK, direct_lines
 from ratel_cli.run.ask.answer import Answer
 
 

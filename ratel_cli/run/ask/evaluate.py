@@ -16,18 +16,18 @@ from pathlib import Path
 from time import perf_counter
 
 from ratel_cli.commands import command
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import open_device
-from ratel_cli.engine.forward import BlockwiseForward
-from ratel_cli.engine.loss import NOTHING_EVALUATED
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.replay.loss import NOTHING_EVALUATED
+from ratel_cli.engine.steps.build import open_device
+from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.planning.activations import logits_bytes, tokens_per_chunk
-from ratel_cli.report.evaluation import EvaluationReport
+from ratel_cli.planning.profile.activations import logits_bytes, tokens_per_chunk
+from ratel_cli.report.words.evaluation import EvaluationReport
 from ratel_cli.run.ask.streamed import completed, open_merged, open_streamed
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.language_base import LanguageBase

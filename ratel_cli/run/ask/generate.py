@@ -17,19 +17,19 @@ from time import perf_counter
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.prompts import Prompt, encode_prompts
-from ratel_cli.data.tokenise import without_row
-from ratel_cli.data.tokenizer import Tokenizer
-from ratel_cli.engine.build import open_device
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.data.text.prompts import Prompt, encode_prompts
+from ratel_cli.data.text.tokenise import without_row
+from ratel_cli.data.text.tokenizer import Tokenizer
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.steps.build import open_device
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.kind import text_config
-from ratel_cli.model.sidecars import GENERATION_NAME, generation_defaults
-from ratel_cli.report.completions import Completion, Completions
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.export.sidecars import GENERATION_NAME, generation_defaults
+from ratel_cli.model.files.kind import text_config
+from ratel_cli.report.words.completions import Completion, Completions
 from ratel_cli.run.ask.streamed import completed, open_streamed
 from ratel_cli.run.ask.whole_model import computing_whole
 from ratel_cli.run.context import RunContext, open_context

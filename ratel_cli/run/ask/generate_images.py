@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import save_file
 
 from ratel_cli.console import RunLog
-from ratel_cli.data.latents import scheduler_of
-from ratel_cli.data.sample_batch import SampleBatch
-from ratel_cli.engine.build import open_device
-from ratel_cli.engine.forward import BlockwiseForward
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.data.batches.latents import scheduler_of
+from ratel_cli.data.samples.sample_batch import SampleBatch
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.steps.build import open_device
+from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.planning.activations import logits_bytes
+from ratel_cli.planning.profile.activations import logits_bytes
 from ratel_cli.run.ask.streamed import completed_for_images, open_streamed_denoiser
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.denoiser_base import DenoiserBase

@@ -10,12 +10,12 @@ from io import StringIO
 
 import torch
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import ErrorList
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.planning.plan import Plan
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import has_own_store
 from ratel_cli.run.inputs.settings import new_geometry

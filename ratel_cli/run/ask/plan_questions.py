@@ -15,8 +15,8 @@ from ratel_cli.planning.papers.in_memory import compare_in_memory
 from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
-from ratel_cli.planning.prediction import CostModel
-from ratel_cli.report.plan import aligned
+from ratel_cli.planning.search.prediction import CostModel
+from ratel_cli.report.words.plan import aligned
 from ratel_cli.run.ask.answer import Answer
 from ratel_cli.run.ask.direct_question import direct_answer
 from ratel_cli.run.ask.rok_question import rok_answer

@@ -12,26 +12,26 @@ import json
 import sys
 from dataclasses import dataclass, replace
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.engine.build import open_device
-from ratel_cli.engine.footprint import measured_traits
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.steps.build import open_device
+from ratel_cli.engine.steps.footprint import measured_traits
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.capacity import StepMemory
-from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.recorded import recorded_profile
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.memory.capacity import StepMemory
+from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Placement
+from ratel_cli.planning.profile.recorded import recorded_profile
 from ratel_cli.run.files.output import check_run_output, claim_output
 from ratel_cli.run.files.profile_cache import REFRESHES
 from ratel_cli.run.files.run_directory import MODEL_NAME, CachedProfile

@@ -11,12 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import dump, to_yaml
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import RatelError
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.report.recorded_plan import read_plan
-from ratel_cli.report.run_report import RunReport
+from ratel_cli.report.page.run_report import RunReport
+from ratel_cli.report.words.recorded_plan import read_plan
 from ratel_cli.run.ask.status import status_of
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.run.files.run_directory import (

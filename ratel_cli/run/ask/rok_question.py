@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
 from ratel_cli.planning.forecast.rok import rok_curve
-from ratel_cli.report.rok import draw_rok, rok_content, rok_lines
+from ratel_cli.report.page.rok import draw_rok, rok_content, rok_lines
 from ratel_cli.run.ask.answer import Answer
 
 

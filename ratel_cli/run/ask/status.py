@@ -14,11 +14,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import RatelError
-from ratel_cli.model.marker import Marker, read_marker
-from ratel_cli.report.status import RunState, RunStatus
+from ratel_cli.model.files.marker import Marker, read_marker
+from ratel_cli.report.words.status import RunState, RunStatus
 from ratel_cli.run.files.output import deleted_store, has_own_store
 from ratel_cli.run.files.run_directory import METRICS_NAME, find_run, is_output_of_run, run_directory
 from ratel_cli.run.inputs.settings import best_rule

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.engine.block_reader import (
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.engine.reading.block_reader import (
     FileBlocks,
     GenerationBlocks,
     SourceBlocks,
 )
 from ratel_cli.errors import BadInput
-from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
-from ratel_cli.model.denoiser import stored_dtype
-from ratel_cli.model.denoiser_config import is_denoiser
-from ratel_cli.model.kind import declared_task
-from ratel_cli.model.skeleton import DTYPES, read_any_config, read_model_config
+from ratel_cli.model.export.checkpoint import CheckpointSource, persistent_buffers
+from ratel_cli.model.export.denoiser import stored_dtype
+from ratel_cli.model.files.denoiser_config import is_denoiser
+from ratel_cli.model.files.kind import declared_task
+from ratel_cli.model.files.skeleton import DTYPES, read_any_config, read_model_config
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.build_language import read_language_base
 from ratel_cli.run.inputs.denoiser_base import DenoiserBase, build_denoiser_base

@@ -22,17 +22,18 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.tokenizer import NoTokenizer, tokenizer_hash
-from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
-from ratel_cli.engine.forward import BlockwiseForward
+from ratel_cli.data.text.tokenizer import NoTokenizer, tokenizer_hash
+from ratel_cli.engine.reading.block_reader import BlockReader, GenerationBlocks
+from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.model.denoiser import load_denoiser
-from ratel_cli.model.denoiser_config import is_denoiser
-from ratel_cli.model.directory import (
+from ratel_cli.model.export.denoiser import load_denoiser
+from ratel_cli.model.export.reload import check_values, holds_export, load_language_model, loaded_bytes, read_parameter
+from ratel_cli.model.files.denoiser_config import is_denoiser
+from ratel_cli.model.files.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
     DENOISER_WEIGHTS_NAME,
@@ -41,12 +42,11 @@ from ratel_cli.model.directory import (
     resolve_base_model,
     weights_bytes,
 )
-from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
-from ratel_cli.model.reload import check_values, holds_export, load_language_model, loaded_bytes, read_parameter
-from ratel_cli.model.shards import ShardReader
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.stored_weights import StoredWeights
-from ratel_cli.report.verify import Check
+from ratel_cli.model.files.marker import WrittenFile, has_written_content, read_marker
+from ratel_cli.model.files.shards import ShardReader
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.model.files.stored_weights import StoredWeights
+from ratel_cli.report.words.verify import Check
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
 from ratel_cli.run.files.run_directory import paths_in
 from ratel_cli.run.inputs.base import check_model
@@ -108,7 +108,7 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
 
 def _verify_adapter(directory: Path, log: RunLog) -> list[Check]:
     """Check a directory with an adapter, which is loaded onto the base model that it names."""
-    from ratel_cli.model.adapters import load_adapted, named_base  # with PEFT, which others do not need
+    from ratel_cli.model.export.adapters import load_adapted, named_base  # with PEFT, which others do not need
 
     name, revision = named_base(directory)
     base = resolve_base_model(name, revision=revision)

@@ -16,9 +16,9 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 from transformers import PreTrainedModel
 
-from ratel_cli.engine.block_reader import BlockReader
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.layer_runner import LayerRunner
+from ratel_cli.engine.reading.block_reader import BlockReader
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.layer_runner import LayerRunner
 
 
 @contextmanager

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ratel_cli.commands import command
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.values import TRACKERS
-from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.config.keys.values import TRACKERS
+from ratel_cli.data.files.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
-from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, STAGING_NAME, is_unchanged, read_marker
+from ratel_cli.model.files.marker import MARKER_NAME, NEW_MARKER_NAME, STAGING_NAME, is_unchanged, read_marker
 from ratel_cli.run.files.output import deleted_store, is_of_other_run, is_own_place, record_deleted_store
 from ratel_cli.run.files.resharding_record import NEW_RESHARDING_NAME, RESHARDING_NAME, new_directories
 from ratel_cli.run.files.run_directory import (

@@ -16,10 +16,10 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure, printable
-from ratel_cli.model.marker import DeletedStore, Marker, check_output, holds_nothing, read_marker, write_marker
+from ratel_cli.model.files.marker import DeletedStore, Marker, check_output, holds_nothing, read_marker, write_marker
 from ratel_cli.run.files.run_directory import (
     METRICS_NAME,
     is_output_of_run,
@@ -205,7 +205,7 @@ def finish_export(directory: Path, log: RunLog, *, option: str) -> None:
     marker = read_marker(directory)
     if marker is None or not marker.is_publishing:
         return
-    from ratel_cli.model.publishing import finish_publishing, renamed_notice
+    from ratel_cli.model.export.publishing import finish_publishing, renamed_notice
 
     try:
         renamed = finish_publishing(directory)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.overrides import is_override
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files.run_directory import is_output_of_run, read_config

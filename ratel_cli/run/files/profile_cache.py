@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import available_bytes, free_bytes, gpu_names, memory_bytes, num_cores, processor_name

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.files import replace_file, sync_path
 from ratel_cli.json_fields import JsonFields, read_as

@@ -12,7 +12,7 @@ They are in `run/` of the output directory:
     metrics.jsonl   one line for each step
     report.html     what `ratel report` shows of the run
     trace.json      the spans of each step, if `trace` is set
-    reference.bin   what the reference model gives to the answers, if `rl` has one: data/reference.py
+    reference.bin   what the reference model gives to the answers, if `rl` has one: data/pairs/reference.py
     tokens/         the samples as tokens, so that a run with the same data finds them
     rejects.jsonl   the rows of the data that cannot be used; test-rejects.jsonl: those of `test_datasets`
 
@@ -30,16 +30,16 @@ from pathlib import Path
 from socket import gethostname
 
 from ratel_cli.commands import name_run
+from ratel_cli.config.keys.schema import RunConfig, StorageConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig, StorageConfig
-from ratel_cli.config.source import is_config_name, similar_path
+from ratel_cli.config.yaml.source import is_config_name, similar_path
 from ratel_cli.console import RunLog
 from ratel_cli.engine.ranks.launched import launched_rank, local_rank
 from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.json_fields import JsonFields, hash_of
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.run.files.recorded_paths import as_written, located
 
 CONFIG_NAME = "config.yaml"

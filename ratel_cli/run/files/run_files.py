@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import to_yaml
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.file_names import REJECTS_NAME, TEST_REJECTS_NAME
+from ratel_cli.data.files.file_names import REJECTS_NAME, TEST_REJECTS_NAME
 from ratel_cli.errors import BadInput, printable
-from ratel_cli.model.marker import read_marker, write_marker
+from ratel_cli.model.files.marker import read_marker, write_marker
 from ratel_cli.run.files.run_directory import (
     CONFIG_NAME,
     EVENTS_NAME,
@@ -179,7 +179,7 @@ def write_run_file(path: Path, text: str) -> None:
 
 def is_report(path: Path) -> bool:
     """Whether the file is a report that Ratel made."""
-    from ratel_cli.report.page import GENERATOR
+    from ratel_cli.report.page.page import GENERATOR
 
     try:
         if not stat.S_ISREG(path.lstat().st_mode):

@@ -1,6 +1,6 @@
 """A language model that is frozen, with an adapter that is trained: what differs from a language model alone.
 
-`model/adapters.py` imports PEFT, and this file does, and so only where a config asks for an adapter.
+`model/export/adapters.py` imports PEFT, and this file does, and so only where a config asks for an adapter.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.model.adapter_settings import AdapterSettings, base_name
-from ratel_cli.model.adapters import (
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.export.adapters import (
     AdaptedSource,
     adapted_matrices,
     adapter_config_text,
@@ -34,16 +34,16 @@ from ratel_cli.model.adapters import (
     magnitudes_of,
     read_adapter,
 )
-from ratel_cli.model.card import Card
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
-from ratel_cli.model.directory import ADAPTER_WEIGHTS_NAME, has_weights
-from ratel_cli.model.export_layout import ExportLayout
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.merged_weights import MergedWeights
-from ratel_cli.model.quantised import QUANTISED_FORMS, dequantised
-from ratel_cli.model.quantised_files import packed_layouts, quantisation_of
-from ratel_cli.model.quantised_model import (
+from ratel_cli.model.export.card import Card
+from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers
+from ratel_cli.model.export.export_layout import ExportLayout
+from ratel_cli.model.export.merged_weights import MergedWeights
+from ratel_cli.model.export.sidecars import AdapterSidecars, BaseSidecars
+from ratel_cli.model.files.directory import ADAPTER_WEIGHTS_NAME, has_weights
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.quantised import QUANTISED_FORMS, dequantised
+from ratel_cli.model.files.quantised_files import packed_layouts, quantisation_of
+from ratel_cli.model.files.quantised_model import (
     QuantisedWeight,
     QuantisingSource,
     is_inputs_first,
@@ -55,9 +55,9 @@ from ratel_cli.model.quantised_model import (
     quantise_stacks,
     quantised_weights,
 )
-from ratel_cli.model.sidecars import AdapterSidecars, BaseSidecars
-from ratel_cli.model.skeleton import DTYPES, build_skeleton
-from ratel_cli.model.stored_weights import StoredWeights
+from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
+from ratel_cli.model.files.stored_weights import StoredWeights
+from ratel_cli.model.values.adapter_settings import AdapterSettings, base_name
 from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.run.inputs.base import Weights
 from ratel_cli.run.inputs.language_base import LanguageBase

@@ -15,24 +15,24 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.latents import AnyData
-from ratel_cli.data.sample_batch import AnyModelBatch
+from ratel_cli.data.batches.latents import AnyData
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
 from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.card import Card, plain_card
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.directory import WEIGHTS_NAME
-from ratel_cli.model.export_layout import ExportLayout
-from ratel_cli.model.export_weights import export_model
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.merged_weights import MergedWeights
-from ratel_cli.model.reload import loaded_bytes
-from ratel_cli.model.sidecars import Sidecars
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.model.stored_weights import StoredWeights
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.export.card import Card, plain_card
+from ratel_cli.model.export.export_layout import ExportLayout
+from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.merged_weights import MergedWeights
+from ratel_cli.model.export.reload import loaded_bytes
+from ratel_cli.model.export.sidecars import Sidecars
+from ratel_cli.model.files.directory import WEIGHTS_NAME
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.stored_weights import StoredWeights
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.files.output import own_output
 from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.run.inputs.settings import adapter_of

@@ -6,10 +6,10 @@ method of `Base`.
 
 from __future__ import annotations
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import ErrorList
-from ratel_cli.model.cut_model import AnyModel
+from ratel_cli.model.cut.cut_model import AnyModel
 from ratel_cli.run.inputs.base import Base, ReadData
 from ratel_cli.run.inputs.build_language import build_language_base, read_language_base
 from ratel_cli.run.inputs.denoiser_base import DenoiserBase, build_denoiser_base, find_latents, load_latents

@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.model.classes import classes_of, name_classes
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.directory import has_weights, resolve_base_model
-from ratel_cli.model.find_blocks import find_blocks
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.in_place import placed_in_files
-from ratel_cli.model.kind import text_config
-from ratel_cli.model.rate_groups import RateGroups
-from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.find_blocks import find_blocks
+from ratel_cli.model.files.classes import classes_of, name_classes
+from ratel_cli.model.files.directory import has_weights, resolve_base_model
+from ratel_cli.model.files.in_place import placed_in_files
+from ratel_cli.model.files.kind import text_config
+from ratel_cli.model.files.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
+from ratel_cli.model.values.freezing import freeze
+from ratel_cli.model.values.rate_groups import RateGroups
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import rules_in
 from ratel_cli.run.inputs.tokenizer import read_tokenizer

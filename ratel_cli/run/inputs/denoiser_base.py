@@ -15,27 +15,27 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.latent_files import LatentFiles, latent_paths, open_latents
-from ratel_cli.data.latents import (
+from ratel_cli.data.batches.latent_files import LatentFiles, latent_paths, open_latents
+from ratel_cli.data.batches.latents import (
     SCHEDULER_NAME,
     LatentSettings,
     NoisyLatents,
     scheduler_file,
     scheduler_of,
 )
-from ratel_cli.data.sample_batch import SampleBatch
+from ratel_cli.data.samples.sample_batch import SampleBatch
 from ratel_cli.errors import ErrorList
-from ratel_cli.model.denoiser import DenoiserWeights, denoiser_model, load_denoiser
-from ratel_cli.model.denoiser_config import DenoiserConfig, read_denoiser_config
-from ratel_cli.model.directory import DENOISER_WEIGHTS_NAME, resolve_base_model
-from ratel_cli.model.export_layout import ExportLayout, layout_of_module
-from ratel_cli.model.freezing import freeze
-from ratel_cli.model.initialise import SelfDrawn
-from ratel_cli.model.sidecars import GivenSidecars
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.stack import StackModel
+from ratel_cli.model.cut.stack import StackModel
+from ratel_cli.model.export.denoiser import DenoiserWeights, denoiser_model, load_denoiser
+from ratel_cli.model.export.export_layout import ExportLayout, layout_of_module
+from ratel_cli.model.export.sidecars import GivenSidecars
+from ratel_cli.model.files.denoiser_config import DenoiserConfig, read_denoiser_config
+from ratel_cli.model.files.directory import DENOISER_WEIGHTS_NAME, resolve_base_model
+from ratel_cli.model.files.initialise import SelfDrawn
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.model.values.freezing import freeze
 from ratel_cli.run.inputs.base import Base, Weights
 from ratel_cli.run.inputs.settings import rules_in
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.json_fields import read_file_as
 from ratel_cli.run.files.user_cache import user_cache_file, write_user_cache
 from ratel_cli.run.inputs.length import DECIDES_THE_COUNT

@@ -19,24 +19,24 @@ import transformers
 
 from ratel_cli import _native
 from ratel_cli.config.describe import changed_value
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.latents import AnyData
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.batches.latents import AnyData
 from ratel_cli.engine.ranks.launched import num_launched_ranks
 from ratel_cli.errors import ErrorList, RatelError
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.export_layout import ExportLayout
-from ratel_cli.model.export_weights import export_names
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.losses import token_loss
-from ratel_cli.model.marker import reject_files_of_others, reject_folders
-from ratel_cli.model.preferences import PreferenceLoss
-from ratel_cli.planning.head_chunk import CHUNK_BYTES
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.losses import token_loss
+from ratel_cli.model.cut.preferences import PreferenceLoss
+from ratel_cli.model.export.export_layout import ExportLayout
+from ratel_cli.model.export.export_weights import export_names
+from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.marker import reject_files_of_others, reject_folders
+from ratel_cli.planning.search.head_chunk import CHUNK_BYTES
 from ratel_cli.run.files.output import reject_overlap
 from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.run.files.user_cache import ratel_version

@@ -15,22 +15,22 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.errors import BadInput, ErrorList
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.export_layout import ExportLayout, layout_of_model
-from ratel_cli.model.flash_attention import require_deterministic
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.probe import special_tokens
-from ratel_cli.model.quantised_files import quantisation_of
-from ratel_cli.model.quantised_formats import method_of
-from ratel_cli.model.quantised_model import packed_names
-from ratel_cli.model.reload import load_language_model
-from ratel_cli.model.sidecars import BaseSidecars, check_sidecars
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.cut.probe import special_tokens
+from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.export.export_layout import ExportLayout, layout_of_model
+from ratel_cli.model.export.reload import load_language_model
+from ratel_cli.model.export.sidecars import BaseSidecars, check_sidecars
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.initialise import RandomSource
+from ratel_cli.model.files.quantised_files import quantisation_of
+from ratel_cli.model.files.quantised_formats import method_of
+from ratel_cli.model.files.quantised_model import packed_names
+from ratel_cli.model.values.flash_attention import require_deterministic
 from ratel_cli.run.inputs.base import Base, Weights
 from ratel_cli.run.inputs.settings import quantised_form
 from ratel_cli.run.inputs.tokenizer import tokenizer_files

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from ratel_cli.config.describe import changed_value
-from ratel_cli.config.key_groups import OF_RATES
+from ratel_cli.config.keys.key_groups import OF_RATES
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.run.files.run_directory import CONFIG_NAME, as_recorded_by_run, run_directory
 from ratel_cli.run.inputs.settings import DECIDES_THE_LENGTH
@@ -73,7 +73,8 @@ def learning_rates(config: RunConfig, num_steps: int, *, rounds_up: bool = True)
 
 
 def group_rates(config: RunConfig) -> tuple[float, ...]:
-    """Peak learning rates of the groups of model/rate_groups.py, from group 1 on; none if there are no groups."""
+    """Peak learning rates of the groups of model/values/rate_groups.py, from group 1 on; none if there are no
+    groups."""
     if all(getattr(config, key) is None for key in OF_RATES):
         return ()
     ratio = 1.0 if config.loraplus_lr_ratio is None else config.loraplus_lr_ratio

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from ratel_cli.config.key_groups import OF_RATES
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.source import read_file
+from ratel_cli.config.keys.key_groups import OF_RATES
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.config.yaml.source import read_file
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields
-from ratel_cli.model.spec import LayerTraits, ModelSpec
-from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_shape
+from ratel_cli.model.values.spec import LayerTraits, ModelSpec
+from ratel_cli.planning.profile.analytic import gpt_activations, gpt_norm, spec_from_shape
 from ratel_cli.run.files.user_cache import software_versions, user_cache_file, write_user_cache
 from ratel_cli.run.inputs.settings import CHOOSES_PARAMETERS, rules_in
 from ratel_cli.schedule.rules import ALL_ADAMW
@@ -119,7 +119,7 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     cached = _read(file, name, config.resolved_gradient_dtype)
     if cached is not None:
         return cached
-    from ratel_cli.engine.footprint import measured_traits
+    from ratel_cli.engine.steps.footprint import measured_traits
     from ratel_cli.run.inputs.base_kinds import build_model
     from ratel_cli.run.inputs.process import silence_transformers
 

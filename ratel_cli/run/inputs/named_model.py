@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.commands import name_run
+from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.config.load import config_from
-from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.files.output import has_own_store, no_store

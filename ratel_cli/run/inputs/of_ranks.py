@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.units import counted
 

@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.data.token_cache import TokenCache
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.data.samples.token_cache import TokenCache
 from ratel_cli.run.files.output import claim_output, is_claimed, may_claim_at_once
 from ratel_cli.run.files.run_directory import TOKENS_NAME, run_directory
 

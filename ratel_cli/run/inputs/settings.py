@@ -8,19 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES
-from ratel_cli.config.optimizers import has_default_options, resolved_options
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.keys.optimizers import has_default_options, resolved_options
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.adapter_settings import ALL_LINEAR, AdapterSettings
-from ratel_cli.model.denoiser_config import read_denoiser_config
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.problem import Decisions
-from ratel_cli.planning.split import divisors
+from ratel_cli.model.files.denoiser_config import read_denoiser_config
+from ratel_cli.model.values.adapter_settings import ALL_LINEAR, AdapterSettings
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.head_chunk import CHUNK_BYTES, with_chunk
+from ratel_cli.planning.search.problem import Decisions
+from ratel_cli.planning.search.split import divisors
 from ratel_cli.schedule.rules import RuleChoice, rules_of
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, QuantisedForm, Task
 from ratel_cli.store.base_files import BaseFiles, list_bytes_of

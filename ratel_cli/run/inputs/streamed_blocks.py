@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ratel_cli.engine.block_reader import BlockReader, BlockSource, weights_bytes
-from ratel_cli.engine.footprint import measured_traits
+from ratel_cli.engine.reading.block_reader import BlockReader, BlockSource, weights_bytes
+from ratel_cli.engine.steps.footprint import measured_traits
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
-from ratel_cli.planning.placement import Workload
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.memory.host_lifetimes import RUNTIME_BYTES
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.base import Base
 from ratel_cli.units import format_bytes

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data
-from ratel_cli.data.file_names import REJECTS_NAME
-from ratel_cli.data.row_check import check_rows
-from ratel_cli.data.rows import DatasetSource, open_source
-from ratel_cli.data.shared_tokens import SharedTokens
-from ratel_cli.data.tokenizer import Tokenizer, num_ids
+from ratel_cli.data.batches.dataset import DataSettings, TrainingData, load_training_data
+from ratel_cli.data.files.file_names import REJECTS_NAME
+from ratel_cli.data.sources.row_check import check_rows
+from ratel_cli.data.text.rows import DatasetSource, open_source
+from ratel_cli.data.text.shared_tokens import SharedTokens
+from ratel_cli.data.text.tokenizer import Tokenizer, num_ids
 from ratel_cli.errors import BadInput, ErrorList
-from ratel_cli.model.decoder import DecoderModel
-from ratel_cli.model.kind import text_config
+from ratel_cli.model.cut.decoder import DecoderModel
+from ratel_cli.model.files.kind import text_config
 from ratel_cli.run.context import bars_of
 from ratel_cli.run.files.output import is_claimed
 from ratel_cli.run.files.run_directory import TOKENS_NAME

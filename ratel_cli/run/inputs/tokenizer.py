@@ -14,20 +14,20 @@ from typing import cast
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.data.mistral_tokenizer import MistralTokenizer, mistral_file
-from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.data.text.mistral_tokenizer import MistralTokenizer, mistral_file
+from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, first_line
-from ratel_cli.model.directory import read_json_object, trusted_file
-from ratel_cli.model.kind import text_config
-from ratel_cli.model.sidecars import (
+from ratel_cli.model.export.sidecars import (
     GENERATION_NAME,
     TEMPLATE_NAME,
     TOKENIZER_CONFIG_NAME,
     VOCABULARY_FILES,
     TokenizerFiles,
 )
-from ratel_cli.model.special_tokens import SpecialTokens
+from ratel_cli.model.files.directory import read_json_object, trusted_file
+from ratel_cli.model.files.kind import text_config
+from ratel_cli.model.values.special_tokens import SpecialTokens
 from ratel_cli.run.files.run_directory import run_directory
 from ratel_cli.training.facts import read_facts
 

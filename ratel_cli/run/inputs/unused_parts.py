@@ -10,10 +10,10 @@ from itertools import groupby
 from pathlib import Path
 
 from ratel_cli.errors import excerpt
-from ratel_cli.model.checkpoint import CheckpointSource
-from ratel_cli.model.directory import adapter_files
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.shards import TensorEntry
+from ratel_cli.model.export.checkpoint import CheckpointSource
+from ratel_cli.model.files.directory import adapter_files
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.shards import TensorEntry
 from ratel_cli.units import counted, format_bytes
 
 _MAX_PARTS = 6

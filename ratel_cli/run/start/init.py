@@ -19,23 +19,23 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import Plain
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.config.yaml.yaml_marks import Plain
 from ratel_cli.console import RunLog
-from ratel_cli.data.rows import DatasetSource
-from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.data.text.rows import DatasetSource
+from ratel_cli.data.text.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.host import drive_bytes, free_bytes, gpu_names
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import nearest_existing
-from ratel_cli.model.denoiser_config import reject_denoiser
-from ratel_cli.model.directory import find_weight_files, resolve_base_model
-from ratel_cli.model.kind import declared_task
-from ratel_cli.model.skeleton import read_any_config, read_model_config
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.files.denoiser_config import reject_denoiser
+from ratel_cli.model.files.directory import find_weight_files, resolve_base_model
+from ratel_cli.model.files.kind import declared_task
+from ratel_cli.model.files.skeleton import read_any_config, read_model_config
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.forecast.forecast import Forecast
-from ratel_cli.planning.traffic import store_bytes
-from ratel_cli.report.plan import percent
+from ratel_cli.planning.time.traffic import store_bytes
+from ratel_cli.report.words.plan import percent
 from ratel_cli.run.ask.adapter_advice import with_adapter
 from ratel_cli.run.ask.plan_inputs import find_hardware, forecaster_of, setting_of, with_planned_split
 from ratel_cli.run.inputs.filling import expected_filling

@@ -11,14 +11,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ratel_cli.data.drafts import Draft, Unusable
-from ratel_cli.data.encode import SampleEncoder
-from ratel_cli.data.formats import Kind, RowFormat, decide_format
-from ratel_cli.data.lines import Reject, Row
-from ratel_cli.data.media import has_media_parts, media_column
-from ratel_cli.data.rows import DatasetSource, DatasetType, open_source
-from ratel_cli.data.samples import Encoded
-from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
+from ratel_cli.data.files.lines import Reject, Row
+from ratel_cli.data.files.media import has_media_parts, media_column
+from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.sources.formats import Kind, RowFormat, decide_format
+from ratel_cli.data.text.drafts import Draft, Unusable
+from ratel_cli.data.text.rows import DatasetSource, DatasetType, open_source
+from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, printable
 from ratel_cli.sizes import Task
 

@@ -10,12 +10,12 @@ from copy import copy
 from pathlib import Path
 
 from ratel_cli.commands import command
-from ratel_cli.config.aliases import ALIASES
 from ratel_cli.config.describe import describe_value
 from ratel_cli.config.json_schema import editor_line
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import Reading, dump, examine_text
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.yaml_marks import Plain, raise_all
+from ratel_cli.config.others.aliases import ALIASES
+from ratel_cli.config.yaml.yaml_marks import Plain, raise_all
 
 DATA_PLACEHOLDER = "train.jsonl"
 MODEL_PLACEHOLDER = "OWNER/NAME"

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from ratel_cli.engine.telemetry import Span
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.plan import Plan, make_plan, predicted_again
-from ratel_cli.planning.refined import SeenStep
+from ratel_cli.engine.measure.telemetry import Span
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.search.plan import Plan, make_plan, predicted_again
+from ratel_cli.planning.time.refined import SeenStep
 from ratel_cli.run.train.planner import Planner
 
 NUM_STEPS: Final = 3

@@ -9,13 +9,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ratel_cli.config.key_groups import OF_ADAPTER, OF_QUANTISATION
-from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_QUANTISATION
+from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.rows import is_hub_id
+from ratel_cli.data.text.rows import is_hub_id
 from ratel_cli.errors import first_line
-from ratel_cli.model.card import Card, DataSource, LossRow
-from ratel_cli.report.curves import can_draw_curves, draw_curves
+from ratel_cli.model.export.card import Card, DataSource, LossRow
+from ratel_cli.report.page.curves import can_draw_curves, draw_curves
 from ratel_cli.run.files.origin import read_origin
 from ratel_cli.run.files.run_directory import METRICS_NAME, run_directory
 from ratel_cli.run.inputs.base import hub_id

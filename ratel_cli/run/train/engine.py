@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ratel_cli.config.optimizers import resolved_options
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
+from ratel_cli.config.keys.optimizers import resolved_options
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.settings import (
     AdamWSettings,
     LionSettings,
@@ -21,14 +21,14 @@ from ratel_cli.engine.optimizer.settings import (
     SgdSettings,
 )
 from ratel_cli.engine.optimizer.update import UpdateSettings
-from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.steps.build import EngineParts, EngineSettings, open_device
+from ratel_cli.engine.steps.pinned import block_buffers, other_bytes, unit_buffers
+from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.hardware.gpu import is_limited
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.host_lifetimes import RUNTIME_BYTES
-from ratel_cli.planning.plan import Plan
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.memory.host_lifetimes import RUNTIME_BYTES
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB, format_bytes

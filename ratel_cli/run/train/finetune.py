@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ratel_cli.commands import command
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.ranks.processes import open_ranks
 from ratel_cli.engine.ranks.ranks import Ranks
@@ -32,12 +32,12 @@ from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.shares import share_of
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import device_of
-from ratel_cli.model.directory import find_weight_files
-from ratel_cli.model.export_weights import export_bytes
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.plan import Plan
-from ratel_cli.report.plan import reference_row, split_words
-from ratel_cli.report.run import base_row, opening
+from ratel_cli.model.export.export_weights import export_bytes
+from ratel_cli.model.files.directory import find_weight_files
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.search.plan import Plan
+from ratel_cli.report.words.plan import reference_row, split_words
+from ratel_cli.report.words.run import base_row, opening
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.origin import Origin, OriginRecord, check_same_origin, read_origin
 from ratel_cli.run.files.output import claim_output, reject_lost_store

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.data.mistral_tokenizer import check_mistral_common
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.data.text.mistral_tokenizer import check_mistral_common
 from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList
 from ratel_cli.hardware.checkup import check_bf16
 from ratel_cli.hardware.host import gpu_names

@@ -10,10 +10,10 @@ import glob
 import shlex
 from typing import Protocol
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import first_line
-from ratel_cli.model.marker import read_marker
+from ratel_cli.model.files.marker import read_marker
 
 
 class Hub(Protocol):

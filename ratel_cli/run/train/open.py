@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.engine.ranks.commits import newest_common
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.card import Card
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.export.card import Card
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
 from ratel_cli.run.files.resharding_record import is_moving

@@ -16,23 +16,23 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ratel_cli.console import RunLog
-from ratel_cli.engine.footprint import measured_traits
+from ratel_cli.engine.measure.telemetry import Span, SpanLabel
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Span, SpanLabel
+from ratel_cli.engine.steps.footprint import measured_traits
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.plan import Plan, make_plan
-from ratel_cli.planning.problem import Decisions, Problem
-from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
-from ratel_cli.planning.refined import SeenStep, refined_hardware, refined_profile
-from ratel_cli.planning.step_time import Resource
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.profile.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.search.plan import Plan, make_plan
+from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.time.refined import SeenStep, refined_hardware, refined_profile
+from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
 from ratel_cli.schedule.uses import Stage

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.engine.ranks.launched import OfAllRanks, local_rank
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import Interrupted

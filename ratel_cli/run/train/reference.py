@@ -19,22 +19,22 @@ from typing import Any
 
 import numpy as np
 
-from ratel_cli.data.compared_samples import ComparedSamples
-from ratel_cli.data.dataset import TrainingData
-from ratel_cli.data.packing import Integers, MicroBatch
-from ratel_cli.data.reference import LogProbabilities, ReferenceOfSet, read_reference, write_reference
-from ratel_cli.engine.block_reader import BlockSource, GenerationBlocks, SourceBlocks
-from ratel_cli.engine.build import open_device
-from ratel_cli.engine.forward import BlockwiseForward
-from ratel_cli.engine.loss import token_values
+from ratel_cli.data.batches.dataset import TrainingData
+from ratel_cli.data.pairs.compared_samples import ComparedSamples
+from ratel_cli.data.pairs.reference import LogProbabilities, ReferenceOfSet, read_reference, write_reference
+from ratel_cli.data.samples.packing import Integers, MicroBatch
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.ranks.ranks import Ranks
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.reading.block_reader import BlockSource, GenerationBlocks, SourceBlocks
+from ratel_cli.engine.replay.loss import token_values
+from ratel_cli.engine.steps.build import open_device
+from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, Diverged, EnvironmentFailure
 from ratel_cli.json_fields import hash_of
-from ratel_cli.model.directory import sampled_weights_hash
-from ratel_cli.model.finished import Finished
-from ratel_cli.model.preferences import answer_sums
-from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes
+from ratel_cli.model.cut.preferences import answer_sums
+from ratel_cli.model.files.directory import sampled_weights_hash
+from ratel_cli.model.values.finished import Finished
+from ratel_cli.planning.profile.activations import head_chunk_tokens, logits_bytes
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.origin import OriginRecord, read_origin
 from ratel_cli.run.files.run_directory import NEW_REFERENCE_NAME, REFERENCE_NAME, run_directory

@@ -22,16 +22,16 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.ranks.commits import newest_common
 from ratel_cli.engine.ranks.launched import OfAllRanks
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.files import SpaceNeed, check_space, sync_path
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.in_place import base_files_of
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.in_place import base_files_of
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.resharding_record import (
     NEW_STORE,

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.config.sections import SnapshotConfig
+from ratel_cli.config.keys.schema import RunConfig
+from ratel_cli.config.keys.sections import SnapshotConfig
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.import_weights import WeightSource
-from ratel_cli.model.in_place import base_files_of
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.report.run import snapshot_line
+from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.in_place import base_files_of
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.report.words.run import snapshot_line
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import is_of_other_run, missing_store
 from ratel_cli.run.files.run_directory import recorded_config

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.errors import ConfigKey, NotEnoughSpace
 from ratel_cli.hardware.host import free_bytes
 from ratel_cli.hardware.shares import ONE_RANK, RankLayout
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import device_of, nearest_existing
-from ratel_cli.model.marker import space_for_export
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.files.marker import space_for_export
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.forecast.ratel_forecast import more_space
-from ratel_cli.planning.traffic import store_bytes
+from ratel_cli.planning.time.traffic import store_bytes
 from ratel_cli.run.files.run_directory import place_of
 from ratel_cli.run.inputs.settings import num_slots
 from ratel_cli.store.lock import DATA_FILE_NAME

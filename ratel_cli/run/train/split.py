@@ -14,11 +14,11 @@ from dataclasses import replace
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.head_chunk import best_chunk, with_chunk
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
+from ratel_cli.planning.search.plan import Plan
+from ratel_cli.planning.search.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratel_cli.commands import command
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.engine.ranks.commits import resume_together
 from ratel_cli.engine.ranks.launched import num_launched_ranks
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.import_weights import WeightSource, import_weights
-from ratel_cli.model.in_place import base_files_of
-from ratel_cli.model.marker import read_marker
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.files.import_weights import WeightSource, import_weights
+from ratel_cli.model.files.in_place import base_files_of
+from ratel_cli.model.files.marker import read_marker
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.origin import write_origin
 from ratel_cli.run.files.output import (

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ratel_cli.closing import Closing
 from ratel_cli.commands import pip_install
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, printable
 from ratel_cli.run.files.run_directory import (

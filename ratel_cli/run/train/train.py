@@ -15,18 +15,18 @@ from functools import partial
 from time import perf_counter
 
 from ratel_cli.closing import Closing
-from ratel_cli.data.packing import MicroBatch
+from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.engine.measure.telemetry import Span, StepTimes, Timeline
+from ratel_cli.engine.measure.trace import TraceFile
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
-from ratel_cli.engine.trace import TraceFile
+from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.errors import Diverged
 from ratel_cli.hardware.host import free_bytes
 from ratel_cli.hardware.load import LoadMeter, OtherLoad
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.plan import Plan
-from ratel_cli.report.panel import Panel, PanelFacts
-from ratel_cli.report.run import (
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.search.plan import Plan
+from ratel_cli.report.words.panel import Panel, PanelFacts
+from ratel_cli.report.words.run import (
     adapted_line,
     ended_early_line,
     evaluation_line,

@@ -22,22 +22,22 @@ from typing import Any
 
 import torch
 
-from ratel_cli.data.sample_batch import AnyModelBatch
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
 from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.replay.profiling import Beside, BlockProfiler, Sums
-from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.hardware.host import return_free_memory
 from ratel_cli.hardware.measure import ADAMW_BYTES, adamw_update, spare_bytes
 from ratel_cli.hardware.spec import Host
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.cut_model import AnyModel
-from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement, Workload
-from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.recorded import BlockSeconds, UnitRecord, recorded_profile
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.files.skeleton import DTYPES
+from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.profile.placement import Placement, Workload
+from ratel_cli.planning.profile.recorded import BlockSeconds, UnitRecord, recorded_profile
+from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.train.engine import open_planned_device
 from ratel_cli.run.train.planner import Planner

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ratel_cli.planning.direct.timeline import ACCESS_MODES, AccessMode, DirectLayer
+from ratel_cli.planning.direct.timeline import DirectLayer
+from ratel_cli.planning.profile.placement import ACCESS_MODES, AccessMode
 from tests.planning.direct.direct_oracle import Network, random_network
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
-from ratel_cli.model.spec import LayerTraits, ModelSpec
-from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
-from ratel_cli.planning.costs import compute_seconds
+from ratel_cli.model.values.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.direct.costs import WeightUse, weight_uses
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.time.costs import compute_seconds
 from ratel_cli.schedule.blocks import lay_out_block
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from ratel_cli.model.spec import LayerTraits
-from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
+from ratel_cli.model.values.spec import LayerTraits
 from ratel_cli.planning.direct.costs import WeightUse, weight_uses
 from ratel_cli.planning.direct.forecast import RESERVE_FACTORS, DirectForecast, direct_forecast
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.profile.placement import Workload
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 
 LAYERS = 4

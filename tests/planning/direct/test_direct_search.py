@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ratel_cli.model.spec import LayerTraits
-from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
+from ratel_cli.model.values.spec import LayerTraits
 from ratel_cli.planning.direct.costs import weight_uses
 from ratel_cli.planning.direct.search import EXACT_LAYERS, plan_direct
 from ratel_cli.planning.direct.timeline import timeline
 from ratel_cli.planning.papers.memferry import printed_plan
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
+from ratel_cli.planning.profile.placement import Workload
 from tests.hardware.profiles import WITH_GPU
 from tests.planning.direct.direct_oracle import Network, every_total
 from tests.planning.direct.direct_program import lower_bound

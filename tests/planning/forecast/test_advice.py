@@ -10,8 +10,8 @@ import pytest
 
 from ratel_cli.planning.forecast.advice import Advice, adapter_advice, advise, best_first, other_split, with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Setting
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.split import SplitRate
+from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.split import SplitRate
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.hardware.spec import HardwareProfile, margin_bytes
-from ratel_cli.model.spec import LayerTraits
-from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.model.values.spec import LayerTraits
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
-from ratel_cli.planning.head_chunk import best_chunk, with_chunk
-from ratel_cli.planning.plan import make_plan
-from ratel_cli.planning.problem import Problem
+from ratel_cli.planning.profile.analytic import analytic_profile
+from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
+from ratel_cli.planning.search.plan import make_plan
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.forecasters import paper_machine, ratel_forecaster, setting

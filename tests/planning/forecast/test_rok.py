@@ -9,7 +9,7 @@ import pytest
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
 from ratel_cli.planning.forecast.rok import RokPoint, RokStrategy, rok_curve
-from ratel_cli.planning.placement import ActivationPolicy
+from ratel_cli.planning.profile.placement import ActivationPolicy
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.forecasters import paper_forecaster, paper_machine, ratel_forecaster, setting

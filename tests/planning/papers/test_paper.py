@@ -9,7 +9,7 @@ import pytest
 
 from ratel_cli.planning.papers.paper import PaperEquations, PaperHardware, PaperShape
 from ratel_cli.planning.papers.prefix import Point, search
-from ratel_cli.planning.step_time import StepTime
+from ratel_cli.planning.time.step_time import StepTime
 from tests.planning.papers.paper_profiles import CONFIGS, paper_equations, paper_hardware, paper_shape
 
 THP, LINK, READ, WRITE = 164e12, 22.6e9, 32.7e9, 24.5e9

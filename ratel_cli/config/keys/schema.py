@@ -1,0 +1,921 @@
+"""The config of a run: every key with its type, its default and its meaning. The only home of defaults.
+
+The docstring under a key is its help text: `scripts/write_config_docs.py` writes docs/config.md from it. Nothing below
+`run` knows these classes; the layers there take plain values.
+
+Invariant: a RunConfig is complete and consistent. Every key has its type, no two keys contradict each other, and a
+config that is written (`config.load.to_yaml`) and loaded again is equal to the first.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+
+from ratel_cli.config.keys.optimizers import OptimizerChoice, OptimizerConfig, optimizer_contradictions
+from ratel_cli.config.keys.scheduler import SchedulerChoice, SchedulerConfig, scheduler_contradictions
+from ratel_cli.config.keys.sections import (
+    Contradiction,
+    DatasetConfig,
+    Directory,
+    LimitsConfig,
+    ModelShape,
+    Number,
+    PathOrHubId,
+    Section,
+    SizeOrAuto,
+    SnapshotConfig,
+    StorageConfig,
+    Whole,
+    contradictions,
+    without_defaults,
+)
+from ratel_cli.config.keys.values import (
+    ActivationPolicy,
+    AdapterInitialisation,
+    ChatTemplate,
+    ClipNorm,
+    CountOrAuto,
+    Decay,
+    FractionOrCount,
+    HubId,
+    Interval,
+    MetricOfBest,
+    NoiseAlpha,
+    TimesPerEpoch,
+    TrackerNames,
+    TrainOnInputs,
+    WarmupSteps,
+)
+from ratel_cli.dataset_keys import KEYS_OF_TEXT, types_that_read, unread_for_type
+from ratel_cli.sizes import SPLIT_KEYS, TASKS, DtypeName, Task
+from ratel_cli.units import counted
+
+__all__ = [
+    "DatasetConfig",
+    "LimitsConfig",
+    "ModelShape",
+    "OptimizerConfig",
+    "RunConfig",
+    "SchedulerConfig",
+    "SnapshotConfig",
+    "StorageConfig",
+]
+
+OWN_DATA: Final = "own data"
+"""The context in which a config is validated that names no data, because the caller brings it."""
+
+
+SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token"]
+
+
+class RunConfig(Section):
+    """All settings of a run, as `ratel finetune`, `ratel plan` and the other commands read them."""
+
+    base_model: PathOrHubId | None = None
+    """The model to train: a directory with config.json and safetensors files, or a Hugging Face hub id. Required."""
+    revision_of_model: Annotated[str, Field(min_length=1)] | None = None
+    """The branch, tag or commit of a hub model. Default: its main branch."""
+    model_shape: ModelShape | None = None
+    """For `ratel plan` only, instead of `base_model` and `datasets`: a GPT-type model described by its shape."""
+    cost_model: Literal["ratel", "paper"] = "ratel"
+    """For `ratel plan` only: how a step is predicted. `ratel`: as for a run. `paper`: with the equations of the Ratel
+    paper, with 14 bytes of state per parameter and 34 b s h bytes of activations per layer."""
+    random_init: bool = False
+    """Draw the weights from the model's own initialiser, with `seed`, instead of reading them. `base_model` then needs
+    no safetensors files."""
+    base_storage: Literal["store", "in_place"] = "store"
+    """Where frozen weights are read from, such as the base model of an adapter. `store`: they are copied into
+    `storage.paths` once. `in_place`: each step reads them from the base model's own files, where these have them in
+    `dtype`. That takes no disk space, writes nothing, and is as fast as the drive with these files. The files must not
+    change: each read is compared with a checksum."""
+    unfrozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Train only the parameters whose names match one of these regular expressions from their beginning, as in axolotl:
+    `lm_head`, or `model.layers.2[0-9]+.mlp` (a dot is a dot). The others are frozen: they have no gradient and no
+    state, no step writes them, and backward ends where nothing below is trained. Default: all are trained."""
+    frozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Freeze the parameters whose names match one of these, also among `unfrozen_parameters`. Default: none."""
+    adapter: Literal["lora"] | None = None
+    """Train an adapter beside the frozen model, by PEFT's modules: `lora`. What is exported is then the adapter, in
+    PEFT's format. Default: the model's own weights are trained."""
+    lora_r: Whole = Field(default=16, ge=1)
+    """The rank of the adapter's matrices."""
+    lora_alpha: Whole | None = Field(default=None, ge=1)
+    """The adapter's output is multiplied by `lora_alpha / lora_r`. Default: `lora_r`."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """The share of an adapter's input that dropout sets to zero."""
+    lora_target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str = ()
+    """The linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. One string is a regular
+    expression that whole names match, as in PEFT: `.*layers.[0-9]+.self_attn.(q|v)_proj`. Default: all of them but the
+    head; none if `lora_target_parameters` is set."""
+    lora_target_linear: bool = False
+    """All linear layers get an adapter, whatever `lora_target_modules` and `lora_target_parameters` name."""
+    lora_target_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Stacked expert matrices that also get an adapter, by the ends of their names: `[mlp.experts.gate_up_proj]`. PEFT
+    recomputes each stack in forward and backward, which takes memory of its size. In some models `lora_target_modules`
+    can name them."""
+    lora_layers_to_transform: Annotated[tuple[Annotated[Whole, Field(ge=0)], ...], Field(strict=False)] = ()
+    """The layers that get an adapter, counted from 0. Default: all."""
+    peft_use_rslora: bool = False
+    """Multiply by `lora_alpha / sqrt(lora_r)` instead (rank-stabilised LoRA)."""
+    peft_use_dora: bool = False
+    """Train DoRA: the magnitude of each output's weights separately, and their direction by the adapter. Each matrix
+    is then recomputed in forward and backward, which takes time and memory."""
+    lora_modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Modules of the model that are trained whole beside the adapter and exported with it, by the ends of their names:
+    `[embed_tokens, lm_head]`. Default: none."""
+    peft_init_lora_weights: AdapterInitialisation = True
+    """How the adapter's weights are initialised, with `seed`. `true`: the second matrix is zero, so the model is as
+    before. `gaussian`: the same, with a normal distribution in the first one. `false`: as `true`, which it is in
+    axolotl."""
+    load_in_4bit: bool = False
+    """QLoRA: quantise the linear layers of the frozen model, except the head, to NF4, as bitsandbytes does. A weight
+    then takes about half a byte, in the store, in memory and on the link. The layers compute in `dtype`. Needs
+    `adapter`."""
+    load_in_8bit: bool = False
+    """Quantise these layers to 8 bit instead, with a scale for each row, as in LLM.int8(). Activations are not
+    quantised."""
+    bnb_4bit_use_double_quant: bool = True
+    """With `load_in_4bit`: also quantise the scales of NF4, which saves 0.05 bytes for each weight."""
+    quantize_moe_experts: bool = False
+    """With `load_in_4bit` or `load_in_8bit`: also quantise stacks of experts, which are most of the weights of a
+    mixture of experts. The experts of a layer are dequantised together while it computes. Experts then get no
+    adapter."""
+
+    datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
+    """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
+    Required."""
+    test_datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
+    """What to evaluate on, written like `datasets`, instead of samples held out by `val_set_size`. Default: none."""
+    streaming: bool = False
+    """Read only as many rows as `max_steps` needs, in order, and shuffle them in windows of 16384 samples. Use it for
+    datasets that are larger than the drives, or that need not be downloaded whole. Several datasets are interleaved in
+    proportion to their weights. Needs `max_steps`, and `test_datasets` instead of `val_set_size`."""
+    chat_template: ChatTemplate | None = None
+    """The chat template for conversations: `chatml` or `llama3`; `jinja`: the one in `chat_template_jinja`;
+    `tokenizer_default`: the tokenizer's own. Under another name of axolotl, such as `qwen3`, the tokenizer's own is
+    used, with a notice. The exported tokenizer has it too. Default: the tokenizer's own."""
+    chat_template_jinja: Annotated[str, Field(min_length=1)] | None = None
+    """A chat template in Jinja, or the path of a file with one."""
+    special_tokens: dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None = None
+    """Other special tokens than the tokenizer's own, such as `{eos_token: "<|im_end|>"}`. `bos_token` and `eos_token`
+    must be in its vocabulary; others that are not are ignored, with a notice. The exported tokenizer has them too."""
+    eot_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """More tokens that end a turn, besides the EOS token and those in `eos_token_id` of generation_config.json and
+    config.json. A turn has loss up to the first of them, and the export's generation_config.json lists those that
+    answers end with. Each must be in the vocabulary. Default: none."""
+    tokenizer_use_mistral_common: bool = False
+    """Tokenise with the package mistral-common, the reference for Mistral's models, instead of transformers, and encode
+    conversations by it, without a chat template. It reads `tekken.json`, or `tokenizer.model`: of version 1 unless its
+    name ends with another one, such as `.v3`. Needs `pip install 'ratel-cli[mistral]'`."""
+    train_on_inputs: TrainOnInputs = False
+    """Also train on the tokens of the prompt. By default only the answer counts in the loss. `conversations`: train on
+    all tokens of conversations, but not on a prompt that has a completion of its own; this is the default of TRL."""
+    sequence_len: Whole = Field(default=1024, ge=2)
+    """The maximum number of tokens in a sequence. For longer samples see `excess_length_strategy`."""
+    excess_length_strategy: Literal["truncate", "drop", "raise"] = "truncate"
+    """What becomes of a sample that is longer than `sequence_len`. `truncate`: its end is cut off. `drop`: it is left
+    out; this is the default of axolotl. `raise`: it is an error. A notice counts the samples that were truncated or
+    dropped. Plain text (`completion`) is always split into several samples."""
+    sample_packing: bool = True
+    """Put several short samples into one sequence, so that fewer tokens are padding. No token attends to another
+    sample. A model that cannot separate packed samples gets one sample per sequence, with a notice."""
+    mlm_probability: float = Field(default=0.15, gt=0, lt=1)
+    """The share of the tokens that are masked, for datasets of `type: mlm`. Each epoch masks other tokens."""
+    shuffle: bool = True
+    """Visit the samples in a new order in each epoch. The order is drawn from `seed`."""
+
+    micro_batch_size: CountOrAuto = 1
+    """Sequences that the model computes at once. More of them need more GPU memory, or RAM on the CPU. `auto`: it
+    follows from `tokens_per_step` and `gradient_accumulation_steps`. If the latter is `auto` too, the plan chooses the
+    fastest split of the step that fits, before the first step and for the whole run."""
+    gradient_accumulation_steps: CountOrAuto = 1
+    """Micro-batches in one step. More of them cost computing time but no further weight or optimizer traffic, because
+    weights and states move once per step. `auto`: as many as reach `tokens_per_step`."""
+    tokens_per_step: Whole | None = Field(default=None, ge=1)
+    """Tokens in one step, of all ranks, padding included: a multiple of `sequence_len`. If you set it,
+    `micro_batch_size` and `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
+    num_epochs: Number = Field(default=1.0, gt=0)
+    """Passes over the training data; a fraction is allowed, and a last partial step counts as one. Ignored if
+    `max_steps` is set. To continue a finished run, raise it and run again."""
+    max_steps: Whole | None = Field(default=None, ge=1)
+    """End the run after this many steps. Default: `num_epochs` decides. To continue a finished run, raise it and run
+    again."""
+
+    learning_rate: Number = Field(default=2e-5, ge=0)
+    """The peak learning rate, which is reached at the end of the warm-up."""
+    loraplus_lr_ratio: Number | None = Field(default=None, gt=0)
+    """LoRA+: the second matrices of an adapter, and vectors, learn at `learning_rate` times this, as in PEFT. 16 is
+    usual. Default: all learn at `learning_rate`."""
+    embedding_lr: Number | None = Field(default=None, ge=0)
+    """The peak learning rate of the weights (not biases) of embedding, head and `lora_modules_to_save`, which then do
+    not decay, as in axolotl. Default: `learning_rate`."""
+    embedding_lr_scale: Number | None = Field(default=None, ge=0)
+    """The same as a multiple of `learning_rate`. Set one of the two."""
+    lr_scheduler: SchedulerChoice = "cosine"
+    """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
+    the last step. The others are those of transformers, to the bit; `lr_scheduler_kwargs` has their settings."""
+    lr_scheduler_kwargs: Annotated[SchedulerConfig | None, AfterValidator(without_defaults)] = None
+    """More settings of the schedule, such as `min_lr` for `cosine_with_min_lr`. Default: the schedule's own
+    defaults."""
+    warmup_steps: WarmupSteps = 0
+    """Steps in which the learning rate rises linearly from zero to its peak. A number below 1 is a share of all steps,
+    rounded up, as in transformers. If you set this key, `warmup_ratio` becomes 0."""
+    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
+    """The length of the warm-up as a fraction of all steps, rounded as `warmup_rounding` says. Set this or
+    `warmup_steps`, not both."""
+    warmup_rounding: Literal["up", "down"] = "up"
+    """How `warmup_ratio` becomes a number of steps. `up`: as in transformers. `down`: as in axolotl, where a warm-up
+    of one step has two."""
+    max_warmup_steps: Whole | None = Field(default=None, ge=1)
+    """The most steps that `warmup_ratio` gives. axolotl has 100 if a config says nothing about its warm-up. Default: no
+    limit."""
+    optimizer: OptimizerChoice = "adamw"
+    """The optimizer; each computes in fp32, on master weights. `adamw`: AdamW with fp32 moments, 12 bytes of state per
+    parameter with `dtype: bfloat16` (without masters fewer: `bf16_master`). `adamw_8bit`: AdamW with moments in 8 bit,
+    in blocks of 256, as in bitsandbytes, but for embeddings, as in transformers' Trainer; 6.2 bytes. `lion`: Lion,
+    whose only moment is fp32; 8.1 bytes. `sgd`: gradient descent; 4.1 bytes, or 8.1 with momentum. `muon`: Muon for the
+    matrices of layers, whose momentum is made orthogonal, 8.1 bytes; AdamW for biases, vectors, stacks of experts,
+    embedding and head, with the same learning rate. A smaller state means less to read and write in a step."""
+    optim_args: Annotated[OptimizerConfig | None, AfterValidator(without_defaults)] = None
+    """More settings of the optimizer, such as `momentum` for `sgd`. Default: the optimizer's own defaults."""
+    bf16_master: Literal["fp32", "stochastic"] = "fp32"
+    """The master weights of a bf16 model. `fp32`: fp32 master weights, so no update is lost. `stochastic`: no master
+    weights; each update is computed in fp32 and rounded stochastically to a neighbouring bf16 number, so that small
+    updates count on average. Then `adamw` has 10 bytes of state per parameter, `adamw_8bit` 4.0, `lion`, `muon` and
+    `sgd` with momentum 6, and `sgd` 2; a step reads and writes as much less. The random numbers follow from `seed`: a
+    run that starts from the weights of another one needs its own. Weights in fp32, such as adapters, are not rounded.
+    Needs `dtype: bfloat16`."""
+    adam_beta1: Decay = 0.9
+    """Decay rate of AdamW's first moment, the running mean of the gradients; and Lion's first one, which weighs its
+    mean against the gradient in an update."""
+    adam_beta2: Decay = 0.999
+    """Decay rate of AdamW's second moment, the running mean of the squared gradients; and that of Lion's mean of
+    gradients, for which its authors use 0.99 with 0.9, or 0.98 with 0.95."""
+    adam_epsilon: Number = Field(default=1e-8, gt=0)
+    """Added to the square root of AdamW's second moment, so that no update divides by zero."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Weight decay, decoupled as in AdamW; `sgd` adds it to the gradient, as in torch. Biases and the weights of norms
+    never decay, by the rule of transformers' Trainer; `run/model.json` lists the names."""
+    max_grad_norm: ClipNorm = 1.0
+    """Clip the gradients so that their global norm is at most this. The clipping is exact. 0 or null turns it off."""
+
+    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
+    """Label smoothing: the share of a target's probability that all tokens of the vocabulary get instead."""
+    neftune_noise_alpha: NoiseAlpha = None
+    """Train with noise on the embedding (NEFTune): uniform, up to this number divided by the root of the tokens of a
+    row times the width of the embedding. 5 to 15 are usual. 0 or null: none."""
+    use_dft_loss: bool = False
+    """The loss of dynamic fine-tuning: the cross-entropy of each token, times its probability."""
+
+    rl: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None
+    """Preference training, as in TRL. `dpo`, `ipo`, `orpo` and `simpo` train on pairs of a chosen and a rejected
+    answer, `kto` on single answers that are marked good or bad. `micro_batch_size` counts pairs, or answers for `kto`;
+    each takes two rows. `dpo`, `ipo` and `kto` have a reference model: the model before step 1. Its log-probabilities
+    are computed in one pass over the data before step 1, a block at a time, and kept in `run/reference.bin`. Default:
+    supervised fine-tuning."""
+    rl_beta: Number = Field(default=0.1, gt=0)
+    """How strongly the answers' probabilities count in the loss: beta in DPO, KTO and SimPO, tau in IPO, lambda in
+    ORPO."""
+    simpo_gamma: Number = Field(default=0.5, ge=0)
+    """The margin between the rewards of both answers, for `rl: simpo`."""
+    cpo_alpha: Number = Field(default=1.0, ge=0)
+    """The weight of the chosen answers' cross-entropy, for `rl: simpo`. 0: there is none, as in the SimPO paper; 1 is
+    the default of axolotl and TRL."""
+    kto_desirable_weight: Number = Field(default=1.0, ge=0)
+    """The weight of the losses of good answers, for `rl: kto`."""
+    kto_undesirable_weight: Number = Field(default=1.0, ge=0)
+    """The weight of the losses of bad answers, for `rl: kto`."""
+    disable_dropout: bool = True
+    """With `rl`, turn off the model's dropout modules and `lora_dropout`, as TRL, axolotl and LLaMA-Factory do.
+    `false`: dropout is as without `rl`. Attention dropout that is not a module stays on in both cases."""
+
+    dtype: DtypeName = "bfloat16"
+    """The data type that the model computes in. Master weights are fp32, but for `bf16_master: stochastic`. `float16`
+    uses dynamic loss scaling."""
+    gradient_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The data type of gradients on their way to the optimizer. Micro-batches are summed in fp32 first. `auto`: the
+    same as `dtype`."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """The device that computes. `auto`: the GPU if PyTorch finds one, otherwise the CPU."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """The attention kernel, by its Hugging Face name. If the model does not support it, Ratel uses another one and
+    prints a notice."""
+    activations: ActivationPolicy = "auto"
+    """What happens to the outputs of a layer's operators between forward and backward. `auto`: the plan decides for
+    each of them. `keep`: all stay in memory. `swap_all`: all are offloaded, to NVMe if memory is short. `recompute`,
+    `static`: only the inputs of layers are offloaded; the rest is recomputed. A number from 0 to 1: this fraction of
+    the bytes is offloaded."""
+    head_chunk: SizeOrAuto = "auto"
+    """The size of the fp32 logits that exist at once: head and loss are computed in chunks of tokens. Larger chunks
+    are faster on a GPU, and take three times their size of its memory. The size decides the order in which the head's
+    gradient is summed, so it is fixed for a run. `auto`: the plan chooses from 64MiB to 1GiB before the first step; on
+    the CPU it is 64MiB."""
+    optimizer_overlap: Literal["optimized", "naive", "separate"] = "optimized"
+    """When the optimizer runs. `optimized`: overlapped with backward; one group of parameters is read while another is
+    updated and a third is written. `naive`: overlapped with backward, but it reads, updates and writes one after
+    another. `separate`: after backward. The bits are the same for all three."""
+    deterministic: bool = True
+    """Use only kernels that give the same bits every time. `false` allows a faster backward of attention on a GPU."""
+    trace: bool = False
+    """Write a timeline of every step to run/trace.json in the output directory, for ui.perfetto.dev."""
+
+    storage: StorageConfig = StorageConfig()
+    """Where the store with the model's state is, and how it is written."""
+    limits: LimitsConfig = LimitsConfig()
+    """How much memory the run may use."""
+
+    output_dir: Directory = Path("outputs/run")
+    """The directory for the trained model, in the Hugging Face format, and for the run's records in run/. Default:
+    outputs/ and the name of the config file."""
+    save_steps: Interval = None
+    """Save a step in the store every N steps, without copying anything. `ratel export` and `--resume` can go back to
+    saved steps. A number below 1 is a share of all steps. Default: no step is saved but the last one."""
+    saves_per_epoch: TimesPerEpoch = None
+    """Save a step this many times in each of `num_epochs`, instead of every `save_steps`. 0: never."""
+    save_total_limit: Whole = Field(default=1, ge=1)
+    """The most saved steps in the store. When there is one more, the oldest is dropped. With `load_best_model_at_end`
+    the best step is one of them, and is kept in addition to the last one if this is 1."""
+    eval_steps: Interval = None
+    """Evaluate on the held-out samples every N steps, and at the end. A number below 1 is a share of all steps.
+    Default: only at the end. Needs `val_set_size` or `test_datasets`."""
+    evals_per_epoch: TimesPerEpoch = None
+    """Evaluate this many times in each of `num_epochs`, instead of every `eval_steps`. 0: only at the end."""
+    load_best_model_at_end: bool = False
+    """Export the step with the best evaluation instead of the last one. That step is saved until there is a better one,
+    whatever `save_steps` is. `ratel export`, `eval` and `generate` take it, too, unless they are given a step."""
+    metric_for_best_model: MetricOfBest = "loss"
+    """The metric by which the best step is chosen: `loss`; for a classifier, `accuracy`; with `rl`, also
+    `rewards/margins` and, but for `kto`, `rewards/accuracies`."""
+    greater_is_better: bool | None = None
+    """Whether a greater value is better. Default: for every metric but the loss."""
+    early_stopping_patience: Whole | None = Field(default=None, ge=1)
+    """End the run after this many evaluations in a row that do not improve on the best one. Default: no early
+    stopping."""
+    early_stopping_threshold: Number = Field(default=0.0, ge=0)
+    """An evaluation must be better by more than this to count as an improvement for `early_stopping_patience`."""
+    val_set_size: FractionOrCount = 0
+    """Samples that are held out of training for evaluation: a fraction below 1, or a whole number of samples. 0:
+    none."""
+    logging_steps: Whole = Field(default=1, ge=1)
+    """Print a line every N steps. run/metrics.jsonl in the output directory always has every step."""
+    report_to: TrackerNames = ()
+    """Send the metrics of every step to these trackers. Each is a package of its own, such as
+    `pip install 'ratel-cli[wandb]'`, and takes its settings from the environment: WANDB_MODE, MLFLOW_TRACKING_URI.
+    Default: none; Ratel then sends no data anywhere."""
+    run_name: Annotated[str, Field(min_length=1)] | None = None
+    """What trackers call the run. Default: the name of `output_dir`."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """The project in wandb and trackio, or the experiment in mlflow, that the run belongs to. Default: the tracker's
+    own."""
+    hub_model_id: HubId = None
+    """Upload the exported model to this repository of the Hugging Face hub when the run ends, with the login of
+    `hf auth login`. Default: nothing is uploaded."""
+    hub_private_repo: bool | None = None
+    """Whether the repository is private, if the upload makes it. Default: as the hub's account says."""
+    seed: int = Field(default=42, ge=0, lt=2**63)
+    """The seed of everything random: the order of the data, dropout, and the weights if `random_init` is set."""
+
+    def resolved(self, name: str) -> Self:
+        """This config with the defaults filled in that follow from other keys: paths, the split, an adapter's scale.
+        `name` is the run's name, from which `output_dir` follows."""
+        output_dir = self.output_dir if "output_dir" in self.model_fields_set else Path("outputs") / (name or "run")
+        named = output_dir.name not in ("", "..")
+        store = output_dir.with_name(output_dir.name + ".store") if named else output_dir / "ratel.store"
+        storage = self.storage if self.storage.paths else self.storage.model_copy(update={"paths": (store,)})
+        alpha = self.lora_r if self.adapter is not None and self.lora_alpha is None else self.lora_alpha
+        config = self.model_copy(update={"output_dir": output_dir, "storage": storage, "lora_alpha": alpha})
+        if isinstance(self.micro_batch_size, int):
+            return config.split_by(self.micro_batch_size)
+        if isinstance(self.gradient_accumulation_steps, int):
+            return config.split_by(self.sequences_per_step // self.gradient_accumulation_steps)
+        return config
+
+    @property
+    def task(self) -> Task:
+        """What the model learns to predict; the type of the datasets says it."""
+        types = {each.type for each in self.datasets}
+        return next((task for name, task in TASKS.items() if name in types), "causal_lm")
+
+    @property
+    def compares(self) -> Literal["pairs", "verdicts"] | None:
+        """What of the data is compared; None: answers are imitated."""
+        return None if self.rl is None else "verdicts" if self.rl == "kto" else "pairs"
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """Rows that each of `micro_batch_size` takes: 2 where answers are compared."""
+        return 1 if self.rl is None else 2
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether dropout modules drop anything."""
+        return self.rl is None or not self.disable_dropout
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the model is compared with what it was before step 1."""
+        return self.rl in ("dpo", "ipo", "kto")
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the classes of a classifier; None: those of the base model."""
+        return next((each.labels for each in (*self.datasets, *self.test_datasets) if each.labels is not None), None)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in a full step."""
+        if self.tokens_per_step is not None:
+            return self.tokens_per_step // self.sequence_len
+        size, number = self.known_split
+        return size * number
+
+    @property
+    def split(self) -> tuple[int, int] | None:
+        """Sequences of a micro-batch, and micro-batches of a step; None if the plan has still to choose them."""
+        size, number = self.micro_batch_size, self.gradient_accumulation_steps
+        return (size, number) if isinstance(size, int) and isinstance(number, int) else None
+
+    def of_rank(self, num_ranks: int) -> Self:
+        """The config of each of `num_ranks`, which must divide the sequences of `tokens_per_step`, and their
+        micro-batches if those are known: it counts the tokens of all."""
+        return self if self.tokens_per_step is None else self.of_ranks(1, shared_by=num_ranks)
+
+    def of_ranks(self, num_ranks: int, *, shared_by: int = 1) -> Self:
+        """The config whose steps have the micro-batches of all ranks, from that of each; or those of each of others
+        that share them, of which there must be as many as divide them."""
+        keys = ("tokens_per_step", "gradient_accumulation_steps")
+        numbers = {key: number for key in keys if isinstance(number := getattr(self, key), int)}
+        return self.model_copy(update={key: number * num_ranks // shared_by for key, number in numbers.items()})
+
+    @property
+    def known_split(self) -> tuple[int, int]:
+        """The split of a resolved config that has one."""
+        assert self.split is not None
+        return self.split
+
+    @property
+    def step_keys(self) -> tuple[str, ...]:
+        """The keys that decide, with `sequence_len`, how many tokens a step has."""
+        return ("tokens_per_step",) if self.split is None else SPLIT_KEYS
+
+    def split_by(self, micro_batch_size: int) -> Self:
+        """This config with the same step in micro-batches of this many sequences."""
+        if isinstance(self.gradient_accumulation_steps, int) and self.micro_batch_size == micro_batch_size:
+            return self
+        number = self.sequences_per_step // micro_batch_size
+        return self.model_copy(update={"micro_batch_size": micro_batch_size, "gradient_accumulation_steps": number})
+
+    @property
+    def is_chunk_planned(self) -> bool:
+        """Whether the plan has still to choose how large the head's chunks are."""
+        return self.head_chunk == "auto"
+
+    def chunked_by(self, chunk_bytes: int) -> Self:
+        """This config with chunks of the head of this many bytes of logits."""
+        return self.model_copy(update={"head_chunk": chunk_bytes})
+
+    @property
+    def resolved_gradient_dtype(self) -> DtypeName:
+        """The gradients' data type, with `auto` replaced by the type that it stands for."""
+        return self.dtype if self.gradient_dtype == "auto" else self.gradient_dtype
+
+    @property
+    def resolved_wear(self) -> Literal["save", "balanced", "ignore"]:
+        """`storage.wear` with `auto` replaced by the rule that it stands for."""
+        if self.storage.wear == "auto":
+            return "balanced" if self.adapter is None else "save"
+        return self.storage.wear
+
+    @property
+    def num_saved_generations(self) -> int:
+        """How many saved steps the store has space for, in addition to the two generations that a step needs."""
+        if self.storage.keep_generations is not None:
+            return self.storage.keep_generations
+        return max(self.save_total_limit, 1 + self.saves_best) if self.saves else int(self.saves_best)
+
+    @property
+    def evaluates_steps(self) -> bool:
+        """Whether steps before the last one are evaluated."""
+        has_data = bool(self.val_set_size or self.test_datasets)
+        return has_data and (self.eval_steps is not None or self.evals_per_epoch is not None)
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether the step with the best evaluation is saved, and is the run's result."""
+        return self.load_best_model_at_end and self.evaluates_steps
+
+    @property
+    def is_greater_better(self) -> bool:
+        """Whether more of `metric_for_best_model` is better."""
+        return self.metric_for_best_model != "loss" if self.greater_is_better is None else self.greater_is_better
+
+    @property
+    def saves(self) -> bool:
+        """Whether steps before the last one are saved."""
+        return self.save_steps is not None or self.saves_per_epoch is not None
+
+    def save_interval(self, num_steps: int) -> int | None:
+        """Steps from one saved step to the next, in a run of `num_steps`; None: only the last one is saved."""
+        return self._interval(self.save_steps, self.saves_per_epoch, num_steps)
+
+    def eval_interval(self, num_steps: int) -> int | None:
+        """Steps from one evaluation to the next, in a run of `num_steps`; None: only the last one is evaluated."""
+        return self._interval(self.eval_steps, self.evals_per_epoch, num_steps)
+
+    def _interval(self, steps: float | None, per_epoch: float | None, num_steps: int) -> int | None:
+        """As axolotl and transformers count: N times per epoch is the share 1 / (N x `num_epochs`) of all steps."""
+        if per_epoch is not None:
+            return max(1, math.ceil(num_steps * min(1.0, 1.0 / (per_epoch * self.num_epochs))))
+        if steps is None or steps >= 1:
+            return None if steps is None else int(steps)
+        return max(1, math.ceil(num_steps * steps))
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of the warm-up in a run of `num_steps`."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        if self.warmup_steps:
+            return math.ceil(num_steps * self.warmup_steps)
+        share = num_steps * self.warmup_ratio
+        steps = math.ceil(share)
+        if self.warmup_rounding == "down":
+            steps = 2 if int(share) == 1 else int(share)
+        return min(steps, self.max_warmup_steps or num_steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_before_ratio(cls, data: object) -> object:
+        if isinstance(data, dict) and "warmup_steps" in data and "warmup_ratio" not in data:
+            return {**data, "warmup_ratio": 0.0}
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_follows_from_tokens(cls, data: object) -> object:
+        keys = ("micro_batch_size", "gradient_accumulation_steps")
+        if isinstance(data, dict) and (data.get("tokens_per_step") is not None or data.get(keys[0]) == "auto"):
+            return {**dict.fromkeys(keys, "auto"), **data}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Self:
+        found = _model_contradictions(self, needs_data=info.context != OWN_DATA)
+        found += _dtype_contradictions(self) + _run_contradictions(self) + _split_contradictions(self)
+        options = self.lr_scheduler_kwargs or SchedulerConfig()
+        found += scheduler_contradictions(self.lr_scheduler, options, learning_rate=self.learning_rate)
+        found += optimizer_contradictions(self.optimizer, self.optim_args or OptimizerConfig())
+        if found:
+            raise contradictions(found)
+        return self
+
+
+def may_have_adapter(config: RunConfig) -> bool:
+    """Whether the config trains a whole model and could train an adapter instead, as far as the config alone says."""
+    return config.adapter is None and _training_contradiction(config.model_copy(update={"adapter": "lora"})) is None
+
+
+def _training_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be trained so; None if there is nothing."""
+    if config.neftune_noise_alpha is not None and config.task in ("denoising", "seq2seq"):
+        message = "`neftune_noise_alpha` needs a model with one stack of layers that begins with an embedding of tokens"
+        return Contradiction(keys=("neftune_noise_alpha",), message=message, hint="remove it")
+    if config.use_dft_loss and config.label_smoothing_factor:
+        message = "`use_dft_loss` and `label_smoothing_factor` are both set, and each is a loss of its own"
+        keys = ("use_dft_loss", "label_smoothing_factor")
+        return Contradiction(keys=keys, message=message, hint="remove one of them")
+    other = _in_place_contradiction(config) or _adapter_contradiction(config)
+    if other is not None:
+        return other
+    if config.model_shape is not None:
+        for key in ("adapter", "unfrozen_parameters", "frozen_parameters"):
+            if getattr(config, key):
+                message = f"`{key}` names modules or parameters, which a `model_shape` has none of"
+                return Contradiction(keys=(key, "model_shape"), message=message, hint="name a `base_model` instead")
+    return None
+
+
+def _preference_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be learnt from answers that are compared; None if there is nothing."""
+    if config.rl is None:
+        return None
+    for key, reason in (
+        ("streaming", "preference data is read whole before step 1"),
+        ("tokens_per_step", "a step is counted in pairs or answers: set `micro_batch_size`"),
+        ("label_smoothing_factor", "each is a loss of its own"),
+        ("use_dft_loss", "each is a loss of its own"),
+        ("model_shape", "a shape has no data"),
+    ):
+        if getattr(config, key):
+            message = f"`rl` and `{key}` are both set: {reason}"
+            return Contradiction(keys=(key, "rl"), message=message, hint="remove one of them")
+    types = {each.type for each in (*config.datasets, *config.test_datasets)}
+    if others := sorted(types - {"auto", "chat_template", "completion"}):
+        message = f"`rl` needs texts or conversations, not `type: {others[0]}`"
+        hint = "set `type: chat_template` or remove `type`"
+        return Contradiction(keys=("datasets", "test_datasets", "rl"), message=message, hint=hint)
+    return None
+
+
+def _in_place_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot stay in the base model's files; None if there is nothing."""
+    if config.base_storage == "store":
+        return None
+    for is_so, key, reason in (
+        (config.random_init, "random_init", "`random_init` draws weights that no file has"),
+        (config.model_shape is not None, "model_shape", "a `model_shape` has no files"),
+        (config.task == "denoising", "datasets", "all weights of a diffusion transformer are trained"),
+        (
+            not any(map(bool, (config.adapter, config.unfrozen_parameters, config.frozen_parameters))),
+            "adapter",
+            "all weights are trained, so each step writes them",
+        ),
+    ):
+        if is_so:
+            hint = "remove base_storage; it is for frozen weights: those beside an `adapter`, or `frozen_parameters`"
+            message = f"`base_storage: in_place` is set, but {reason}"
+            return Contradiction(keys=("base_storage", key), message=message, hint=hint)
+    return None
+
+
+def _adapter_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be trained beside a frozen model; None if there is nothing."""
+    if config.adapter is None:
+        for key in ("load_in_4bit", "load_in_8bit", "quantize_moe_experts"):
+            if getattr(config, key):
+                message = f"`{key}` is set without `adapter`: quantised weights cannot be trained"
+                hint = "add `adapter: lora`, or remove it"
+                return Contradiction(keys=(key,), message=message, hint=hint)
+        return None
+    for key, reason in (
+        ("unfrozen_parameters", "with an adapter, all of the model is frozen"),
+        ("frozen_parameters", "with an adapter, all of the model is frozen"),
+        ("random_init", "an adapter needs a trained model"),
+    ):
+        if getattr(config, key):
+            message = f"`adapter` and `{key}` are both set: {reason}"
+            return Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")
+    if isinstance(config.lora_target_modules, str) and config.lora_layers_to_transform:
+        message = (
+            "`lora_layers_to_transform` is set, and `lora_target_modules` is a regular expression, which names layers "
+            "itself"
+        )
+        hint = "put the layers into the expression, or write a list of names"
+        return Contradiction(keys=("lora_target_modules", "lora_layers_to_transform"), message=message, hint=hint)
+    if (found := _quantisation_contradiction(config)) is not None:
+        return found
+    if config.task in ("denoising", "classification"):
+        message = "`adapter` is for language models, and not for classifiers, whose new head must be trained"
+        hint = "remove it; `unfrozen_parameters` trains a part of any model"
+        return Contradiction(keys=("adapter",), message=message, hint=hint)
+    return None
+
+
+def _quantisation_contradiction(config: RunConfig) -> Contradiction | None:
+    """What cannot be quantised so; None if there is nothing."""
+    if config.peft_use_dora and (config.load_in_4bit or config.load_in_8bit):
+        key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
+        message = f"`{key}` and `peft_use_dora` are both set: DoRA beside a quantised model is not supported"
+        return Contradiction(keys=("peft_use_dora", key), message=message, hint="remove one of them")
+    if config.quantize_moe_experts and not (config.load_in_4bit or config.load_in_8bit):
+        message = "`quantize_moe_experts` is set without `load_in_4bit` or `load_in_8bit`, which say how"
+        return Contradiction(keys=("quantize_moe_experts",), message=message, hint="add one of them, or remove it")
+    if config.quantize_moe_experts and config.lora_target_parameters:
+        message = (
+            "`quantize_moe_experts` and `lora_target_parameters` are both set: PEFT cannot adapt quantised experts"
+        )
+        hint = "remove one of them; `lora_target_modules` adapts all else"
+        return Contradiction(keys=("lora_target_parameters", "quantize_moe_experts"), message=message, hint=hint)
+    if config.load_in_4bit and config.load_in_8bit:
+        message = "`load_in_4bit` and `load_in_8bit` are both set"
+        return Contradiction(keys=("load_in_8bit", "load_in_4bit"), message=message, hint="remove one of them")
+    return None
+
+
+def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
+    other = _training_contradiction(config) or _preference_contradiction(config)
+    if other is not None:
+        return [other]
+    if config.model_shape is not None:
+        if config.base_model is None:
+            return []
+        message = "`model_shape` and `base_model` are both set"
+        return [Contradiction(keys=("model_shape", "base_model"), message=message, hint="remove one of them")]
+    found = []
+    if config.base_model is None:
+        hint = "name a directory or hub id: `base_model: org/name`"
+        found.append(Contradiction(keys=("base_model", "model_shape"), message="`base_model` is missing", hint=hint))
+    if needs_data and not config.datasets:
+        given = "is empty" if "datasets" in config.model_fields_set else "is missing"
+        hint = "name a file, directory or hub id: `datasets: train.jsonl`"
+        found.append(Contradiction(keys=("datasets", "model_shape"), message=f"`datasets` {given}", hint=hint))
+    return found
+
+
+def _dtype_contradictions(config: RunConfig) -> list[Contradiction]:
+    found = []
+    if config.bf16_master == "stochastic":
+        if config.dtype != "bfloat16":
+            message = f"`bf16_master: stochastic` needs `dtype: bfloat16`; `dtype` is {config.dtype}"
+            keys, hint = ("bf16_master", "dtype"), "set `dtype: bfloat16`, or remove `bf16_master`"
+            found.append(Contradiction(keys=keys, message=message, hint=hint))
+        elif config.adapter is not None and not config.lora_modules_to_save:
+            message = "`bf16_master: stochastic` is set, but adapters are trained in fp32, and the model is frozen"
+            hint = "remove `bf16_master`"
+            found.append(Contradiction(keys=("bf16_master", "adapter"), message=message, hint=hint))
+    if config.gradient_dtype == "float16" and config.dtype != "float16":
+        message = f"`gradient_dtype: float16` needs `dtype: float16`, which scales the loss; `dtype` is {config.dtype}"
+        found.append(Contradiction(keys=("gradient_dtype", "dtype"), message=message))
+    return found
+
+
+def _run_contradictions(config: RunConfig) -> list[Contradiction]:
+    found = []
+    if config.embedding_lr is not None and config.embedding_lr_scale is not None:
+        message = "`embedding_lr` and `embedding_lr_scale` are both set"
+        found.append(Contradiction(keys=("embedding_lr_scale", "embedding_lr"), message=message, hint="remove one"))
+    if config.warmup_steps and config.warmup_ratio:
+        message = "`warmup_steps` and `warmup_ratio` are both set"
+        found.append(Contradiction(keys=("warmup_ratio", "warmup_steps"), message=message, hint="remove one of them"))
+    for pair in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        if all(getattr(config, key) is not None for key in pair):
+            message = f"`{pair[0]}` and `{pair[1]}` are both set"
+            found.append(Contradiction(keys=(pair[1], pair[0]), message=message, hint="remove one of them"))
+    if config.saves or config.saves_best:
+        found.extend(_save_contradictions(config))
+    metric = config.metric_for_best_model
+    if metric.startswith("rewards/") and (config.rl is None or (config.rl == "kto" and metric.endswith("accuracies"))):
+        message = f"`metric_for_best_model: {metric}` needs preference pairs (`rl: dpo`, `ipo`, `orpo` or `simpo`)"
+        found.append(Contradiction(keys=("metric_for_best_model",), message=message, hint="set it to loss"))
+    if metric == "accuracy" and config.task != "classification":
+        message = "`metric_for_best_model: accuracy` needs datasets of `type: classification`"
+        found.append(Contradiction(keys=("metric_for_best_model",), message=message, hint="set it to loss"))
+    return found + _data_contradictions(config)
+
+
+def _data_contradictions(config: RunConfig) -> list[Contradiction]:
+    found = _task_contradictions(config) + _mistral_contradictions(config) + _unread_contradictions(config)
+    if config.test_datasets and config.val_set_size:
+        message = "`test_datasets` and `val_set_size` are both set"
+        found.append(Contradiction(keys=("val_set_size", "test_datasets"), message=message, hint="remove one of them"))
+    if config.streaming and config.max_steps is None:
+        message = "`streaming` needs `max_steps`: the end of a stream is not known"
+        found.append(Contradiction(keys=("streaming",), message=message))
+    if config.streaming and config.val_set_size:
+        message = "`val_set_size` holds out a part of all samples, whose number `streaming` does not know"
+        hint = "name data for evaluation with `test_datasets`"
+        found.append(Contradiction(keys=("val_set_size", "streaming"), message=message, hint=hint))
+    if config.chat_template == "jinja" and config.chat_template_jinja is None:
+        message = "`chat_template: jinja` needs `chat_template_jinja`"
+        hint = "write `chat_template_jinja: FILE`"
+        found.append(Contradiction(keys=("chat_template",), message=message, hint=hint))
+    if config.chat_template_jinja is not None and config.chat_template not in (None, "jinja"):
+        keys = ("chat_template", "chat_template_jinja")
+        message = "`chat_template` and `chat_template_jinja` name two templates"
+        found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
+    return found
+
+
+def _mistral_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What cannot be had from mistral-common."""
+    if not config.tokenizer_use_mistral_common:
+        return []
+    template = config.chat_template or "jinja"  # which has a key of its own
+    wrong = {
+        "chat_template": template != "jinja" and not template.startswith("tokenizer_default"),
+        "chat_template_jinja": config.chat_template_jinja is not None,
+        "special_tokens": bool(config.special_tokens),
+        "eot_tokens": bool(config.eot_tokens),
+    }
+    found = []
+    for key in (key for key, is_wrong in wrong.items() if is_wrong):
+        reason = "does not change its special tokens" if key.endswith("_tokens") else "has no chat template"
+        message = f"`tokenizer_use_mistral_common` and `{key}` are both set: mistral-common {reason}"
+        keys = (key, "tokenizer_use_mistral_common")
+        found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
+    if config.task not in ("causal_lm", "classification"):
+        types = {each.type for each in (*config.datasets, *config.test_datasets)}
+        message = f"`tokenizer_use_mistral_common` needs rows for a decoder, not `type: {min(types & set(TASKS))}`"
+        found.append(
+            Contradiction(keys=("tokenizer_use_mistral_common", "datasets"), message=message, hint="remove it")
+        )
+    return found
+
+
+def _task_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What is wrong about datasets that are for different tasks, or have different classes."""
+    found = []
+    sets = (*config.datasets, *config.test_datasets)
+    tasks = {each.type if each.type in TASKS else "other" for each in sets}
+    if len(tasks) > 1:
+        message = f"`type: {min(tasks - {'other'})}` is another task than that of the other datasets"
+        hint = "give all `datasets` and `test_datasets` the same type"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint=hint))
+    if tasks == {"latents"}:
+        found += _latents_contradictions(config)
+    if len({each.labels for each in sets} - {None}) > 1:
+        message = "the datasets have different `labels`"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint="write them once"))
+    if tasks != {"classification"} and any(each.labels is not None for each in sets):
+        message = "`labels` are the classes of `type: classification`, which no dataset has"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message))
+    return found
+
+
+def _unread_contradictions(config: RunConfig) -> list[Contradiction]:
+    """Keys of datasets that are set and that nothing reads: other rows are trained than the user thinks."""
+    found = []
+    defaults = {key: field.default for key, field in DatasetConfig.model_fields.items()}
+    for section in ("datasets", "test_datasets"):
+        for at, each in enumerate(getattr(config, section)):
+            for key in unread_for_type(dict(each), defaults, each.type, compares=config.compares):
+                by = f"`type: {each.type}`" if config.rl is None else f"`rl: {config.rl}`"
+                message, hint = f"`{key}` is not read for {by}", f"remove it; it is for {_readers_of(key)}"
+                found.append(Contradiction(keys=(section,), message=message, hint=hint, within=(at, key)))
+    return found
+
+
+def _readers_of(key: str) -> str:
+    """What a key of a dataset is for, in words."""
+    names = [f"`{name}`" for name in types_that_read(key)]
+    if key in KEYS_OF_TEXT:
+        return "rows of text"
+    if not names:
+        return "`rl`"
+    names[0] = f"`type: {names[0].strip('`')}`"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _latents_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What data of latents cannot have."""
+    found = []
+    if config.streaming:
+        message = "`streaming` is for rows of text; latents are read from their files"
+        found.append(Contradiction(keys=("streaming",), message=message, hint="remove it"))
+    if config.tokens_per_step is not None or config.split is None:
+        message = "`tokens_per_step` counts tokens of text; a step of latents is counted in samples"
+        hint = "set `micro_batch_size` and `gradient_accumulation_steps`"
+        found.append(Contradiction(keys=("tokens_per_step", "micro_batch_size"), message=message, hint=hint))
+    if any(each.max_samples is not None or each.weight != 1 for each in (*config.datasets, *config.test_datasets)):
+        message = "`max_samples` and `weight` are for rows of text"
+        found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint="remove them"))
+    return found
+
+
+def _split_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What is wrong about `tokens_per_step`, and about an `auto` that nothing decides."""
+    size, number, tokens = config.micro_batch_size, config.gradient_accumulation_steps, config.tokens_per_step
+    if config.task == "denoising":
+        return []  # it has none of it
+    if tokens is None:
+        key = "micro_batch_size" if size == "auto" else "gradient_accumulation_steps"
+        if "auto" not in (size, number):
+            return []
+        message = f"`{key}: auto` needs `tokens_per_step`, the tokens of a step"
+        hint = "write `tokens_per_step: N`: the sequences of a step times `sequence_len`"
+        given = number if isinstance(number, int) else size
+        if isinstance(given, int):
+            hint = f"for a step of {counted(given, 'sequence')}, write `tokens_per_step: {given * config.sequence_len}`"
+            hint += f" and remove `{'gradient_accumulation_steps' if given == number else 'micro_batch_size'}`"
+        return [Contradiction(keys=(key,), message=message, hint=hint)]
+    keys = ("tokens_per_step", "micro_batch_size", "gradient_accumulation_steps", "sequence_len")
+    rows, rest = divmod(tokens, config.sequence_len)
+    if rest:
+        message = f"`tokens_per_step` ({tokens}) must be a multiple of `sequence_len` ({config.sequence_len})"
+        near = [each * config.sequence_len for each in (rows, rows + 1) if each]
+        return [Contradiction(keys=keys, message=message, hint=f"write {' or '.join(map(str, near))}")]
+    if isinstance(size, int) and isinstance(number, int):
+        if size * number == rows:
+            return []
+        product = size * number * config.sequence_len
+        message = f"`tokens_per_step` is {tokens}, but `micro_batch_size` x `gradient_accumulation_steps` x "
+        message += f"`sequence_len` is {size} x {number} x {config.sequence_len} = {product}"
+        hint = f"write `tokens_per_step: {product}`, or remove one of them; it follows from the others"
+        return [Contradiction(keys=keys, message=message, hint=hint)]
+    for key, count in (("micro_batch_size", size), ("gradient_accumulation_steps", number)):
+        if isinstance(count, int) and rows % count:
+            message = f"`tokens_per_step` ({tokens}) is {counted(rows, 'sequence')}, which is not a multiple of"
+            message += f" `{key}` ({count})"
+            return [Contradiction(keys=(key, "tokens_per_step"), message=message)]
+    return []
+
+
+def _save_contradictions(config: RunConfig) -> list[Contradiction]:
+    saved_by = "save_steps" if config.save_steps is not None else "saves_per_epoch"
+    saved_by = saved_by if config.saves else "load_best_model_at_end"
+    if config.storage.durability == "none":
+        message = f"`{saved_by}` needs `storage.durability: step`; with `none` the store has no earlier step"
+        return [Contradiction(keys=(saved_by, "storage"), message=message)]
+    keep, hint = config.storage.keep_generations, "increase `storage.keep_generations`"
+    if keep is None:
+        return []
+    if config.saves and keep < config.save_total_limit:
+        message = f"`save_total_limit` is {config.save_total_limit}, but `storage.keep_generations` is {keep}"
+        return [Contradiction(keys=("save_total_limit", "storage"), message=message, hint=hint)]
+    if config.saves_best and keep < 1 + config.saves:
+        message = f"`load_best_model_at_end` saves a step besides, but `storage.keep_generations` is {keep}"
+        return [Contradiction(keys=("load_best_model_at_end", "storage"), message=message, hint=hint)]
+    return []

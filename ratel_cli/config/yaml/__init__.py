@@ -1,0 +1,1 @@
+"""YAML with the places of what it says."""

@@ -1,0 +1,1 @@
+"""Files with rows, and what of them is read."""

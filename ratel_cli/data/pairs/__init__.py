@@ -1,0 +1,1 @@
+"""Preference data: two answers that are compared."""

@@ -1,0 +1,1 @@
+"""Samples as tokens: their cache, their packing, the batches of them."""

@@ -1,0 +1,1 @@
+"""A config's sources: formats, encoding, and what is said of rows."""

@@ -1,0 +1,1 @@
+"""Activations on their way to memory and drives and back."""

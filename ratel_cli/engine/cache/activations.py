@@ -1,0 +1,464 @@
+"""Offloads what backward needs of forward: every layer's input (A16), and the operator outputs that the plan swaps.
+
+Forward puts one unit for each layer and micro-batch, and backward fetches each once, in the opposite order. The
+placement says how many units, the first of the step, are spilled to NVMe, and from which one on they stay in GPU
+memory; the others stay in host memory. The last layer's units, which backward needs at once, are never spilled. A
+unit that stays in the memory where it was computed is not moved. Every other unit is packed into a leased buffer:
+
+    1. put        start the download of the unit's tensors into its buffer
+    2. write      start the write of a spilled unit once its download has ended, at the latest when the next unit is put
+    3. window     the last few spilled units stay in their buffers; for each new one the oldest buffer is released,
+                  after its write has ended
+    4. read       in backward the reads of the next units run ahead by the same window; units still in it are not read
+    5. prepare    before a unit is used: reserve device buffers of the next one, and start their upload if it is in host
+                  memory: still, or again because its read has ended
+    6. catch up   between two blocks: start that upload if the read has ended since
+    7. fetch      wait for the read; upload what has not begun; give out the uploaded tensors; release the buffer
+
+On the device each tensor has a buffer of its own, whose memory is free when autograd has used it for the last time.
+Where two whole units do not fit there, the plan says what they may take (`UnitsOnGpu`). Then forward waits for
+downloads before it makes more outputs. And the next unit is prepared in parts: some tensors at once, others when
+backward has made a certain gradient, the rest when it is fetched.
+
+Uploads of units have a queue of their own on the device: none stands behind the weights of a block that comes later.
+
+(SSDTrain section III-C forwards what is still being stored, too; here it never depends on timing.)
+
+Invariants: what is fetched are the bytes that were put, or IntegrityFailure is raised; which bytes move depends on the
+order of units alone; spilled units never lease more buffers than the window holds, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import torch
+
+from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, Upload
+from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
+from ratel_cli.errors import RatelError
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.tickets import Ticket
+from ratel_cli.model.values.spec import name_in_layer
+from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Placement, tensors_ahead
+from ratel_cli.planning.time.step_time import Resource
+from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage
+from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
+from ratel_cli.units import align_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What one layer's backward needs of its forward, for one micro-batch."""
+
+    leaf: torch.Tensor
+    """The layer's input `[batch, tokens, hidden]`."""
+    offloaded: dict[int, tuple[torch.Tensor, ...]]
+    """Outputs of swapped operators, by position in the tape, each in the shape that the operator gave it. The replay
+    takes them out."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the unit, the layer's input first."""
+        return [self.leaf, *(tensor for tensors in self.offloaded.values() for tensor in tensors)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the packed unit: the tensors' storages, each aligned to `PACKED_ALIGNMENT`."""
+        return sum(align_up(tensor.untyped_storage().nbytes(), PACKED_ALIGNMENT) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedTensor:
+    """Where a tensor's storage lies in a unit's buffer, and how the tensor lies in its storage."""
+
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+
+    def tensor_in(self, values: torch.Tensor) -> torch.Tensor:
+        """The tensor in the bytes of its storage, which are flat uint8 `[bytes]`."""
+        # Not a view: a view keeps the version counter of its base.
+        first = values.storage_offset() // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=values.device)
+        return empty.set_(values.untyped_storage(), first + self.storage_offset, self.size, self.stride)
+
+
+class _PackedUnit:
+    """A unit that is moved: it lies in a leased buffer now or later, and on NVMe if it is spilled."""
+
+    def __init__(self, block: int, unit: Unit, offset: int | None) -> None:
+        self.block = block
+        self.offset = offset
+        """Address of the unit in the scratch space, in bytes; None if the unit is not spilled."""
+        position = 0
+
+        def place(tensor: torch.Tensor) -> _PackedTensor:
+            nonlocal position
+            storage = tensor.untyped_storage()
+            start, position = position, position + align_up(storage.nbytes(), PACKED_ALIGNMENT)
+            return _PackedTensor(
+                start, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            )
+
+        self.leaf = place(unit.leaf)
+        self.offloaded = {
+            index: tuple(place(tensor) for tensor in tensors) for index, tensors in unit.offloaded.items()
+        }
+        self.num_bytes = align_up(position, PAGE_BYTES)
+        self.num_elements = unit.leaf.numel()
+        self.lease: Lease | None = None
+        self.download: Download | None = None
+        self.write: Ticket | None = None
+        """The write in flight."""
+        self.read: Ticket | None = None
+        """The read in flight."""
+        self.buffers: dict[int, DeviceBuffer] = {}
+        """By place, for tensors whose upload has not begun."""
+        self.uploads: dict[int, Upload] = {}
+        """By place, for tensors whose upload has begun; empty when they are opened."""
+        self._uploaded: list[Callable[[], None]] = []
+        """Wait for each upload that was opened."""
+
+    @property
+    def places(self) -> list[_PackedTensor]:
+        """The places of all tensors, in the order of `Unit.tensors`."""
+        return [self.leaf, *(place for each in self.offloaded.values() for place in each)]
+
+    @property
+    def is_in_memory(self) -> bool:
+        """True if the leased buffer has the unit, or will have it when the download has ended."""
+        return self.lease is not None and (self.read is None or self.read.done)
+
+    @property
+    def memory(self) -> memoryview:
+        """The leased buffer."""
+        assert self.lease is not None
+        return self.lease.memory
+
+    @property
+    def pieces(self) -> list[memoryview]:
+        """The part of the leased buffer for each tensor, in the order of `places`."""
+        return [self.memory[place.start : place.start + place.num_bytes] for place in self.places]
+
+    @property
+    def reserved(self) -> set[int]:
+        """The places of tensors that have memory on the device."""
+        return {*self.buffers, *self.uploads}
+
+    def open(self) -> Unit:
+        """The unit in the bytes that go up, for work that is queued from now on. It alone holds them afterwards."""
+        tensors = iter([place.tensor_in(self.uploads[number].open()) for number, place in enumerate(self.places)])
+        self._uploaded = [upload.give_up().wait for upload in self.uploads.values()]
+        self.uploads = {}
+        return Unit(
+            leaf=next(tensors),
+            offloaded={index: tuple(islice(tensors, len(places))) for index, places in self.offloaded.items()},
+        )
+
+    def wait_uploaded(self) -> None:
+        """Return when nothing reads the leased buffer for an upload."""
+        for upload in self.uploads.values():
+            upload.wait()
+        for wait in self._uploaded:
+            wait()
+
+    def label(self, stage: Stage) -> SpanLabel:
+        return SpanLabel(text=purpose_of_units(self.block), block=self.block, stage=stage)
+
+
+WINDOW_PURPOSE = "activations on their way"
+"""Of the buffers for units that go to NVMe."""
+
+
+def purpose_of_units(block: int) -> str:
+    """Of the buffers for a block's units that stay in host memory."""
+    return f"activations of block {block}"
+
+
+class ActivationOffloader:
+    """Holds the units of one step at a time. All methods are for the compute thread."""
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        scratch: Scratch | None,
+        placement: Placement,
+        *,
+        device: Device,
+        timeline: Timeline,
+        micro_batch_elements: int | None = None,
+    ) -> None:
+        """`micro_batch_elements`: the most elements of a layer's input, which the plan counts; None if it is not
+        known."""
+        assert scratch is not None or not placement.spilled_units
+        self._pool = pool
+        self._scratch = scratch
+        self._spilled_units = placement.spilled_units
+        self._in_place_from = placement.spilled_units if device.is_host else placement.gpu_units_from
+        """Units from this one on stay where they were computed; None: no unit does."""
+        self._units = None if device.is_host else placement.gpu_units
+        self._made_bytes = 0
+        """Outputs of the unit that forward makes."""
+        self._device = device
+        self._timeline = timeline
+        self._micro_batch_elements = micro_batch_elements
+        self._order: list[tuple[int, int]] = []
+        """Keys (block, micro-batch) of the units that were put and not fetched yet. Backward fetches the last first."""
+        self._in_place: dict[tuple[int, int], Unit] = {}
+        self._packed: dict[tuple[int, int], _PackedUnit] = {}
+        self._to_write: _PackedUnit | None = None
+        """A spilled unit whose write has not begun; its download may still be running."""
+        self._window: deque[_PackedUnit] = deque()
+        """Spilled units that are in a buffer, in the order in which they got it."""
+        self._to_read: list[_PackedUnit] = []
+        """Spilled units that are in no buffer. Backward reads the last first."""
+        self._num_skipped = 0
+        """Units of layers that backward does not reach: the plan counts them, and they take nothing."""
+        self._end = 0
+        """Bytes of the scratch file in use."""
+        self.put_bytes = 0
+        """Packed size of all units that were put in this step."""
+
+    def begin_unit(self) -> None:
+        """Forward begins to make a unit, perhaps anew."""
+        self._made_bytes = 0
+
+    def limit_downloads(self, num_bytes: int) -> None:
+        """Forward has made an output of the next unit, of `num_bytes`. Where the plan says so, what is computed from
+        now on waits for downloads of the unit before, until both take no more than they may."""
+        self._made_bytes += num_bytes
+        if self._units is not None:
+            self._device.free_downloads(max(0, self._units.forward_bytes - self._made_bytes))
+
+    def skip(self, number: int) -> None:
+        """Pass over `number` units, before any is put: backward does not reach their layer, which puts none."""
+        assert not self._order
+        self._num_skipped += number
+
+    def put(self, block: int, micro_batch: int, unit: Unit) -> None:
+        """Offload a unit until it is fetched. Its tensors must not be changed afterwards."""
+        key = block, micro_batch
+        number = self._num_skipped + len(self._order)
+        is_spilled = number < self._spilled_units
+        stays_in_place = self._in_place_from is not None and number >= self._in_place_from
+        self._order.append(key)
+        self.put_bytes += unit.num_bytes
+        self._made_bytes = 0
+        self._start_writing()
+        if stays_in_place:
+            self._in_place[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
+            return
+        packed = self._packed[key] = _PackedUnit(block, unit, self._end if is_spilled else None)
+        if is_spilled:
+            self._end += packed.num_bytes
+            self._shrink_window()
+        self._lease(packed)
+        pieces = list(zip(map(_bytes_of, unit.tensors), packed.pieces, strict=True))
+        packed.download = self._device.download(pieces, packed.label("forward"))
+        if is_spilled:
+            self._to_write = packed
+            if packed.download.done:
+                self._start_writing()
+
+    @contextlib.contextmanager
+    def fetch(self, block: int, micro_batch: int) -> Iterator[Unit]:
+        """Give out the unit on the compute device, inside the `with` statement only.
+
+        Its `leaf` is a new one. Raises RatelError if the read failed, IntegrityFailure if
+        the bytes are not those that were put.
+        """
+        key = block, micro_batch
+        assert self._order.pop() == key, "units are fetched in the opposite order of `put`"
+        self._start_writing()
+        unit = self._in_place.pop(key, None)
+        if unit is not None:
+            self._read_ahead()
+            self._prepare()
+            yield unit
+            return
+        packed = self._packed[key]
+        self._bring_to_memory(packed)
+        self._reserve(packed)
+        self._upload(packed)  # before the next unit's, which runs on the same stream
+        self._prepare()
+        yield packed.open()
+        with self._timeline.stalled_on("up"):
+            packed.wait_uploaded()
+        self._release(packed)
+        del self._packed[key]
+
+    @contextlib.contextmanager
+    def preparing_more(self, layer: Segment, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """While the backward of a layer runs inside: prepare more of the next unit at the moments that the plan names.
+
+        `parameters`: the trained ones of the layer, in the order of its blocks.
+        """
+        moments = () if self._units is None else self._units.moments.get(layer.index, ())
+        most_bytes = {moment.parameter: moment.num_bytes for moment in moments}
+
+        def prepare_more(name: str, _: torch.Tensor) -> None:
+            self.prepare_more(most_bytes[name])
+
+        names = [name_in_layer(each.name) for block in layer.trained for each in block.parameters]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(prepare_more, name))
+            for name, parameter in zip(names, parameters, strict=True)
+            if name in most_bytes
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def prepare_more(self, most_bytes: int) -> None:
+        """Reserve device buffers for more tensors of the unit that is fetched next, which may take `most_bytes` in all,
+        and start their upload if the unit is in host memory. Raises as `catch_up`."""
+        coming = self._coming
+        if coming is not None:
+            self._reserve(coming, most_bytes)
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Start the upload of the unit that is fetched next, if it is in host memory now and has device buffers.
+
+        Raises RatelError if its read failed, IntegrityFailure if the bytes are not those that were put.
+        """
+        coming = self._coming
+        if coming is not None and coming.buffers and coming.is_in_memory:
+            self._upload(coming)
+
+    def reset(self) -> None:
+        """Forget all units: the step is over, however it ended."""
+        for packed in self._packed.values():
+            with contextlib.suppress(RatelError):  # nobody needs these bytes any more
+                if packed.read is not None:
+                    packed.read.wait()
+            with contextlib.suppress(RatelError):
+                if packed.write is not None:
+                    packed.write.wait()
+            if packed.download is not None:
+                packed.download.wait()
+            packed.wait_uploaded()
+            if packed.lease is not None:
+                packed.lease.release()
+        self._made_bytes = 0
+        self._order.clear()
+        self._in_place.clear()
+        self._packed.clear()
+        self._to_write = None
+        self._window.clear()
+        self._to_read.clear()
+        self._end = self.put_bytes = self._num_skipped = 0
+
+    def _start_writing(self) -> None:
+        """Phase 2, for the unit that was put last, if it is spilled."""
+        packed, self._to_write = self._to_write, None
+        if packed is None:
+            return
+        assert self._scratch is not None and packed.download is not None and packed.offset is not None
+        with self._timeline.stalled_on("down"):
+            packed.download.wait()
+        packed.write = self._scratch.write_sealed(packed.offset, packed.memory)
+
+    def _bring_to_memory(self, packed: _PackedUnit) -> None:
+        """Return when the unit is in host memory. The reads of the next units are started first."""
+        if packed.lease is None:
+            self._shrink_window()
+            self._read(self._to_read.pop())
+        self._read_ahead()
+        self._wait_read(packed)
+
+    def _prepare(self) -> None:
+        """Phase 5, on a GPU."""
+        coming = self._coming
+        if self._device.is_host or coming is None:
+            return
+        self._reserve(coming, None if self._units is None else self._units.ahead_bytes)
+        self.catch_up()
+
+    @property
+    def _coming(self) -> _PackedUnit | None:
+        """The unit that is fetched next; None if there is none, or if it stays where it was computed."""
+        return self._packed.get(self._order[-1]) if self._order else None
+
+    def _reserve(self, packed: _PackedUnit, most_bytes: int | None = None) -> None:
+        """Reserve device buffers for tensors that have none, as many as fit into `most_bytes` together with those that
+        have; None: for all."""
+        sizes, reserved = [place.num_bytes for place in packed.places], packed.reserved
+        most_bytes = sum(sizes) if most_bytes is None else most_bytes
+        for number in tensors_ahead(sizes, most_bytes, taken=reserved):
+            packed.buffers[number] = self._device.reserve(sizes[number])
+
+    def _upload(self, packed: _PackedUnit) -> None:
+        """Start the upload of all tensors that have buffers."""
+        self._wait_read(packed)
+        label, pieces = packed.label("backward"), packed.pieces
+        for number, buffer in packed.buffers.items():
+            packed.uploads[number] = self._device.upload(
+                pieces[number], buffer, label, lane="activations", after=packed.download
+            )
+        packed.buffers = {}
+
+    def _read_ahead(self) -> None:
+        while self._to_read and len(self._window) < SPILL_WINDOW_UNITS:
+            self._read(self._to_read.pop())
+
+    def _read(self, packed: _PackedUnit) -> None:
+        assert self._scratch is not None and packed.offset is not None
+        self._lease(packed)
+        packed.read = self._scratch.read_sealed(packed.offset, packed.memory, packed.label("backward").text)
+
+    def _lease(self, packed: _PackedUnit) -> None:
+        # Buffers of the window serve any block. The others are leased all at once, each size once for each layer.
+        purpose = purpose_of_units(packed.block) if packed.offset is None else WINDOW_PURPOSE
+        at_most_bytes = packed.num_bytes
+        if self._micro_batch_elements is not None:
+            at_most_bytes = -(-packed.num_bytes * self._micro_batch_elements // packed.num_elements)
+        packed.lease = self._pool.lease(packed.num_bytes, purpose, at_most_bytes=at_most_bytes)
+        if packed.offset is not None:
+            self._window.append(packed)
+
+    def _shrink_window(self) -> None:
+        """Release the oldest buffer of a full window."""
+        if len(self._window) == SPILL_WINDOW_UNITS:
+            oldest = self._window[0]
+            self._release(oldest)
+            self._to_read.append(oldest)
+
+    def _release(self, packed: _PackedUnit) -> None:
+        write, packed.write = packed.write, None
+        if write is not None:
+            self._wait(write, "nvme write", packed.label("forward"))
+            packed.download = None  # what will be read comes from the drive
+        if packed.offset is not None:
+            self._window.remove(packed)
+        lease, packed.lease = packed.lease, None
+        assert lease is not None
+        lease.release()
+
+    def _wait_read(self, packed: _PackedUnit) -> None:
+        read, packed.read = packed.read, None
+        if read is not None:
+            self._wait(read, "nvme read", packed.label("backward"))
+
+    def _wait(self, transfer: Ticket, resource: Resource, label: SpanLabel) -> None:
+        with self._timeline.stalled_on(resource):
+            transfer.wait()
+        self._timeline.transfer(resource, label, transfer)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's whole storage, flat uint8 `[bytes]`."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

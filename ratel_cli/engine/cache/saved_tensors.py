@@ -1,0 +1,180 @@
+"""What the tensor cache (engine/cache/tensor_cache.py) knows of saved tensors: values without behaviour of their
+own."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, Transfer, Upload
+from ratel_cli.io.buffers import Lease
+from ratel_cli.io.scratch import ScratchPlace
+from ratel_cli.io.tickets import Ticket
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Bytes since the cache was opened."""
+
+    stayed: int = 0
+    """Saved, and left where they were."""
+    resident: int = 0
+    """Downloaded to host memory and left there."""
+    written: int = 0
+    read: int = 0
+    forwarded: int = 0
+    """Restored from a buffer, before or while they were written."""
+
+
+@dataclass(slots=True, eq=False)
+class SavedScope:
+    """What one block of one pass saves."""
+
+    before: SavedScope | None
+    entries: list[SavedStorage] = field(default_factory=list)
+    num_bytes: int = 0
+    """What may leave of what it saves."""
+    is_read_ahead: bool = False
+    """Whether the reads of all its entries were started."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """What went away of one forward, to host memory or to the drives."""
+
+    num_bytes: int = 0
+    waits: list[tuple[Moment, Moment]] = field(default_factory=list)
+    """Of its backward: when all was computed that did not need what was on its way, and when that was there."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For which computing waited."""
+        return sum(arrived() - computed() for computed, arrived in self.waits)
+
+
+@dataclass(slots=True, eq=False)
+class SavedPass:
+    """One forward, and what is known of it."""
+
+    began: Moment
+    scope: SavedScope
+    number: int = 0
+    """Of its micro-batch, in a schedule."""
+    saved_bytes: int = 0
+    """What may leave of what it saves."""
+    in_memory: Moved = field(default_factory=Moved)
+    on_drives: Moved = field(default_factory=Moved)
+    ended: Moment | None = None
+    """When its forward did."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """When its writes began and ended."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What went away."""
+        return self.in_memory.num_bytes + self.on_drives.num_bytes
+
+    @property
+    def forward_seconds(self) -> float:
+        return 0.0 if self.ended is None else self.ended() - self.began()
+
+
+@dataclass(slots=True, eq=False)
+class SavedStorage:
+    """The storage of saved tensors."""
+
+    known: StorageWeakRef
+    """As long as it is there, no other storage has the same address."""
+    version: int
+    num_bytes: int
+    scope: SavedScope
+    of_pass: SavedPass
+    tensor: torch.Tensor | None
+    """One that has the storage, while that is in its place."""
+    lease: Lease | None
+    download: Download | None
+    place: ScratchPlace | None
+    """On the drives; None where host memory has it."""
+    write: Ticket | None = None
+    is_written: bool = False
+    read: Ticket | None = None
+    is_read: bool = False
+    """Whether the buffer is one for reading."""
+    buffer: DeviceBuffer | None = None
+    """For an upload that has not begun."""
+    upload: Upload | None = None
+    """Until it is opened."""
+    uploaded: Transfer | None = None
+    """From then on."""
+    restored: torch.Tensor | None = None
+    """One whose storage has the same bytes, when it is back."""
+    num_users: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.known.cdata, self.version
+
+    @property
+    def transfers(self) -> list[Transfer | Ticket]:
+        """Those that may be in flight."""
+        each = (self.download, self.write, self.read, self.upload, self.uploaded)
+        return [transfer for transfer in each if transfer is not None]
+
+    @property
+    def is_not_uploading(self) -> bool:
+        """No upload is in flight."""
+        return all(each is None or each.done for each in (self.upload, self.uploaded))
+
+    @property
+    def moved(self) -> Moved:
+        """Of its pass, what went where it goes."""
+        return self.of_pass.in_memory if self.place is None else self.of_pass.on_drives
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it must come back to be used."""
+        return self.tensor is None and self.restored is None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether its buffer has the bytes, or will have them when the download has ended."""
+        return self.lease is not None and (self.read is None or self.read.done)
+
+    @property
+    def is_on_drives(self) -> bool:
+        """And nowhere else."""
+        return self.is_away and self.upload is None and self.lease is None
+
+
+class SavedView:
+    """What autograd has of a tensor in the cache."""
+
+    def __init__(self, entry: SavedStorage, tensor: torch.Tensor, given_up: deque[SavedStorage]) -> None:
+        """`given_up` gets the entry when autograd needs the tensor no more."""
+        self.entry, self._given_up = entry, given_up
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
+        entry.num_users += 1
+
+    def __del__(self) -> None:
+        self._given_up.append(self.entry)  # at any moment: the next call of the cache looks at it
+
+
+class StayingTensor:
+    """What autograd has of a tensor that stays."""
+
+    def __init__(self, tensor: torch.Tensor, scope: SavedScope | None = None) -> None:
+        """`scope`: the one that saves it; None if it is not one of a forward's activations."""
+        self.scope = scope
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def unchanged(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError, as torch does, if it was changed in place."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation"
+            )
+        return self._tensor

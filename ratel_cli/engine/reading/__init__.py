@@ -1,0 +1,1 @@
+"""Weights on their way from drives to host memory, and rows of embeddings."""

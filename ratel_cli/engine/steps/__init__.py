@@ -1,0 +1,1 @@
+"""A step, and passes without one."""

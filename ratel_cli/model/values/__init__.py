@@ -1,0 +1,1 @@
+"""What a model is as values: its spec, its blocks' records, what layers carry."""

@@ -1,0 +1,1 @@
+"""The memory of a step, of the host and of a GPU."""

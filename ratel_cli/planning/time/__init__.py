@@ -1,0 +1,1 @@
+"""The time and the bytes of a step, by resource."""

@@ -1,0 +1,1 @@
+"""What is drawn: the page of a run, curves, pictures."""

@@ -1,0 +1,1 @@
+"""What is printed: lines, tables and the panel."""

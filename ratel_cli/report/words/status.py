@@ -1,0 +1,126 @@
+"""What `ratel status` prints: a row for each run, or all of it as JSON.
+
+Invariant: nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+from ratel_cli.report.words.plan import aligned
+from ratel_cli.units import format_bytes, format_rate_number, format_wait
+
+RunState = Literal["running", "in use", "finished", "stopped", "killed", "not begun", "no store", "damaged"]
+STATES: dict[RunState, str] = {
+    "running": "a process trains it, or exports its model",
+    "in use": "another command has its store open",
+    "finished": "all steps are done and the model is exported",
+    "stopped": "no process trains it; the same command resumes it",
+    "killed": "its process ended without closing the store; the same command resumes it",
+    "not begun": "it has no steps and no store",
+    "no store": "it is not finished, and its store is not there, or was deleted with `ratel clean --store`",
+    "damaged": "its config cannot be read",
+}
+"""What each state means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """One run, as its files show it."""
+
+    output_dir: Path
+    state: RunState
+    step: int = 0
+    """Steps done: of a run that trains those that are recorded, else those that the store has."""
+    num_steps: int | None = None
+    """Steps of the whole run; None if that is not known."""
+    loss: float | None = None
+    """Of the last step."""
+    eval_loss: float | None = None
+    """Of the last evaluation among the recent steps."""
+    tokens_per_second: float | None = None
+    """The speed of the run (`training.history.recent_rate`)."""
+    seconds_left: float | None = None
+    """Until the last step, at the speed of the recent steps; saves and evaluations not counted."""
+    ended_early: bool = False
+    """Whether its evaluations ended it before its last step."""
+    best_step: int | None = None
+    """The step with the best evaluation; None if the config does not compare them."""
+    last_step_at: datetime | None = None
+    """When the last step was recorded."""
+    store_bytes: int = 0
+    store_deleted: bool = False
+    """Whether the user had the store deleted, with `ratel clean --store`."""
+    output_bytes: int = 0
+    """All files in the output directory."""
+    pid: int | None = None
+    """The process that has the store open."""
+    problem: str | None = None
+    """What cannot be read."""
+
+
+def status_lines(runs: Sequence[RunStatus], *, now: datetime) -> list[str]:
+    """The lines of a table with a row for each run."""
+    headings = ("state", "step", "loss", "tokens/s", "left", "last step", "disk", "run")
+    return aligned([headings, *(_row(each, now) for each in runs)])
+
+
+def status_to_json(runs: Sequence[RunStatus]) -> dict[str, object]:
+    """The content that `ratel status --json` prints."""
+    return {
+        "runs": [
+            {
+                "run": str(each.output_dir),
+                "state": each.state,
+                "step": each.step,
+                "num_steps": each.num_steps,
+                "loss": None if each.loss is None or not isfinite(each.loss) else each.loss,
+                "eval_loss": None if each.eval_loss is None or not isfinite(each.eval_loss) else each.eval_loss,
+                "tokens_per_second": each.tokens_per_second,
+                "seconds_left": each.seconds_left,
+                "ended_early": each.ended_early,
+                "best_step": each.best_step,
+                "last_step_at": None if each.last_step_at is None else each.last_step_at.isoformat(timespec="seconds"),
+                "store_bytes": each.store_bytes,
+                "store_deleted": each.store_deleted,
+                "output_bytes": each.output_bytes,
+                "pid": each.pid,
+                "problem": each.problem,
+            }
+            for each in runs
+        ]
+    }
+
+
+def step_words(step: int, num_steps: int | None) -> str:
+    """The steps that are done, of how many."""
+    return str(step) if num_steps is None else f"{step}/{num_steps}"
+
+
+def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
+    return (
+        _state_words(each),
+        step_words(each.step, each.num_steps) + ("" if each.best_step is None else f", best {each.best_step}"),
+        _or_dash(each.loss, lambda loss: f"{loss:.4f}"),
+        _or_dash(each.tokens_per_second, format_rate_number),
+        _or_dash(None if each.ended_early else each.seconds_left, lambda left: format_wait(left) if left else "-"),
+        "-" if each.last_step_at is None else f"{format_wait(max(0.0, (now - each.last_step_at).total_seconds()))} ago",
+        format_bytes(each.store_bytes + each.output_bytes),
+        str(each.output_dir),
+    )
+
+
+def _state_words(each: RunStatus) -> str:
+    state = f"{each.state} early" if each.ended_early and each.state == "finished" else each.state
+    if not each.store_deleted:
+        return state
+    return "store deleted" if each.state == "no store" else f"{state}, store deleted"
+
+
+def _or_dash(value: float | None, words: Callable[[float], str]) -> str:
+    return "-" if value is None or not isfinite(value) else words(value)
