@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "architecture.md"
 COMMAND = "python -m scripts.write_tree"
 _TREE = re.compile(r"(?<=```text\n)ratel_cli/.*?(?=```)", re.DOTALL)
-_WIDTH = 28
+_WIDTH = 30
 """Of the column with the names."""
 _OTHERS = (
     ("  bench/", "benchmarks and results/"),

@@ -19,8 +19,6 @@ from heapq import nsmallest
 from itertools import combinations
 
 from ratel_cli.planning.direct.timeline import (
-    ACCESS_MODES,
-    AccessMode,
     DirectLayer,
     DirectTime,
     after_forward,
@@ -30,6 +28,7 @@ from ratel_cli.planning.direct.timeline import (
     until_first_gradient,
 )
 from ratel_cli.planning.papers.memferry import printed_plan
+from ratel_cli.planning.profile.placement import ACCESS_MODES, AccessMode
 
 EXACT_LAYERS = 12
 """The most layers for which every choice is compared."""
