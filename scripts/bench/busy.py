@@ -65,7 +65,7 @@ def _step_seconds(here: Path, number: int, steps: int, *, is_ours: bool) -> floa
     if ended.returncode:
         sys.exit(f"the demo ended with exit code {ended.returncode}: {ended.stderr}")
     lines = (here / output / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return median(json.loads(line)["step_seconds"] for line in lines[2:])
+    return median(float(json.loads(line)["step_seconds"]) for line in lines[2:])
 
 
 @contextmanager

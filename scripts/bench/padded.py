@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -37,14 +38,14 @@ from scripts.bench.contestants import print_promise
 
 _AT_MOST = 0.20
 _WORDS, _LENGTH, _ROWS, _MICRO_BATCHES = 2000, 512, 4, 8
-_SHAPE = {
+_SHAPE: dict[str, Any] = {
     "vocab_size": _WORDS + 3,
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
 }
-_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+_IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 
 Row = dict[str, object]
 
@@ -55,10 +56,9 @@ def _llama() -> PretrainedConfig:
 
 def _t5() -> PretrainedConfig:
     width, ff, layers, heads = (_SHAPE[key] for key in list(_SHAPE)[1:])
-    return T5Config(
-        vocab_size=_SHAPE["vocab_size"], d_model=width, d_ff=ff, d_kv=64, num_layers=layers // 2, num_heads=heads,
-        decoder_start_token_id=0, dropout_rate=0.0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+    values: dict[str, Any] = {"d_model": width, "d_ff": ff, "d_kv": 64, "num_layers": layers // 2, "num_heads": heads}
+    special: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return T5Config(**values, **special, vocab_size=_SHAPE["vocab_size"], dropout_rate=0.0)
 
 
 _KINDS: dict[str, tuple[Callable[[], PretrainedConfig], dict[str, object], dict[str, object]]] = {
@@ -175,7 +175,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     special = ["<pad>", "</s>", "<unk>"]
     vocabulary = {word: number for number, word in enumerate([*special, *(f"w{each}" for each in range(_WORDS))])}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", bos_token="</s>"
     )
