@@ -45,6 +45,9 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nvme": (("bench.step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"), _TINY),
     "python": (("bench.step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
     "predictions": (("bench.predictions",), ("--cases", "tiny:16", "--rounds", "1", "--steps", "4")),
+    "padded": (("bench.padded",), ("--kinds", "text", "--steps", "4")),
+    "busy": (("bench.busy",), ("--rounds", "1", "--steps", "4")),
+    "plan_questions": (("bench.plan_questions",), ("1",)),
     "durability": (("bench.durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "5")),
     "ranks": (("bench.ranks",), ("--layers", "2", "--hidden", "48", "--tokens", "16", "--steps", "4", "--rounds", "1")),
     "plan": (
