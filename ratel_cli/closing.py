@@ -18,7 +18,7 @@ class Closing(ABC):
     """A context manager that gives back itself on entry and calls its own `close` on exit."""
 
     _pid: int
-    """Of the process that made it."""
+    """Id of the process that made the object."""
 
     def __new__(cls, *_: object, **__: object) -> Self:
         made = super().__new__(cls)

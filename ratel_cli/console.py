@@ -403,12 +403,12 @@ class _LiveLines(Closing, RenderHook):
         return sum(max(1, -(-line.cell_len // width)) for line in self._shown)
 
     def _to_start(self) -> Segments:
-        """To the beginning of the first line."""
+        """Move to the beginning of the first line."""
         height = self._height()
         return _control(f"\r\x1b[{height}A" if height else "\r")
 
     def _erased(self) -> Segments:
-        """To the beginning of the first line, and nothing is left of all lines."""
+        """Erase all lines, and move to the beginning of the first."""
         return _control("\r\x1b[K" + "\x1b[A\x1b[2K" * self._height())
 
     def _drawn(self, lines: Sequence[Text]) -> Iterator[Segments]:

@@ -57,7 +57,8 @@ def unread_for_rows(keys: Mapping[str, object], defaults: Mapping[str, object], 
 def unread_for_type(
     keys: Mapping[str, object], defaults: Mapping[str, object], of_type: str, *, compares: str | None
 ) -> tuple[str, ...]:
-    """The same for a type of dataset, whatever its rows are. `compares`: what `rl` compares, if it is set."""
+    """The keys with another value than their default that are not read for a type of dataset, whatever its rows are.
+    `compares`: what `rl` compares, if it is set."""
     if compares is not None and of_type not in _LEARNT_BY_RL:
         return ()  # that is an error of its own
     return _changed(keys, defaults, _keys_of_type(of_type, compares))

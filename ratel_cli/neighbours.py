@@ -157,7 +157,7 @@ def version_of(distribution: str) -> str:
 
 
 def packages_that_fail() -> list[BrokenPackage]:
-    """Those of the installed neighbours that cannot be imported. They are tried in a process that a crash may end."""
+    """Find the installed neighbours that cannot be imported. They are tried in a process that a crash may end."""
     failed = list[BrokenPackage]()
     waiting = [name for name in NEIGHBOURS if name in sys.modules or find_spec(name) is not None]
     while waiting:

@@ -79,7 +79,7 @@ IGNORED_TARGET: Final = -100
 SPLIT_KEYS: Final = ("micro_batch_size", "gradient_accumulation_steps")
 """The keys of the config that split a step into micro-batches."""
 STEP_KEYS: Final = ("tokens_per_step", *SPLIT_KEYS)
-"""Those that say how many tokens a step has."""
+"""The keys of the config that say how many tokens a step has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,9 @@ class Filling:
     """How much of a full step the steps of some data have on average, where each row has one sample: shares."""
 
     micro_batches: float
-    """Of its micro-batches: the last step of an epoch may have fewer."""
+    """Micro-batches, as a share of those of a full step: the last step of an epoch may have fewer."""
     computed: float
-    """Of its tokens, padding included: rows are as wide as the longest of their micro-batch."""
+    """Tokens that are computed, padding included, as a share of a full step's: rows are as wide as the longest of their
+    micro-batch."""
     tokens: float
-    """Of its tokens, those of samples."""
+    """Tokens of samples, as a share of a full step's tokens."""

@@ -21,7 +21,7 @@ _WIDTH = 30
 """Of the column with the names."""
 _OTHERS = (
     ("  bench/", "benchmarks and results/"),
-    ("kernels/", "update rules and checksums in C++, one body for every instruction set"),
+    ("kernels/", "C++: update rules, one body for every instruction set; checksums, NF4, copies, io_uring"),
     ("configs/", "the demo, a 1.1B shape; hardware/ and models/ of the papers"),
     ("docs/", "these documents; guide/ has the pages of guide.md"),
     ("examples/", "programs to run and read; the first compares a run with transformers' Trainer"),

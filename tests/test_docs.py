@@ -29,9 +29,11 @@ from ratel_cli.run.inputs import settings
 from ratel_cli.training.metrics import StepMetrics
 from scripts import write_config_docs, write_tree
 from tests.engine.architectures import ARCHITECTURES
-from tests.test_layers import PARTS
+from tests.test_layers import PARTS, WINGS
 
 ROOT = Path(__file__).parents[1]
+FRAGMENT = re.compile(r"(Of|That|Those|And|So|But|Also|The same|With which|In which)\b")
+"""How a docstring begins that cannot stand alone."""
 DOCUMENTS = tuple(
     path
     for pattern in (
@@ -249,6 +251,32 @@ def test_the_layers_are_those_of_the_layer_test() -> None:
     named = [*(part for [part] in parts), *ground]
     assert [part for part in named if part not in GROUND] == [part for part in reversed(PARTS) if part not in GROUND]
     assert set(named) == set(PARTS)
+    wings = {line.split()[0]: line.partition(": ")[2] for line in text.splitlines() if ": " in line}
+    for part, names in WINGS.items():
+        assert wings[part].startswith(", ".join(name for name in names if name != "context"))
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """All texts that are statements: of modules, classes, functions and attributes."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text.strip()
+
+
+def test_docstrings_stand_alone() -> None:
+    """None goes on with what the one before it said. Those of the config's keys stand in a list, under their names."""
+    found = {
+        str(path.relative_to(ROOT)): fragments
+        for path in sorted((ROOT / "ratel_cli").rglob("*.py"))
+        if path.parent.name != "keys" and (fragments := [*filter(FRAGMENT.match, docstrings(path.read_text()))])
+    }
+    assert found == {}
+
+
+def test_a_fragment_is_found() -> None:
+    source = '"""Of the head."""\nx = 1\n"""So for the norm."""\n\ndef f():\n    """Offers a sum."""\n    "That"\n'
+    assert [*filter(FRAGMENT.match, docstrings(source))] == ["Of the head.", "So for the norm.", "That"]
 
 
 def words_in(path: Path) -> str:

@@ -50,7 +50,7 @@ EXIT_OUTPUT_CLOSED = 141
 """128 + SIGPIPE: what a shell reports of a program that this signal ends."""
 EXIT_TERMINATED = 143
 _AGAIN_SECONDS = 0.01
-"""Until a signal is sent again."""
+"""Seconds until a signal is sent again."""
 
 app = typer.Typer(
     name="ratel",

@@ -102,7 +102,7 @@ def _property(made: JsonObject, dotted: str, meaning: str) -> JsonObject:
 
 
 def _one_of(section: str, keys: Sequence[str]) -> JsonObject:
-    """That one of the keys is there, under any of its names."""
+    """Return the rule that one of the keys is there, under any of its names."""
     names = [*keys, *(alias for alias, ours in ALIASES.get(section, {}).items() if ours in keys)]
     rules: list[JsonValue] = [{"required": [name]} for name in names]
     return {"anyOf": rules}

@@ -217,7 +217,7 @@ def validate(root: Marked, dialect: Dialect) -> RunConfig | None:
 
 
 _NO_PATH = "/dev/null/missing"
-"""Of a file or model that is not named: no hub id, so that nothing is looked for on the hub."""
+"""Path that stands for a file or model that is not named: no hub id, so that nothing is looked for on the hub."""
 
 
 def _usable_part(root: Marked) -> tuple[RunConfig | None, frozenset[str]]:

@@ -22,7 +22,7 @@ from ratel_cli.units import parse_bytes, parse_rate
 _FILE = Path(__file__).with_name("parts.yaml")
 _SEVERAL = re.compile(r"(?:([1-9]\d{0,2})\s*x\s*)?(.+)", re.IGNORECASE)
 _MOST_BYTES = 1 << 50
-"""Of host memory, and what a drive moves in a second: more is no machine's."""
+"""Most bytes of host memory, and most that a drive moves in a second: no machine has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

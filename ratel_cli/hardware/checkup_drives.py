@@ -25,10 +25,10 @@ class Place:
     """A directory of a store, and what is known about it."""
 
     path: Path
-    """As the user wrote it."""
+    """The directory as the user wrote it."""
     mount: Mount | None
     free_bytes: int
-    """Of its file system; several directories may share it."""
+    """Free bytes of its file system. Several directories may share it."""
     probe: Probe
 
 

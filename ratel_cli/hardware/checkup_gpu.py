@@ -25,7 +25,8 @@ _DISPLAY_CLASSES: Final = ("0x0300", "0x0302")
 _LANE_BYTES_PER_SECOND: Final = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.969e9, 32.0: 3.938e9, 64.0: 7.56e9}
 """What a lane carries one way, by its GT/s: PCIe 1 to 6."""
 _LEAST_SHARE: Final = 0.6
-"""Of what the lanes carry. Pinned memory reaches 0.8 and more of it; less has a cause."""
+"""Least share of what the lanes carry that is no finding. Pinned memory reaches 0.8 and more of it; less has a
+cause."""
 _NUM_STREAMS: Final = 4
 """Computing, two lanes of uploads, downloads (engine/device/gpu.py). With fewer connections some share one."""
 _FIRST_LEAKY: Final = (6, 11)

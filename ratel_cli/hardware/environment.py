@@ -33,7 +33,7 @@ from ratel_cli.io.files import nearest_existing
 _INSTRUCTION_SETS: Final = (
     "avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16",
 )  # fmt: skip
-"""As the kernel names them: what matters to AdamW and to matrix products on the CPU."""
+"""Instruction sets that matter to AdamW and to matrix products on the CPU, by the kernel's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def _storage(path: Path, files: SystemFiles) -> StorageFacts:
 
 
 def _torch_build() -> str:
-    """From the file in which torch has its versions, without importing torch."""
+    """What torch was built for, from the file in which torch has its versions, without importing torch."""
     try:
         spec = find_spec("torch")
         text = "" if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py").read_text()

@@ -21,9 +21,10 @@ _IDLE, _IOWAIT, _NUM_COUNTED = 3, 4, 8
 _LEAST_SECONDS = 0.1
 """A shorter time says nothing: the kernel counts hundredths of a second."""
 _LEAST_SHARE = 0.1
-"""Of the cores: less other work is not worth a word."""
+"""Least share of the cores that other work must take to be reported, and least share of the time with a task that waits
+for a core."""
 _LEAST_IDLE = 0.1
-"""Of the time of all cores: with more than this idle, nothing waits for a core."""
+"""Share of the time of all cores: with more than this idle, nothing waits for a core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,11 @@ class OtherLoad:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
     all_seconds: float
-    """Of all cores together."""
+    """Seconds of all cores together."""
     idle_seconds: float
     own_seconds: float
     waited_seconds: float
-    """For which at least one task waited for a core."""
+    """Seconds for which at least one task waited for a core."""
 
 
 class LoadMeter:

@@ -33,7 +33,7 @@ class Drive:
     """A drive, as the kernel knows it."""
 
     name: str
-    """Such as `nvme0n1`."""
+    """Name of the drive, such as `nvme0n1`."""
     model: str
     """Empty if it has none, as in a virtual machine."""
     rotates: bool | None

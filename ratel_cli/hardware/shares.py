@@ -22,9 +22,9 @@ class RankLayout:
 
     num_ranks: int = 1
     on_machine: int = 1
-    """Those on this rank's machine, itself included."""
+    """Ranks on this rank's machine, itself included."""
     on_drives: int = 1
-    """Those that share its drives."""
+    """Ranks that share this rank's drives, itself included."""
 
 
 ONE_RANK = RankLayout()

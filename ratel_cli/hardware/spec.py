@@ -22,12 +22,12 @@ class ComputeDevice:
     memory_bytes: int
     flops_per_second: float
     memory_bytes_per_second: float | None = None
-    """Of a GPU's own memory, reading and writing together. None: unknown, or the CPU computes."""
+    """Rate of a GPU's own memory, reading and writing together. None: unknown, or the CPU computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Between host memory and the GPU."""
+    """Rates between host memory and the GPU."""
 
     to_gpu_bytes_per_second: float
     from_gpu_bytes_per_second: float
@@ -39,10 +39,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Between machines; of a rank's share of a machine, between it and all other ranks."""
+    """Rate between machines; in a rank's share of a machine, between the rank and all other ranks."""
 
     bytes_per_second: float
-    """Of each direction while both are busy."""
+    """Rate of each direction while both are busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class HardwareProfile:
     network: Network | None = None
     """None: unknown; plans then ignore it."""
     prices: Prices | None = None
-    """From a hardware file. None: unknown; nothing measures them."""
+    """Prices from a hardware file. None: unknown; nothing measures them."""
 
     def to_json(self) -> dict[str, object]:
         """The content of a hardware file."""

@@ -1,1 +1,1 @@
-"""The only part that moves bytes between memory and drives."""
+"""Moves bytes between memory and drives, whatever they are; only it reads and writes stores."""

@@ -49,7 +49,7 @@ class PinnedBuffers(NamedTuple):
 
     purpose: str
     num_bytes: int
-    """Of each."""
+    """Bytes of each buffer."""
     number: int
 
 
@@ -298,9 +298,9 @@ class _Region:
     def __init__(self, size_bytes: int, purpose: str, pin: PinMemory | None) -> None:
         self.size_bytes = size_bytes
         self.purpose = purpose
-        """Of its lease, or of the last one."""
+        """Purpose of its lease, or of the last one."""
         self.is_pinned = pin is not None
-        """Or should have been: the device may have refused."""
+        """Whether it is pinned, or should have been: the device may have refused."""
         self.was_pinned = False
         """Whether the device accepted it."""
         self._num_waited = 0

@@ -170,6 +170,6 @@ class GrowingScratch(Closing):
         self._free[place.num_bytes].append(place)
 
     def close(self) -> None:
-        """As of `Scratch`. Idempotent."""
+        """Close all parts; see `Scratch`. Idempotent."""
         while self._parts:
             self._parts.pop().close()

@@ -131,7 +131,7 @@ class _Call:
         self._state = engine.call(block.index)
         self._settings = _Settings(block.module)
         self._buffers: list[_Buffer] = []
-        """Those that the block writes to, as they were before."""
+        """Buffers that the block writes to, with their values before the call."""
         self._digests: list[torch.Tensor] = []
         self.results: list[object] = []
         self.result_structure: TreeSpec
@@ -355,8 +355,8 @@ class _Settings:
 
 
 def _views_again(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, of which those with one storage are views of the first: where the caller changes one of them in
-    place, torch raises an error, since backward would not know of it."""
+    """Return the tensors, those with one storage as views of the first of them: where the caller changes one in place,
+    torch raises an error, since backward would not know of it."""
     first, found = dict[object, torch.Tensor](), list[torch.Tensor]()
     for each in tensors:
         base = first.setdefault((each.untyped_storage()._cdata, each.dtype), each)

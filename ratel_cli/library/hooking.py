@@ -142,7 +142,7 @@ class Hooked(HasState):
         self._timeline = Timeline()
         self._passed_on = PassedOn()
         self._last_index = 0
-        """Of the block that was called last."""
+        """Index of the block that was called last."""
         self._unhooking = ExitStack()
         """Gives the module its own code back."""
         self._accumulators: list[Node] = []
@@ -355,7 +355,7 @@ _NO_ADAMW = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0
 
 
 class _NoOptimizer:
-    """Of a module that is not trained yet."""
+    """Takes the place of the optimizer of a module that is not trained yet."""
 
     num_rounds = 1
 

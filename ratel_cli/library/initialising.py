@@ -126,7 +126,7 @@ class _Loaded(NamedTuple):
     lease: Lease
     values: torch.Tensor
     num_users: int
-    """Of its storage, as long as nobody else has a view of it."""
+    """Users of the parameter's storage as long as nobody else has a view of it."""
 
 
 class _Evicted(Closing):

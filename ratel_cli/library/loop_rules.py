@@ -70,7 +70,7 @@ class LoopRules:
                 )
 
     def step_has_ended(self, norms: Mapping[str, float | torch.Tensor]) -> None:
-        """With its last backward. `norms`: of its gradients, by parameter."""
+        """Note that a step has ended with its last backward. `norms`: of its gradients, by parameter."""
         self._mark(norms)
         self._num_ended += 1
 

@@ -39,8 +39,8 @@ from ratel_cli.store.store import Store
 from ratel_cli.training.loop import may_skip, progress_after
 
 Loss = Callable[..., torch.Tensor]
-"""Of a language model: from the logits `[tokens, vocabulary]` of some tokens, and the labels `[tokens]` of the next
-ones. Of a module: from its output, and the batch. To the sum of the losses, a scalar."""
+"""Computes the sum of the losses, a scalar. For a language model: from the logits `[tokens, vocabulary]` of some
+tokens, and the labels `[tokens]` of the next ones. For a module: from its output, and the batch."""
 
 
 class Model(HasState):
@@ -66,7 +66,7 @@ class Model(HasState):
         self._engine: StepEngine[Any] | None = None
         self._plan: Plan | None = None
         self._computed: StepOutcome | None = None
-        """Of `forward_backward`, until `step`."""
+        """Outcome of the step that `forward_backward` has computed, until `step`; None if there is none."""
         self._timeline = Timeline()
         self._num_tokens = 0
 

@@ -70,7 +70,7 @@ class AdamW(torch.optim.Optimizer):
         self._num_rounds = accumulation_steps
         self._hooked = _state_of(each for group in self.param_groups for each in group["params"])
         self._used_rate: float | None = None
-        """That of the step whose backward began last, until `step`."""
+        """Learning rate of the step whose backward began last, until `step`; None if there is none."""
         self._has_begun = False
         """Whether a step has."""
         self._check_groups()
@@ -79,7 +79,8 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def learning_rate(self) -> float:
-        """That of the groups now. Raises BadInput if they differ."""
+        """The learning rate that the groups have now. Raises BadInput if they differ, or if other settings were
+        changed."""
         rate = float(self.param_groups[0]["lr"])
         if not math.isfinite(rate) or rate < 0:
             raise BadInput(f"lr must be a number from 0 on, not {rate}")
@@ -104,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def settings(self) -> AdamWSettings:
-        """Those that stay from step to step."""
+        """The settings of AdamW that stay from step to step."""
         first, decays = self.param_groups[0], self._weight_decays()
         beta1, beta2 = first["betas"]
         return AdamWSettings(beta1=beta1, beta2=beta2, epsilon=first["eps"], weight_decay=max(decays))

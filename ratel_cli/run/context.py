@@ -47,7 +47,7 @@ class RunContext:
     host_limit_bytes: int
     """Host memory that the run may take: `limits.host_memory`, or what was free when the run began."""
     ranks: Ranks
-    """Those that train together."""
+    """This process among those that train together."""
     layout: RankLayout = ONE_RANK
     """Where they are; until they have asked each other, as if this one were alone."""
     resources: ExitStack

@@ -76,7 +76,7 @@ class BlockSpec:
     dtype: WeightDtype
     """What the device computes with, or the bytes of quantised matrices that it expands for that."""
     gradient_dtype: WeightDtype
-    """Of the gradient as it leaves the device and is held (G16)."""
+    """Dtype of the gradient as it leaves the device and is held (G16)."""
     rule: Rule = ADAMW
     """How the parameters change in a step."""
     borrowers: tuple[int, ...] = ()
@@ -192,7 +192,8 @@ class BlockSpec:
 
     @cached_property
     def direction_bytes(self) -> int:
-        """Of a matrix that is updated as a whole: what its weights move along, in bf16."""
+        """Bytes of what the weights of a matrix move along, in bf16; 0 unless the block is a matrix that is updated as
+        a whole."""
         return 0 if self.matrix is None else self.num_elements * _BF16_BYTES
 
     def products_bytes(self, *, is_in_fp32: bool) -> int:

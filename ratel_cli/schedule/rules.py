@@ -91,12 +91,12 @@ class RuleChoice:
 
     main: Rule
     of_small: Rule
-    """Of parameters with fewer elements than `least_elements`."""
+    """Rule of parameters with fewer elements than `least_elements`."""
     least_elements: int = 0
     of_embeddings: Rule | None = None
-    """Of what is looked up; None: as of any other."""
+    """Rule of what is looked up; None: as of any other."""
     of_matrices: Rule | None = None
-    """Of matrices that layers multiply by, looked-up ones left out; None: as of any other."""
+    """Rule of matrices that layers multiply by, looked-up ones left out; None: as of any other."""
 
     def of(self, shape: tuple[int, ...], *, is_embedding: bool = False, is_weight_of_layer: bool = False) -> Rule:
         """The rule of a parameter. `is_weight_of_layer`: a module's `weight`, of neither the first segment nor the
@@ -108,7 +108,7 @@ class RuleChoice:
         return self.main if math.prod(shape) >= self.least_elements else self.of_small
 
     def without_master(self) -> RuleChoice:
-        """The same choice among the rules' twins."""
+        """Return this choice among the rules' twins."""
         main, of_small, of_embeddings, of_matrices = (
             None if rule is None else rule.without_master()
             for rule in (self.main, self.of_small, self.of_embeddings, self.of_matrices)
@@ -132,7 +132,7 @@ LION: Final = Rule("lion", _records(M32), "Lion", relative_time=0.5)
 SGD: Final = Rule("sgd", _records(), "SGD", relative_time=0.4)
 SGD_MOMENTUM: Final = Rule("sgd_momentum", _records(M32), "SGD with momentum", relative_time=0.5)
 NEWTON_SCHULZ_STEPS: Final = 5
-"""Of Muon's iteration (engine/optimizer/muon.py)."""
+"""Steps of Muon's iteration (engine/optimizer/muon.py)."""
 MUON: Final = Rule("muon", _records(M32), "Muon", relative_time=0.5, takes_matrices=True)
 FROZEN: Final = Rule(
     "frozen",

@@ -22,13 +22,13 @@ class Segment:
     """One piece of a model, and the blocks that it binds. Sizes are sums over these, or over those that are its own."""
 
     blocks: tuple[BlockSpec, ...]
-    """Its own."""
+    """Blocks of its own."""
     borrowed: tuple[BlockSpec, ...] = ()
-    """Those of segments below."""
+    """Blocks of segments below that it binds, too."""
     index: int = 0
     """Its place in the order of forward."""
     name: str = ""
-    """As messages call it."""
+    """Its name in messages."""
 
     @cached_property
     def bound(self) -> tuple[BlockSpec, ...]:
@@ -37,7 +37,7 @@ class Segment:
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Those of all blocks that it binds, in their order. Each begins where its own block says."""
+        """Parameters of all blocks that it binds, in their order. Each begins where its own block says."""
         return tuple(parameter for block in self.bound for parameter in block.parameters)
 
     @cached_property
@@ -56,7 +56,7 @@ class Segment:
 
     @cached_property
     def block_kinds(self) -> tuple[tuple[str, bool, int], ...]:
-        """Of each block that it binds its dtype, whether it is trained, and how many parameters it has: what shapes do
+        """The dtype of each block that it binds, whether it is trained, and how many parameters it has: what shapes do
         not tell."""
         return tuple((block.dtype, block.is_trained, len(block.parameters)) for block in self.bound)
 
@@ -77,7 +77,7 @@ class Segment:
 
     @cached_property
     def direction_bytes(self) -> int:
-        """What these products give."""
+        """Bytes of what the matrix products of updates give."""
         return sum(block.direction_bytes for block in self.trained)
 
     @cached_property

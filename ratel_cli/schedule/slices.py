@@ -29,7 +29,7 @@ def range_in(block: BlockSpec, rank_slice: RankSlice) -> tuple[int, int]:
 
 
 def ranges_in(block: BlockSpec, num_ranks: int) -> list[tuple[int, int]]:
-    """Those of all ranks, in their order."""
+    """Return the elements [start, stop) of a block that each rank has, in the order of ranks."""
     return [range_in(block, RankSlice(rank, num_ranks)) for rank in range(num_ranks)]
 
 

@@ -27,8 +27,8 @@ class Use:
 
 
 def step_uses(segments: Sequence[Segment]) -> list[Use]:
-    """Those of one step (P16): forward, the last segment, backward. Its backward follows its forward, so it is used
-    once. Backward ends where nothing below is trained."""
+    """Return the uses of one step (P16): forward, the last segment, backward. The last segment's backward follows its
+    forward, so it is used once. Backward ends where nothing below is trained."""
     *below, last = segments
     return [
         *(Use(segment, "forward") for segment in below),
@@ -38,5 +38,5 @@ def step_uses(segments: Sequence[Segment]) -> list[Use]:
 
 
 def forward_uses(segments: Sequence[Segment]) -> list[Use]:
-    """Those of an evaluation."""
+    """Return the uses of an evaluation."""
     return [Use(segment, "forward") for segment in segments]

@@ -186,7 +186,7 @@ class _OpenFiles(Closing):
         self._resources = ExitStack()
         self._fds: list[int] = []
         self._ends: list[tuple[int, bytes]] = []
-        """Of each file, where its whole pages end, and the bytes behind them, which direct I/O does not read."""
+        """For each file: where its whole pages end, and the bytes behind them, which direct I/O does not read."""
         with ExitStack() as opened:
             for path, num_bytes in files:
                 fd = _open_again(path, num_bytes)

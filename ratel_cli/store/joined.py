@@ -28,7 +28,7 @@ class Readable(Protocol):
 
     @property
     def blocks(self) -> tuple[StoredBlock, ...]:
-        """What there is of each block."""
+        """Length and record of each block, or of the rank's slice of it."""
 
     @property
     def chunk_elements(self) -> int:
@@ -54,9 +54,9 @@ class JoinedGeneration:
     """All slices of a generation. Reads are done when they return."""
 
     slices: Sequence[Readable]
-    """Of each rank."""
+    """The slices of each rank, in the order of ranks."""
     blocks: tuple[StoredBlock, ...]
-    """Whole."""
+    """Length and record of each block, whole."""
     pool: BufferPool
 
     def __post_init__(self) -> None:
@@ -106,9 +106,9 @@ class SlicedGeneration:
 
     whole: Readable
     starts: Sequence[int]
-    """Of each block, where its slice begins."""
+    """The element of each block at which its slice begins."""
     blocks: tuple[StoredBlock, ...]
-    """What there is of each block."""
+    """Length and record of each block's slice."""
 
     @property
     def progress(self) -> Progress:

@@ -72,8 +72,8 @@ class Field:
         return start // self.per * VALUE_BYTES[self.dtype]
 
     def part(self, memory: memoryview, start: int, stop: int) -> memoryview:
-        """Of the field's memory: the values of elements [start, stop), with the rest of the last page. `start` is the
-        first element of a page."""
+        """Return the part of the field's memory for elements [start, stop), with the rest of the last page. `start` is
+        the first element of a page."""
         return memory[self.offset(start) :][: self.num_bytes(stop - start)]
 
 

@@ -103,7 +103,7 @@ class Store(Closing):
         self.blocks = geometry.blocks
         """What the store has of each block."""
         self.shares = geometry.shares
-        """Of each directory, of all bytes."""
+        """Each directory's share of all bytes."""
         self.rank_slice = geometry.rank_slice
         """Which part of each block of the model that is."""
         self.num_slots = geometry.num_slots

@@ -66,7 +66,7 @@ class BestSoFar:
 
     step: int | None = None
     value: float | None = None
-    """Of the best step; None before the first evaluation. It is infinite after one that was not finite."""
+    """Value of the best step; None before the first evaluation. It is infinite after one that was not finite."""
     num_without_gain: int = 0
 
     def after(self, rule: BestRule, step: int, value: float) -> BestSoFar:

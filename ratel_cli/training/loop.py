@@ -163,7 +163,7 @@ class TrainingLoop:
         self._counted_bytes = (0, 0)
         """Bytes read and written that do not count for the next step. Updates go on between two steps."""
         self._recording = recording
-        """For the next step."""
+        """Recording of the next step, if there is one."""
         self._uncommitted: Progress | None = None
         """Progress of the step that is computed but not yet committed; None if there is none."""
         self._best = BestSoFar() if settings.best is None else settings.best.best_so_far(earlier)
@@ -173,7 +173,7 @@ class TrainingLoop:
         """Steps that this loop has saved for being the best alone."""
         self._earlier = earlier
         self._last_done = earlier[-1] if earlier else None
-        """Of an earlier process."""
+        """Metrics of the last step that an earlier process has done; None if there is none."""
 
     def steps(self) -> Iterator[StepMetrics]:
         """Run all steps. A step is committed when the next one is yielded; the last one when it is yielded itself.
@@ -399,7 +399,7 @@ class TrainingLoop:
         )
 
     def _own(self, batches: Sequence[AnyModelBatch]) -> Sequence[AnyModelBatch]:
-        """Those of this rank."""
+        """The micro-batches of this rank."""
         number = self._settings.micro_batches_per_step
         first = self._ranks.rank * number
         return batches[first : first + number] if self._ranks.size > 1 else batches

@@ -86,7 +86,7 @@ class StepMetrics:
     """Rewards and more of answers that are compared, by TRL's names: means over the step's micro-batches. None where
     none are."""
     eval_preferences: dict[str, float] | None = None
-    """The same of the held-out samples; None if the step was not evaluated."""
+    """Rewards and more, as in `preferences`, of the held-out samples; None if the step was not evaluated."""
 
     def preference(self, name: str) -> float:
         """A figure of answers that are compared, such as `rewards/margins`; NaN if there is none."""
@@ -206,7 +206,7 @@ class MetricsLog(Closing):
         self._num_bytes = 0
         self._last_step: int | None = None
         self.earlier_losses: list[float] = []
-        """Of the steps that were in the file already, in order."""
+        """Losses of the steps that were in the file already, in order."""
         self._last_line = b""
         """The line of the last step, at the end of the file; empty if it has none."""
         try:

@@ -65,14 +65,15 @@ class LearningRateSchedule:
     num_steps: int
     options: ScheduleOptions = ScheduleOptions()
     group_peaks: tuple[float, ...] = ()
-    """Of groups of parameters that have their own. They have the shares of `peak`, as in torch's schedulers."""
+    """Peaks of the groups of parameters that have rates of their own. They have the shares of `peak`, as in torch's
+    schedulers."""
 
     def at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         return self.peak * self._share(step)
 
     def groups_at(self, step: int) -> tuple[float, ...]:
-        """Those of the groups."""
+        """The learning rates of the groups at a step, counted from 0."""
         return tuple(peak * self._share(step) for peak in self.group_peaks)
 
     def _share(self, step: int) -> float:

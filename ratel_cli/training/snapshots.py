@@ -154,7 +154,8 @@ class Snapshots(Closing):
         )
 
     def _pace(self) -> Callable[[int], float]:
-        """For one copy: a function from the bytes of a part that was copied to the seconds to wait before the next."""
+        """Make the pace of one copy: a function from the bytes of a part that was copied to the seconds to wait before
+        the next."""
         start, copied_bytes = perf_counter(), 0
 
         def seconds(num_bytes: int) -> float:

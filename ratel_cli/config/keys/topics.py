@@ -20,7 +20,7 @@ class Topic:
     keys: tuple[str, ...] = ()
     """The keys to begin with."""
     page: str = ""
-    """Of the documentation, with the place in it."""
+    """Page of the documentation, with the place in it."""
 
     @property
     def is_supported(self) -> bool:

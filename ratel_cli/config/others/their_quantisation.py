@@ -68,7 +68,8 @@ def _take_options(entries: Entries, report: Report, *, is_on: bool) -> None:
 
 
 def _take_form_of_files(entries: Entries, report: Report) -> None:
-    """That a base model is read as the numbers that its codes stand for is what Ratel does with it."""
+    """Drop the form of the base model's files where the config has them dequantised. Ratel always reads such files as
+    the numbers that their codes stand for."""
     form, options = (entries.get(key) for key in ("model_quantization_config", "model_quantization_config_kwargs"))
     if form is None or options is None or form.value.content not in _OF_FILES:
         return

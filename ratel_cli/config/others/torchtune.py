@@ -58,9 +58,9 @@ _HARMLESS = (
     "loss.num_output_chunks", "optimizer.fused", "optimizer.foreach", "optimizer.capturable",
     "optimizer.differentiable", "optimizer.is_paged",
 )  # fmt: skip
-"""The same for keys inside other keys."""
+"""Keys inside other keys, about files, speed and memory, which change no number."""
 _DEFAULTS_OF_8_BIT: Mapping[str, Plain] = {"optimizer.min_8bit_size": 4096, "optimizer.block_wise": True}
-"""Of the classes of bitsandbytes: with other values the moments are others."""
+"""Defaults of bitsandbytes' 8-bit classes: with other values the moments are others."""
 _ROUNDS = "optimizer.bf16_stochastic_round"
 _OF_OPTIMIZER = ("optimizer._component_", "optimizer.betas", "optimizer.optim_bits", _ROUNDS, *_DEFAULTS_OF_8_BIT)
 MOMENTS_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
@@ -84,7 +84,8 @@ _PREFERENCES = ("DPO", "SimPO", "RSO", "IPO", "KTO")
 _WRITES_TURNS = ("llama3", "llama4", "phi3", "phi4", "qwen2", "qwen3")
 """Beginnings of the names of tokenizers whose turns have headers; those of others are plain texts."""
 _WRITES_BRACKETS = ("llama2", "mistral")
-"""The same of those whose `prompt_template` puts words of a user between brackets, unless it is null."""
+"""Beginnings of the names of tokenizers whose `prompt_template` puts words of a user between brackets, unless it is
+null."""
 _ADAPTER_HINT = "name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`"
 _QUANTISER_HINT = "remove it; with an adapter, use `load_in_4bit` or `load_in_8bit`"
 _COMPARED_HINT = "import a config without it, and write `rl` and the preference data into the new file"

@@ -55,7 +55,7 @@ WINDOW_SAMPLES = 1 << 14
 
 # The second part of each random order's key. The orders of epochs count up from the last.
 _STEPS_COUNTED = 16
-"""So many steps are read to know how much padding two texts need."""
+"""Steps that are read to estimate how much padding samples of two texts need."""
 _ORDER_OF_SPLIT, _ORDER_OF_TIES, _ORDER_OF_EPOCHS = 0, 1, 2
 
 
@@ -79,7 +79,7 @@ class DataSettings:
     task: Task = "causal_lm"
     """What the model learns to predict."""
     mlm_probability: float = 0.15
-    """Of a token to be masked, if it learns that."""
+    """Probability that a token is masked, if the model learns to predict masked tokens."""
     compares: Compares | None = None
     """What the model learns from: pairs of answers, or answers with a verdict; None: from answers that it imitates."""
     trains_prompts: bool = False
@@ -244,7 +244,8 @@ class TrainingData:
         return digest.hexdigest()
 
     def split_by(self, micro_batch_size: int) -> TrainingData:
-        """The same steps in micro-batches of this many sequences, which must divide the sequences of a step."""
+        """Return the data with each step in micro-batches of this many sequences, which must divide the sequences of a
+        step."""
         number, rest = divmod(self._sequences_per_step, micro_batch_size)
         assert not rest
         split = copy(self)
@@ -306,7 +307,8 @@ class TrainingData:
         )
 
     def referring_to(self, train: LogProbabilities, evaluation: LogProbabilities) -> TrainingData:
-        """The same data with the log-probabilities of the reference model, for the samples that are used of both."""
+        """Return the data with the log-probabilities of the reference model, for the samples that training and
+        evaluation use."""
         assert self._compared is not None and self._eval_compared is not None
         found = copy(self)
         found._compared = replace(self._compared, reference=Reference(train))

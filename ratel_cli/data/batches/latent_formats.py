@@ -25,13 +25,13 @@ from ratel_cli.units import counted
 
 LATENTS, LABELS = "latents", "labels"
 LatentShape: TypeAlias = tuple[int, int, int]
-"""Of one latent: channels, height and width."""
+"""Shape of one latent: channels, height and width."""
 _SAVE = "save_file({'latents': [N, C, H, W], 'labels': [N]}, path)"
 _COLUMNS = "a row each: `latents`, lists of floating-point numbers, and `labels`, an integer"
 _DECODED_BYTES = 1 << 24
 """Latents of a parquet file that are in memory at once."""
 _READ_BYTES = 1 << 20
-"""Of a column, read at a time. Without it pyarrow reads a whole row group."""
+"""Bytes of a column that are read at a time. Without this limit pyarrow reads a whole row group."""
 
 
 class LatentReader(Protocol):

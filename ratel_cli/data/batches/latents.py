@@ -44,9 +44,9 @@ class LatentSettings:
     val_set_size: float
     """Samples held out for evaluation: a share of them if it is below 1, else their number."""
     sample_tokens: int
-    """Of a latent, in the model."""
+    """Tokens of one latent in the model."""
     dtype: torch.dtype
-    """Of what the model gets."""
+    """Dtype of the noisy latents that the model gets."""
 
 
 class NoisyLatents:
@@ -80,7 +80,7 @@ class NoisyLatents:
         """Samples of one epoch."""
         self.num_eval_samples = len(self._eval_ids)
         self.num_tokens = len(train_ids) * settings.sample_tokens
-        """Of one epoch."""
+        """Tokens of one epoch."""
         self._samples_per_step = settings.micro_batch_size * settings.gradient_accumulation_steps
         self.steps_per_epoch = -(-len(train_ids) // self._samples_per_step)
 
@@ -93,7 +93,8 @@ class NoisyLatents:
         return hash_of([self._files.fingerprint, settings, repr(sorted(scheduler.items()))])
 
     def split_by(self, micro_batch_size: int) -> NoisyLatents:
-        """The same steps in micro-batches of this many samples, which must divide the samples of a step."""
+        """Return the data with each step in micro-batches of this many samples, which must divide the samples of a
+        step."""
         number, rest = divmod(self._samples_per_step, micro_batch_size)
         assert not rest
         split = copy(self)

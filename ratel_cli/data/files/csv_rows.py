@@ -28,7 +28,7 @@ from ratel_cli.progress import no_progress
 from ratel_cli.units import counted
 
 _FEW_LINES = 8
-"""Of one row, all of which may look like rows of their own by chance: a table in a text."""
+"""Most lines inside one row that may all look like rows of their own by chance, such as a table in a text."""
 
 
 def read_csv(

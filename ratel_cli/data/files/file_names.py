@@ -7,7 +7,7 @@ from typing import Final
 REJECTS_NAME: Final = "rejects.jsonl"
 """The rows of `datasets` that are not used: in a token cache, and in the directory of a run."""
 TEST_REJECTS_NAME: Final = f"test-{REJECTS_NAME}"
-"""Those of `test_datasets`, in the directory of a run."""
+"""The rows of `test_datasets` that are not used, in the directory of a run."""
 TOKEN_IDS_NAME: Final = "tokens.bin"
 LENGTHS_NAME: Final = "lengths.npy"
 META_NAME: Final = "meta.json"

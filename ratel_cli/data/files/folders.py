@@ -28,7 +28,7 @@ _OF_SHARD = re.compile(r"(?:.*/)?(.+)-[0-9]{5}-of-[0-9]{5}")
 def files_of_split(
     root: Path, files: Collection[Path], *, split: str, name: str | None, notice: Callable[[str], None]
 ) -> list[Path]:
-    """Those of the data files below a directory that belong to a split, in the order in which `datasets` reads them.
+    """Find the data files below a directory that belong to a split, in the order in which `datasets` reads them.
 
     `name`: the configuration of the README; None: its default one. Raises BadInput if there is no such split.
     """

@@ -19,7 +19,7 @@ class Part:
     """The rows from `first` up to `end`; None: the beginning or the end of all rows."""
 
     written: str
-    """As the user wrote it: `:20%`."""
+    """The part as the user wrote it: `:20%`."""
     first: int | None
     end: int | None
     in_percent: bool

@@ -43,13 +43,13 @@ class ComparedColumns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The columns that have a role."""
         named = (self.prompt, self.more, self.history, *self.answers, self.verdict)
         return tuple(name for name in named if name is not None)
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Those that each row has."""
+        """The columns that each row must have."""
         return tuple(name for name in self.names if name not in (self.more, self.history))
 
     def draft(self, record: dict[str, object], options: TurnOptions) -> ComparedDraft:

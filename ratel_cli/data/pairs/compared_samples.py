@@ -37,7 +37,7 @@ class ComparedSamples:
     trains_prompts: bool
     """Whether the prompts of chosen answers are targets, too."""
     used: Integers
-    """Those that are trained, or evaluated, in the order of the data."""
+    """Numbers of the samples that are trained, or evaluated, in the order of the data."""
     others: Integers
     """`[samples]`: the sample whose answer stands behind the prompt of each, where answers have verdicts."""
     sequence_len: int

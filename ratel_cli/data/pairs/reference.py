@@ -30,13 +30,14 @@ LogProbabilities = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """Those of a set of samples."""
+    """The log-probabilities that the reference model gives to the samples of a set."""
 
     values: LogProbabilities | None
     """None: there is no reference model, or it has not computed yet."""
 
     def of(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Those of the rows of a micro-batch with the samples in these places of the set, fp32 `[rows]`."""
+        """The log-probabilities of the rows of a micro-batch, fp32 `[rows]`. `places`: where its samples are in the
+        set."""
         if self.values is None:
             return torch.full((2 * len(places),), torch.nan)
         return torch.from_numpy(self.values[places].T.reshape(-1).copy())
@@ -47,10 +48,10 @@ NO_REFERENCE = Reference(None)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReferenceOfSet:
-    """Those of one set, as they are kept."""
+    """The log-probabilities of one set of samples, as the file has them."""
 
     key: str
-    """Of all that decides them."""
+    """A hash of what decides them. Weights have a hash of their own (`ReferenceFile.weights`)."""
     values: LogProbabilities
 
 
@@ -63,7 +64,7 @@ class ReferenceFile:
     sets: tuple[ReferenceOfSet, ...]
 
     def values_of(self, key: str, num_samples: int) -> LogProbabilities | None:
-        """Those of the set with this key and number of samples; None if there are none."""
+        """The log-probabilities of the set with this key and number of samples; None if the file has no such set."""
         found = (each.values for each in self.sets if each.key == key and len(each.values) == num_samples)
         return next(found, None)
 

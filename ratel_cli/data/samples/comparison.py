@@ -32,7 +32,7 @@ class Comparison:
         return self.is_answer.shape[0] // 2
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tensors on a device."""
+        """Return a copy with its tensors on a device."""
         return replace(
             self,
             is_answer=self.is_answer.to(device),

@@ -108,7 +108,7 @@ class MicroBatch:
         return max(self.input_ids.shape[1], self.targets.shape[1])
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tensors on a device."""
+        """Return a copy with its tensors on a device."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),

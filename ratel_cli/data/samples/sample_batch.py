@@ -23,7 +23,7 @@ class SampleBatch:
     sample_ids: tuple[int, ...] = ()
     """The numbers of the samples."""
     sample_tokens: int = 1
-    """Of each sample."""
+    """Tokens of each sample."""
     is_made_up: bool = False
     """Whether it is for a trial, and has no targets."""
 
@@ -47,13 +47,13 @@ class SampleBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples."""
+        """Tokens of all samples."""
         return self.num_samples * self.sample_tokens
 
     num_computed_tokens = num_tokens
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tensors on a device."""
+        """Return a copy with its tensors on a device."""
 
         def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: each.to(device) for name, each in tensors.items()}

@@ -35,7 +35,7 @@ class ShownSample:
     """Its text in parts, each with whether it has loss."""
     input_ids: tuple[int, ...]
     has_loss: tuple[bool, ...]
-    """Of each token; where tokens are masked, whether it may be."""
+    """For each token whether it has loss; where tokens are masked, whether it may be masked."""
     label: str | None = None
     """Its class; None: it has none."""
     may_be_masked: bool = False
@@ -51,7 +51,7 @@ class DataReport:
     sets: list[SetStatistics]
     test_sets: list[SetStatistics]
     num_samples: int
-    """Of one epoch, as are the next two."""
+    """Samples of one epoch. `num_tokens` and `num_sequences` are those of one epoch, too."""
     num_tokens: int
     num_sequences: int
     num_held_out: int

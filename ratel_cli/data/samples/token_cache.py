@@ -61,7 +61,7 @@ class CacheSummary:
     notices: tuple[str, ...]
     tokens_sha256: str
     sources: tuple[SourceCounts, ...] = ()
-    """Of each dataset, in order."""
+    """Counts of each dataset, in their order."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end answers, though the model does not stop at them yet."""
     num_loss_tokens: int

@@ -31,7 +31,8 @@ class RowEncoder:
         self._truncates = truncates
 
     def rows(self, drafts: Sequence[RowDraft]) -> Iterator[Encoded | Unusable]:
-        """Between the tokenizer's special tokens: texts with a class truncated, others in as many samples as it takes.
+        """Put texts between the tokenizer's special tokens: those with a class truncated, others in as many samples as
+        it takes.
 
         Labels are the tokens that may be masked; of a text with a class, that class at the first token.
         """
@@ -49,8 +50,8 @@ class RowEncoder:
                 yield Encoded(samples=samples, excess_tokens=excess_tokens)
 
     def pairs(self, drafts: Sequence[PairDraft]) -> Iterator[Encoded | Unusable]:
-        """Both texts with the tokenizer's special tokens, as it has them for sources and for targets, each of at most
-        `sequence_len` tokens. The source has no labels, and comes first."""
+        """Encode both texts with the tokenizer's special tokens, as it has them for sources and for targets, each of at
+        most `sequence_len` tokens. The source has no labels, and comes first."""
         sources = self._whole([draft.source for draft in drafts], as_target=False)
         targets = self._whole([draft.target for draft in drafts], as_target=True)
         for (source, cut), (target, more) in zip(sources, targets, strict=True):

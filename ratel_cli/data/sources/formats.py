@@ -71,13 +71,13 @@ class RowFormat:
     columns: tuple[str, ...]
     """Names of the columns that this kind reads, in the order of their roles."""
     turns: TurnOptions = field(default_factory=TurnOptions)
-    """For conversations."""
+    """How the turns of conversations become drafts."""
     media: Media = "reject"
     """What becomes of rows with images, video or sound."""
     labels: tuple[str, ...] = ()
     """The names of the classes, for `classification`."""
     compared: ComparedColumns | None = None
-    """For answers that are compared."""
+    """Columns of answers that are compared; None: the rows have none."""
     unread: tuple[str, ...] = ()
     """Keys of the dataset in the config that are set and that nothing reads."""
 
@@ -363,7 +363,7 @@ def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | N
 def _row_draft(
     kind: Kind, record: dict[str, object], columns: tuple[str, ...], labels: tuple[str, ...]
 ) -> RowDraft | PairDraft:
-    """Of the columns of a text and, if there is a second one, of its class or of what is written to it. Raises
+    """Make the draft of a text and, if there is a second column, of its class or of what is written to it. Raises
     Unusable."""
     texts = [text_in(record, column) for column in columns if kind != "classification" or column == columns[0]]
     if not all(text.strip() for text in texts):

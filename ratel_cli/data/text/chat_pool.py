@@ -19,7 +19,7 @@ from ratel_cli.data.text.drafts import ChatDraft, Unusable, unless_unusable
 from ratel_cli.errors import EnvironmentFailure
 
 ALONE = 2048
-"""As many conversations a child renders in the time that it takes to start."""
+"""Conversations that a child renders in the time that it takes to start."""
 _AT_ONCE = 32  # conversations that a child gets together
 
 Answers = list[RenderedChat | Unusable]

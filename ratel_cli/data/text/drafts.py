@@ -56,7 +56,8 @@ class TextDraft:
     splittable: bool = False
     """Whether a text that is too long becomes several samples. Otherwise it is truncated."""
     is_cut: bool = False
-    """Both are one text, and tokenised as one: the answer begins with its first token that the prompt does not have."""
+    """Whether prompt and answer are one text, and tokenised as one: the answer begins with its first token that the
+    prompt does not have."""
     remarks: tuple[Remark, ...] = ()
     """What of its row is not used."""
 
@@ -72,13 +73,14 @@ class ChatDraft:
     variables: Mapping[str, object] = field(default_factory=dict)
     """What else the chat template gets, such as `enable_thinking`."""
     completion_from: int | None = None
-    """Not None: everything from this message on has loss, and nothing before it. It is the index of a message."""
+    """Index of the first message with loss: everything from it on has loss, and nothing before it. None: other fields
+    say what has loss."""
     trained: tuple[int, ...] | None = None
     """Not None: only what stands in these messages has loss, without the marks around them, and `train_on_eos`."""
     muted: tuple[int, ...] = ()
     """Messages with a weight of 0: assistant turns among them have no loss, whatever else has."""
     train_on_eos: TrainOnEos = "turn"
-    """With `trained`: which EOS tokens have loss as well."""
+    """Which EOS tokens have loss as well, if `trained` is not None."""
     is_closed: bool = False
     """An EOS token with loss ends it, unless the template has written one there."""
     remarks: tuple[Remark, ...] = ()

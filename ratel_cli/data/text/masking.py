@@ -27,7 +27,7 @@ class Masking:
     """How samples are masked."""
 
     probability: float
-    """Of a token to be chosen, above 0 and below 1."""
+    """Probability that a token is chosen, above 0 and below 1."""
     mask_id: int
     num_tokens: int
     """Tokens of the vocabulary, of which a random one is drawn."""

@@ -178,11 +178,11 @@ class _PackedUnit:
 
 
 WINDOW_PURPOSE = "activations on their way"
-"""Of the buffers for units that go to NVMe."""
+"""Purpose of the buffers for units that go to NVMe."""
 
 
 def purpose_of_units(block: int) -> str:
-    """Of the buffers for a block's units that stay in host memory."""
+    """Return the purpose of the buffers for a block's units that stay in host memory."""
     return f"activations of block {block}"
 
 

@@ -47,11 +47,11 @@ class Moved:
 
     num_bytes: int = 0
     waits: list[tuple[Moment, Moment]] = field(default_factory=list)
-    """Of its backward: when all was computed that did not need what was on its way, and when that was there."""
+    """One pair for each stall of its backward: when the computing before it was done, and when the tensor was back."""
 
     @property
     def stalled_seconds(self) -> float:
-        """For which computing waited."""
+        """Seconds for which computing waited."""
         return sum(arrived() - computed() for computed, arrived in self.waits)
 
 
@@ -62,13 +62,13 @@ class SavedPass:
     began: Moment
     scope: SavedScope
     number: int = 0
-    """Of its micro-batch, in a schedule."""
+    """Number of its micro-batch in a schedule."""
     saved_bytes: int = 0
     """What may leave of what it saves."""
     in_memory: Moved = field(default_factory=Moved)
     on_drives: Moved = field(default_factory=Moved)
     ended: Moment | None = None
-    """When its forward did."""
+    """When its forward ended."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """When its writes began and ended."""
 
@@ -87,13 +87,13 @@ class SavedStorage:
     """The storage of saved tensors."""
 
     known: StorageWeakRef
-    """As long as it is there, no other storage has the same address."""
+    """Weak reference to the storage. As long as it exists, no other storage has the same address."""
     version: int
     num_bytes: int
     scope: SavedScope
     of_pass: SavedPass
     tensor: torch.Tensor | None
-    """One that has the storage, while that is in its place."""
+    """A tensor that has the storage, while that is in its place."""
     lease: Lease | None
     download: Download | None
     place: ScratchPlace | None
@@ -104,13 +104,13 @@ class SavedStorage:
     is_read: bool = False
     """Whether the buffer is one for reading."""
     buffer: DeviceBuffer | None = None
-    """For an upload that has not begun."""
+    """Device buffer for an upload that has not begun."""
     upload: Upload | None = None
-    """Until it is opened."""
+    """The upload, until it is opened."""
     uploaded: Transfer | None = None
-    """From then on."""
+    """The transfer of the opened upload."""
     restored: torch.Tensor | None = None
-    """One whose storage has the same bytes, when it is back."""
+    """A tensor whose storage has the same bytes, when it is back."""
     num_users: int = 0
 
     @property
@@ -119,7 +119,7 @@ class SavedStorage:
 
     @property
     def transfers(self) -> list[Transfer | Ticket]:
-        """Those that may be in flight."""
+        """All its transfers that may be in flight."""
         each = (self.download, self.write, self.read, self.upload, self.uploaded)
         return [transfer for transfer in each if transfer is not None]
 
@@ -130,7 +130,7 @@ class SavedStorage:
 
     @property
     def moved(self) -> Moved:
-        """Of its pass, what went where it goes."""
+        """What its pass has moved to where the storage goes: host memory or the drives."""
         return self.of_pass.in_memory if self.place is None else self.of_pass.on_drives
 
     @property
@@ -145,7 +145,7 @@ class SavedStorage:
 
     @property
     def is_on_drives(self) -> bool:
-        """And nowhere else."""
+        """Whether only the drives have its bytes."""
         return self.is_away and self.upload is None and self.lease is None
 
 

@@ -53,15 +53,15 @@ class SavedTransfers(Closing):
         self._pool, self._space = pool, space
         self._resident = resident
         self._storing: deque[SavedStorage] = deque()
-        """Those with a buffer that is downloaded to or written, the oldest first."""
+        """Storages with a buffer that is downloaded to or written, the oldest first."""
         self._leaving: deque[SavedStorage] = deque()
-        """Those that stay in host memory and whose tensors have not left yet, the oldest first."""
+        """Storages that stay in host memory and whose tensors have not left yet, the oldest first."""
         self._uploading: deque[SavedStorage] = deque()
-        """Those whose uploads may be in flight, the oldest first."""
+        """Storages whose uploads may be in flight, the oldest first."""
         self._ended: list[SavedStorage] = []
-        """Those that nobody needs, and whose transfers may be in flight."""
+        """Storages that nobody needs, and whose transfers may be in flight."""
         self._live: set[SavedStorage] = set()
-        """All that have a buffer or a place."""
+        """All storages that have a buffer or a place."""
 
     def buffer_in_memory(self, num_bytes: int, *, must_not_stall: bool) -> Lease | None:
         """A buffer in which a storage stays; None if host memory has none. `must_not_stall`: nor if computing would
@@ -217,12 +217,12 @@ class SavedTransfers(Closing):
 
     @property
     def _reading_bytes(self) -> int:
-        """Of buffers of what is read, or was read and is uploaded."""
+        """Bytes of storages that are being read, or were read and are being uploaded."""
         return sum(entry.num_bytes for entry in self._live if entry.is_read)
 
     @property
     def _ahead_bytes(self) -> int:
-        """Of a GPU's memory for what was not asked for yet."""
+        """Bytes of GPU memory taken for storages that backward has not asked for yet."""
         return sum(entry.num_bytes for entry in self._live if entry.buffer is not None or entry.upload is not None)
 
     def _is_there(self, entry: SavedStorage) -> bool:

@@ -124,7 +124,7 @@ class _GpuDownload(_GpuTransfer):
     def __init__(self, end: torch.Event, num_held: int) -> None:
         super().__init__(end)
         self.num_held = num_held
-        """Of its tensors, those for whose copies computing does not wait yet."""
+        """Number of its tensors that are still held, since computing does not wait for their copies yet."""
 
     @property
     def has_left(self) -> bool:

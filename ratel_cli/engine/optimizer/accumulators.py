@@ -120,7 +120,7 @@ class DeviceSums(Closing):
 
 
 class LeasedSums(DeviceSums):
-    """Of a CPU: in one buffer for the whole block, which may be that of the result."""
+    """Sums on a CPU, in one buffer for the whole block, which may be that of the result."""
 
     def __init__(self, block: BlockSpec, lease: Lease, *, dtype: torch.dtype, single: bool) -> None:
         """`lease`: of as many elements as the block has, of `dtype` or, without `single`, of fp32."""
@@ -139,7 +139,7 @@ class LeasedSums(DeviceSums):
         self._sums[index] = values.copy_(gradient.reshape(values.shape))
 
     def close(self) -> None:
-        """And the buffer has one user less."""
+        """Release the buffer."""
         super().close()
         lease, self._lease = self._lease, None
         if lease is not None:

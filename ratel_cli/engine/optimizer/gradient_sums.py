@@ -63,7 +63,7 @@ class GradientSums:
         return SegmentSum.of(map(opened, layer.trained))
 
     def of_head(self, head: Segment, *, scale: float) -> SegmentSum:
-        """That of the head's own blocks. One that borrows its matrix has none of its own: what it has is small."""
+        """Open the sum of the head's own gradients; a head with a borrowed matrix owns only small blocks."""
         if head.borrowed_lookups or self._holds_head:
             return self._on_device(head, single=False, scale=scale)
         return SegmentSum.of(self._on_host(block, self._staying(block), scale=scale) for block in head.trained)
@@ -86,8 +86,8 @@ class GradientSums:
         return SegmentSum.of(chain([lookup_sum.total], map(opened, embedding.trained[1:])))
 
     def of_lookup(self, block: BlockSpec, tokens: torch.Tensor, *, scale: float) -> LookupSum:
-        """That of a matrix that tokens are looked up in and the head borrows; closing it closes its total. `tokens`:
-        the step's distinct ones `[rows]`, on the device."""
+        """Open the sum for a tied matrix. Closing it closes its total. `tokens`: the step's distinct ones `[rows]`, on
+        the device."""
         most_rows = self._most_rows
         if most_rows is not None:
             most_rows = min(most_rows, block.parameters[0].shape[0])

@@ -126,7 +126,7 @@ NormParts: TypeAlias = Mapping[str, Sequence[float | torch.Tensor]]
 
 
 def one_part(norms: Norms) -> NormParts:
-    """Those of gradients that are whole."""
+    """Return the norms of whole gradients as parts: one for each parameter."""
     return {name: (norm,) for name, norm in norms.items()}
 
 

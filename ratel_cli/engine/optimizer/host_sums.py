@@ -212,14 +212,14 @@ class StayingSums(HostSums):
         """The fp32 sum of a micro-batch's chunks, once one has had two."""
         self._while_chunks = ExitStack()
         self._rows: list[Lease] = []
-        """Those saved of each micro-batch, in the compute dtype."""
+        """Buffers of the rows that were saved of each micro-batch, in the compute dtype."""
 
     def end_contribution(self) -> None:
         """Wait for its downloads."""
         self._device.free_downloads()
 
     def expect_last(self) -> None:
-        """It is added here, too."""
+        """No-op: the last contribution is added like the others."""
 
     def take(self, index: int) -> torch.Tensor | None:
         """It is in host memory."""
@@ -289,7 +289,7 @@ class StayingSums(HostSums):
         self._while_chunks.close()
 
     def close(self) -> None:
-        """And return when the memory is free. What failed is not raised."""
+        """Block until the memory is free. What failed is not raised."""
         self.end_chunks()
         while self._rows:
             self._rows.pop().release()

@@ -28,14 +28,14 @@ _ELEMENTS_AT_ONCE = 4
 
 
 class Leaving(Closing):
-    """Of the gradients of one block: what has left, their norms, and host memory for the result."""
+    """One block of gradients on its way out: what has left, the norms, and host memory for the result."""
 
     def __init__(
         self, block: BlockSpec, pool: BufferPool, device: Device, *, scale: float, dtype: torch.dtype | None = None
     ) -> None:
         """The norms are those of the gradient times `scale`. `dtype`: in which it leaves; None: in the block's."""
         self.block = block
-        """As it leaves."""
+        """The block as it leaves: packed, if only rows of the embedding's matrix do."""
         self.label = SpanLabel.of("gradient", block, "backward")
         self.device = device
         self.has_left = [False] * len(block.parameters)
@@ -225,7 +225,7 @@ class DeviceLeaving(Leaving):
 
 
 class RoundedOnHost(DeviceLeaving):
-    """Of sums that stay in the host memory of a GPU: they are rounded there, and go up for their norms alone."""
+    """Where a GPU's sums stay in host memory: they are rounded there, and go up for their norms alone."""
 
     def send(self, index: int, rounded: torch.Tensor) -> None:
         """It is in host memory."""

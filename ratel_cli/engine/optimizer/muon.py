@@ -79,8 +79,8 @@ def orthogonal(matrix: torch.Tensor, *, products_in: torch.dtype = torch.bfloat1
 
 
 def dtype_of_products(device: torch.device) -> torch.dtype:
-    """That of Muon's matrix products on a device: bf16, as in torch, but fp32 on processors without instructions for
-    it. There torch multiplies in bf16 element by element: a matrix of 1024 x 1024 took 24 s, and in fp32 0.1 s (2-core
-    EPYC with AVX2, 2026-11)."""
+    """Return the dtype of Muon's matrix products on a device: bf16, as in torch, but fp32 on processors without
+    instructions for it. There torch multiplies in bf16 element by element: a matrix of 1024 x 1024 took 24 s, and in
+    fp32 0.1 s (2-core EPYC with AVX2, 2026-11)."""
     has_bf16 = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32

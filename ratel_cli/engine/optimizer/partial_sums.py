@@ -36,11 +36,11 @@ class _Partial:
     lease: Lease
     download: Download
     present: tuple[bool, ...]
-    """Of each parameter: whether it has a gradient yet."""
+    """Whether each parameter has a gradient yet."""
 
 
 class PartialSums(Closing):
-    """Those of one step."""
+    """The partial sums of one step, in host memory."""
 
     def __init__(self, pool: BufferPool, device: Device) -> None:
         self._pool = pool

@@ -24,7 +24,8 @@ class SegmentSum(Closing):
 
     @classmethod
     def of(cls, sums: Iterable[GradientSum]) -> Self:
-        """Those sums, opened one after another; if one cannot be, none stays open."""
+        """Open the sums of blocks one after another, as the sum of their segment. If one cannot be opened, none stays
+        open."""
         with ExitStack() as opened:
             found = cls([opened.enter_context(each) for each in sums])
             opened.pop_all()

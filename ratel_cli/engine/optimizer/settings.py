@@ -21,7 +21,7 @@ from ratel_cli.sizes import WeightDtype
 SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
 Scalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars | _native.MuonScalars
 Kernel = Callable[..., list[tuple[int, int]]]
-"""As `_native._Update`: with the scalars of its own rule."""
+"""A kernel such as `_native._Update`, with the scalars of its own rule."""
 
 
 def kernel_name(rule: Rule, dtype: WeightDtype) -> str:
@@ -83,7 +83,7 @@ class AdamWSettings:
     weight_decay: float
 
     def scalars(self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot) -> _native.AdamWScalars:
-        """As `torch.optim.AdamW` computes them."""
+        """Return the scalars as `torch.optim.AdamW` computes them."""
         learning_rate = update.rate_of(block)
         bias_correction1 = 1 - self.beta1**update.number
         bias_correction2 = 1 - self.beta2**update.number
@@ -110,7 +110,7 @@ class LionSettings:
     weight_decay: float
 
     def scalars(self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot) -> _native.LionScalars:  # noqa: ARG002
-        """As the code of Lion's authors computes them."""
+        """Return the scalars as the code of Lion's authors computes them."""
         learning_rate = update.rate_of(block)
         return _native.LionScalars(
             decay_factor=1 - learning_rate * self.weight_decay,
@@ -132,7 +132,7 @@ class SgdSettings:
     weight_decay: float
 
     def scalars(self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot) -> _native.SgdScalars:  # noqa: ARG002
-        """As `torch.optim.SGD` computes them."""
+        """Return the scalars as `torch.optim.SGD` computes them."""
         return _native.SgdScalars(
             weight_decay=self.weight_decay,
             momentum=self.momentum,
@@ -159,7 +159,7 @@ class MuonSettings:
     def scalars(
         self, update: UpdateNumbers, block: BlockSpec, square_root: SquareRoot
     ) -> _native.AdamWScalars | _native.MuonScalars:
-        """As `torch.optim.Muon` computes them, or `torch.optim.AdamW`."""
+        """Return the scalars as `torch.optim.Muon` computes them, or `torch.optim.AdamW`."""
         if block.matrix is None:
             return self.adamw.scalars(update, block, square_root)
         learning_rate = update.rate_of(block)

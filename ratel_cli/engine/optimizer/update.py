@@ -95,7 +95,7 @@ class Updates:
         self._settings = settings
         self._parts_of = parts_of
         self._norm_parts: NormParts = {}
-        """Of the last decision."""
+        """Norms of all ranks' gradients in the last decided step, by parameter."""
         self._placement = placement
         self._segments = segments
         self._blocks = [block for segment in segments for block in segment.blocks]
@@ -124,7 +124,7 @@ class Updates:
         self._number, self._gradient_scale = 0, 1.0
         self._learning_rate: float | None = None
         self._group_rates: tuple[float, ...] = ()
-        """Of the arriving or the decided step; None: it is not known yet."""
+        """Learning rates of the groups in the arriving or the decided step. `_learning_rate` None: not known yet."""
         self._is_writing = False
         """True from the store's `begin_step` until the step is settled or discarded."""
         self._is_decided = False
@@ -314,7 +314,7 @@ class Updates:
 
     @property
     def norms(self) -> Norms:
-        """Those of the gradients that have come in the last step, by parameter."""
+        """Norms of the gradients that have come in the last step, by parameter."""
         return self._norms
 
     def first_not_finite(self, order: Sequence[str]) -> str | None:

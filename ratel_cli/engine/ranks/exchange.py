@@ -38,7 +38,7 @@ class _Exchange:
     """One block's exchange."""
 
     gradient: BlockGradient
-    """Of this rank's micro-batches, whole."""
+    """The block's whole gradient, of this rank's micro-batches."""
     weights: HostWeights | None
     ticket: Ticket
     found: list[BlockGradient]

@@ -46,8 +46,8 @@ def restart_count() -> int:
 
 
 def see_own_gpu() -> None:
-    """Of several ranks on a machine, let each see one GPU: of those that are visible, the one with its number. Call it
-    before torch is imported."""
+    """Let each of several ranks on a machine see one GPU: of those that are visible, the one with its local rank's
+    number. Call it before torch is imported."""
     if num_local_ranks() == 1:
         return
     number, visible = local_rank(), os.environ.get(_VISIBLE)

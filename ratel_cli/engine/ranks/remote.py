@@ -56,7 +56,7 @@ def read_by_first(ranks: Ranks, spec: ModelSpec, generation: Generation, pool: B
 
 @dataclass(frozen=True, slots=True)
 class _RemoteSlices:
-    """Those of another rank."""
+    """The slices of a generation that another rank has."""
 
     ranks: Ranks
     rank: int

@@ -36,7 +36,7 @@ from ratel_cli.schedule.segments import Segment
 from ratel_cli.store.joined import Readable
 
 _WITHOUT_MASTER_ELEMENTS = 1 << 20
-"""Of a source of any kind, read at a time: 4 MiB in fp32."""
+"""Elements that are read at a time from a source of any kind: 4 MiB in fp32."""
 
 
 class BlockSource(Protocol):
@@ -114,7 +114,7 @@ class BlockReader(Closing):
         self._check_stop = check_stop
         self._order = program.spec.segments
         self._position = 0
-        """Of the next use in the order."""
+        """Place of the next use in the order."""
         self._resident: dict[int, Lease] = {}
         """By block: what a resident segment has bound stays, once, whichever of them bind it."""
         self._ahead: _Ahead | None = None

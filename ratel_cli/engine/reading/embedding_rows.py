@@ -48,7 +48,7 @@ class EmbeddingRows:
     def of(
         cls, spec: ModelSpec, input_ids: Sequence[torch.Tensor], device: torch.device, *, most_rows: int | None
     ) -> EmbeddingRows | None:
-        """Those of micro-batches `[batch, tokens]` in host memory.
+        """Return the rows that micro-batches of tokens `[batch, tokens]`, in host memory, look up.
 
         None if the whole matrix is used: where the plan says so (`most_rows` is that of the placement; None: the CPU
         computes), by code that reads more than rows, or for as many tokens as there are rows.

@@ -37,7 +37,7 @@ class Batch(Protocol):
         """Tokens with a loss. The loss of a step is the mean over those of all its micro-batches."""
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -98,7 +98,7 @@ AnyProgram: TypeAlias = Program[Any]
 
 
 def trained_of(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-    """Those of bound parameters that have gradients, in their order."""
+    """Return the bound parameters that have gradients, in their order."""
     return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
 

@@ -28,7 +28,7 @@ class ResidentBuffers(Closing):
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(lease.num_bytes for lease in self._leases)
 
     @property

@@ -81,7 +81,7 @@ class EvaluatedSums(NamedTuple):
     """See `Figures.sums`."""
 
     def and_of(self, other: EvaluatedSums) -> EvaluatedSums:
-        """Those of both."""
+        """Return the sums over the targets of both."""
         both = None if self.num_right is None or other.num_right is None else self.num_right + other.num_right
         figures = tuple(one + more for one, more in zip(self.figures, other.figures, strict=True))
         return EvaluatedSums(self.loss + other.loss, both, self.num_targets + other.num_targets, figures)
@@ -107,7 +107,7 @@ class ChunkSums:
         self._dtypes = [parameter.dtype for parameter in parameters]
         self._sums: list[torch.Tensor | None] = [None for _ in parameters]
         self._summed: set[int] = set()
-        """Those of which there is a sum of its own, in fp32."""
+        """Numbers of the parameters whose gradients have a sum of their own, in fp32."""
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add a chunk's: for each of the parameters a gradient or None."""

@@ -73,11 +73,11 @@ class Sums:
     """Where the sums of gradients are that runs add to, as the plan of a step has it."""
 
     num_micro_batches: int
-    """Of a step. With one, nothing is added in fp32."""
+    """Micro-batches of a step. With one, nothing is added in fp32."""
     holds_layers: bool
-    """Whether the device that computes has those of layers. If not, gradients are dropped."""
+    """Whether the device that computes has the sums of layers' gradients. If not, gradients are dropped."""
     holds_head: bool
-    """So for the head."""
+    """Whether the device that computes has the sums of the head's gradients. If not, gradients are dropped."""
 
 
 class BlockProfiler(Generic[AnyBatch]):

@@ -33,7 +33,7 @@ class StepRecording:
     def __init__(self) -> None:
         self._recorders: dict[tuple[int, int], _TimingRecorder] = {}
         self.num_micro_batches = 0
-        """Of the step, recorded or not."""
+        """Number of the step's micro-batches, recorded or not."""
 
     def recorder(
         self,

@@ -39,7 +39,7 @@ class Template:
     funcs: tuple[TorchOperator, ...]
     decisions: tuple[Decision, ...]
     outputs: tuple[tuple[object, ...] | None, ...]
-    """As in `RecordedOperator`; but None for what is of one call."""
+    """Outputs of each operator, as in `RecordedOperator`; None in place of what is of one call."""
     swapped_bytes: dict[int, int]
     """By position: bytes of the outputs that are offloaded."""
     drawing: frozenset[int]
@@ -101,12 +101,12 @@ class Repeater(OperatorMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """As that of a `Recorder`."""
+        """See `Recorder`."""
         with _dropping_graph(), self:
             yield
 
     def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
-        """As that of a `Recorder`."""
+        """See `Recorder`."""
         if self._position != len(self._funcs):
             raise Unrepeated
         outputs = self._outputs
@@ -147,7 +147,7 @@ class Repeater(OperatorMode):
 
 
 class UnwatchedRepeater:
-    """The same where the template does not need watching. That the unit repeats it is checked by the replay alone."""
+    """A `Repeater` for a template that does not need watching. Only the replay checks that the unit repeats it."""
 
     def __init__(self, template: Template) -> None:
         assert not template.needs_watching
@@ -155,12 +155,12 @@ class UnwatchedRepeater:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """As that of a `Recorder`."""
+        """See `Recorder`."""
         with _dropping_graph():
             yield
 
     def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
-        """As that of a `Recorder`."""
+        """See `Recorder`."""
         template = self._template
         tape = Tape(funcs=template.funcs, decisions=template.decisions, outputs=template.outputs, random_states={})
         return tape, {}

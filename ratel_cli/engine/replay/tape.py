@@ -84,7 +84,7 @@ class Tape:
     funcs: tuple[TorchOperator, ...]
     decisions: tuple[Decision, ...]
     outputs: tuple[tuple[object, ...] | None, ...]
-    """As in `RecordedOperator`."""
+    """Outputs of each operator, as in `RecordedOperator`."""
     random_states: dict[int, torch.Tensor]
     """By position: the generator's state before each random operator."""
 

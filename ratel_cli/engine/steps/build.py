@@ -220,7 +220,7 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
         ranks: Ranks = ALONE,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """As the parts of any engine. `check_stop` is called between blocks; what it raises abandons the step."""
+        """See `UpdatingParts`. `check_stop` is called between blocks; what it raises abandons the step."""
         super().__init__(
             program,
             store,

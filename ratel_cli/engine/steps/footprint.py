@@ -68,7 +68,7 @@ _GATHERS = frozenset(
 )
 """Operators that read as much as they write, whatever the size of what they read from."""
 _LEAST_FREED = 0.1
-"""Of backward's peak, what it takes less from one of `LayerActivations.rests` to the next."""
+"""Least share of backward's peak that is freed from one of `LayerActivations.rests` to the next."""
 
 
 def measured_traits(program: AnyProgram) -> LayerTraits:

@@ -60,14 +60,15 @@ class StepRule(Protocol):
 
 
 _Look = tuple[tuple[int, int], torch.Tensor | None]
-"""Of a parameter: where it is and how often it was written to, as torch counts that, and a digest of its values."""
+"""What is seen of a parameter: where it is and how often it was written to, as torch counts that, and a digest of its
+values."""
 
 
 class Computed(NamedTuple):
     """What a block has computed once more, with a graph."""
 
     outputs: Sequence[torch.Tensor]
-    """Those that have a gradient."""
+    """Outputs that have a gradient."""
     gradients: Sequence[torch.Tensor]
 
 
@@ -76,11 +77,11 @@ class EndedStep:
     """What a step did."""
 
     grad_norm: float
-    """Of all gradients, before clipping. Not finite: the step was not applied."""
+    """Global 2-norm of all gradients, before clipping. Not finite: the step was not applied."""
     first_not_finite: str | None
-    """The first parameter whose gradient is not."""
+    """The first parameter whose gradient is not finite."""
     norms: Mapping[str, float | torch.Tensor]
-    """Of each parameter that has a gradient."""
+    """Norm of the gradient of each parameter that has one."""
 
 
 class BlockCall:
@@ -133,10 +134,10 @@ class HorizontalEngine(Closing):
         self._outside: tuple[nn.Parameter, ...] = ()
         """The trained parameters outside of the blocks."""
         self._bound_outside: tuple[nn.Parameter, ...] = ()
-        """All of them."""
+        """All parameters outside of the blocks."""
         self._is_open = self._is_closed = self._has_warned = self._is_behind_backward = False
         self._looks: list[_Look] = []
-        """Of these: after the last update."""
+        """What was seen of the parameters outside of the blocks after the last update."""
         self._looked_at: set[int] = set()
         """Segments that have computed without changing a value of their weights."""
         self._ahead = ReadAhead(following.reader, self._layers)
@@ -146,7 +147,7 @@ class HorizontalEngine(Closing):
         self._pass: int | None = None
         """The backward that runs, as autograd numbers them."""
         self._num_rounds = 0
-        """Of this step that are over."""
+        """Rounds of this step that are over."""
         self._is_arriving = False
         """Whether gradients of this step have come."""
         self._sums: dict[int, SegmentSum] = {}

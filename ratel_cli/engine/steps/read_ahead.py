@@ -1,4 +1,4 @@
-"""Lets the reader read ahead what a loop of the caller's own will use: what followed each use when it came last."""
+"""Lets the reader read ahead what a loop of the caller's own will use, in the order of the last pass."""
 
 from __future__ import annotations
 

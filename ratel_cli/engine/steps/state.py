@@ -46,7 +46,7 @@ class StepOutcome:
     """What was not finite: "the loss", or the first parameter whose gradient was not; None if only the global norm was
     not, or if all were finite."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Of micro-batches whose rows are compared: means over them, by name (`sizes.FIGURES`)."""
+    """Means over the micro-batches whose rows are compared, by name (`sizes.FIGURES`)."""
 
 
 class StepState(Generic[AnyBatch]):
@@ -82,7 +82,7 @@ class StepState(Generic[AnyBatch]):
         self.resources = contextlib.ExitStack()
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""
         self.figures = Figures()
-        """Of micro-batches whose rows are compared."""
+        """Figures of the micro-batches whose rows are compared."""
         self.partial_sums = self.resources.enter_context(partial_sums)
         """The gradients of blocks that several segments bind."""
         self._tokens = tokens

@@ -71,9 +71,9 @@ class _Use:
     stays_up: bool = False
     """Whether they stay there for a later one."""
     weights: list[HostWeights] = field(default_factory=list)
-    """Of each block, once it is issued."""
+    """Host weights of each block, once the use is issued."""
     gathered: Lease | None = None
-    """Those rows in host memory."""
+    """The rows of the matrix that are used, in host memory."""
     buffers: list[DeviceBuffer] = field(default_factory=list)
     """Reserved on the device for the first parts, which are in the window."""
     is_prepared: bool = False
@@ -408,7 +408,7 @@ class SegmentWeights(Closing):
         self.parameters = self.of(*use.segment.bound)
         """The segment's parameters on the compute device, each in its own shape, in the order of its blocks."""
         self.trained = self.of(*use.segment.trained)
-        """Those that have gradients in blocks of its own."""
+        """The parameters that have gradients in the segment's own blocks."""
 
     def of(self, *blocks: BlockSpec) -> tuple[nn.Parameter, ...]:
         """The parameters of some of its blocks."""

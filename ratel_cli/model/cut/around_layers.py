@@ -26,7 +26,7 @@ from ratel_cli.model.values.carried import Embedded
 
 _TOKENS = 12
 _ROW_TOKENS = 4
-"""Of a row whose logits are computed."""
+"""Tokens of a row whose logits are computed."""
 _ROUNDING = 0.02
 """How far logits may move, relative to the largest, since products of other sizes round otherwise in 16 bit."""
 

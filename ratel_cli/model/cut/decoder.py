@@ -143,7 +143,7 @@ class DecoderModel(CutModel[MicroBatch]):
         and no block has them."""
         self.task = task
         self.loss: TokenLoss = loss_sum
-        """Of tokens that are finished: their cross-entropy, unless a loop of the caller's own has another one."""
+        """Loss of tokens that are finished: their cross-entropy, unless a loop of the caller's own has another one."""
         self.preference: PreferenceLoss | None = None
         """The loss of micro-batches whose rows are compared, if the model is to learn from such."""
         self._noise: EmbeddingNoise | None = None

@@ -35,7 +35,8 @@ from ratel_cli.schedule.rules import ALL_ADAMW, RuleChoice
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, Task
 
 _CLASS_BYTES = 32
-"""Of a row and a class: logits in the model's dtype and in fp32, their gradients, and what the loss makes of them."""
+"""Bytes for each row and class: logits in the model's dtype and in fp32, their gradients, and what the loss makes of
+them."""
 
 
 def find_blocks(
@@ -113,7 +114,8 @@ def _find_two_stacks(
     rates: RateGroups,
     rules: RuleChoice,
 ) -> DecoderModel:
-    """The same in an encoder-decoder: both stacks, with what is behind the encoder's layers between them."""
+    """Find the blocks of an encoder-decoder: both stacks, with what is behind the encoder's layers between them. Raises
+    BadInput as `find_blocks`."""
     embedding, head = _input_and_output(skeleton, has_output=True)
     assert head is not None
     tied = head.weight is embedding.weight
@@ -298,7 +300,7 @@ def _embedding_owner(skeleton: nn.Module, caller: nn.Module) -> nn.Module | None
 
 
 def _largest(lists: Sequence[tuple[nn.Module, nn.ModuleList]]) -> tuple[nn.Module, nn.ModuleList] | None:
-    """That with most parameters; None if there is none."""
+    """The list of layers with most parameters, and the module that has it; None if there is none."""
     return max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
 
 

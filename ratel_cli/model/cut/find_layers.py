@@ -34,7 +34,7 @@ from ratel_cli.sizes import VALUE_BYTES, DtypeName
 _HIDDEN_COPIES = 8
 """Copies of the last hidden states that the code behind the layers makes, with their gradients: norms and products."""
 _LOSS_BYTES = 12
-"""Of an element of the output: its value and its gradient in fp32, and what the loss makes of it."""
+"""Bytes for each element of the output: its value and its gradient in fp32, and what the loss makes of it."""
 
 _NO_TRAITS = LayerTraits(num_heads=0, head_dim=0)
 
@@ -134,6 +134,6 @@ def find_layers(
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all storages behind the tensors."""
+    """Bytes of all storages behind the tensors. A shared one counts once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())

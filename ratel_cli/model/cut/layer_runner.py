@@ -39,7 +39,7 @@ CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, K
 
 
 _NO_CACHE: Mapping[str, object] = {"use_cache": False}
-"""Of a language model: keys and values of tokens before are not kept."""
+"""Keywords that a language model always gets: keys and values of earlier tokens are not kept."""
 Inputs: TypeAlias = Mapping[str, torch.Tensor]
 """What an owner gets, by name. Of text `input_ids` and `position_ids`, int64 `[batch, tokens]`, and besides these, for
 instance, an `attention_mask` of the same shape, which is 0 for padding."""
@@ -95,7 +95,7 @@ class LayerRunner:
         self._first: torch.Tensor | None = None
         """The hidden states that the first layer got."""
         self._expected: torch.Tensor | None = None
-        """Those that the next layer must get."""
+        """The hidden states that the next layer must get."""
         self._injected: torch.Tensor | None = None
         self._draws: list[tuple[torch.Generator, torch.Tensor]] = []
         """Generators, each with the state that it will have behind the layers, whatever draws before them."""
@@ -410,7 +410,8 @@ def _is_of_text(runner: LayerRunner, finished: object, inputs: Inputs) -> bool:
 
 
 TokenLoss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From logits `[1, tokens, vocabulary]` and targets `[tokens]` to the sum of the losses of these tokens, a scalar."""
+"""Computes from logits `[1, tokens, vocabulary]` and targets `[tokens]` the sum of the losses of these tokens, a
+scalar."""
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,8 @@ class PreferenceLoss:
         return ComparedLoss(loss=losses.mean(), figures=figures)
 
     def _figures(self, scores: torch.Tensor, log_probabilities: torch.Tensor) -> _Figures:
-        """Of pairs. `scores`, `log_probabilities`: of all rows; a reward is a score times beta."""
+        """Metrics of pairs, by TRL's names. `scores`, `log_probabilities`: of all rows, `[rows]`; a reward is a score
+        times beta."""
         chosen, rejected = (self.beta * scores.detach()).chunk(2)
         of_chosen, of_rejected = log_probabilities.detach().chunk(2)
         return {

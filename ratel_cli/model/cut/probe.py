@@ -27,7 +27,7 @@ from ratel_cli.model.values.operators import OperatorMode, TorchOperator, tensor
 from ratel_cli.model.values.row_lookup import DistinctTokens, RowLookup
 
 SAMPLE_TOKENS = 8
-"""Of two packed samples, together."""
+"""Tokens of two packed samples, together."""
 _TOKEN_KEYS = ("_id", "_ids", "_index")
 """Endings of keys whose values are tokens, in a configuration and its parts."""
 _POSITIONS = 1 << 24
@@ -91,10 +91,11 @@ class ModuleUsage(NamedTuple):
     before: frozenset[str]
     """Names of the parameters that are used before the last layer, outside of the layers."""
     after: frozenset[str]
-    """Of those behind it. A parameter may be in both, and be a layer's besides."""
+    """Names of the parameters that are used behind the layers. A parameter may be in `before`, too, and be a layer's
+    besides."""
     passing: frozenset[str]
-    """Of those that only what is before the layers reads, and on which the output depends in another way than through
-    the layers."""
+    """Names of the parameters that only what is before the layers reads, and on which the output depends in another way
+    than through the layers."""
     embedded: Embedded
     """What is before the layers."""
     outputs: list[torch.Tensor]

@@ -25,7 +25,7 @@ from ratel_cli.model.values.carried import Embedded, LayerCall, LayerOutput, ten
 from ratel_cli.model.values.spec import LayerTraits, ModelSpec
 
 SampleLoss: TypeAlias = Callable[[object, Mapping[str, torch.Tensor]], torch.Tensor]
-"""From the module's output and all tensors of the batch to the sum of the losses of its samples, a scalar."""
+"""Computes from the module's output and all tensors of the batch the sum of the losses of its samples, a scalar."""
 
 
 @dataclass(frozen=True, slots=True)

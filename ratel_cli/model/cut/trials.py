@@ -234,6 +234,6 @@ def carried_bytes(
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all storages behind the tensors."""
+    """Elements of all storages behind the tensors. A shared one counts once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() // each.itemsize for each in tensors}
     return sum(storages.values())

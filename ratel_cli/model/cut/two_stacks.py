@@ -35,7 +35,7 @@ class Bridge(nn.Module):
 
 
 class TwoStackRunner:
-    """Both runners, as one whose layers are those of the encoder, the bridge, and those of the decoder."""
+    """Runs both stacks as one, whose layers are those of the encoder, the bridge, and those of the decoder."""
 
     takes_positions = False
     gives_logits = False

@@ -251,8 +251,8 @@ def _other_parts(model: PreTrainedModel, task: Task) -> list[str]:
 
 
 def _unused_children(model: PreTrainedModel, inside: str, task: Task) -> list[str]:
-    """The same for a decoder that has such parts inside, as models of pictures and of speech: those of its children of
-    which no block has anything."""
+    """Regular expressions for the modules that text does not use in a decoder that has such parts inside, as models of
+    pictures and of speech: those of its children of which no block has anything."""
     decoder = model.get_submodule(inside)
     if not any(isinstance(module, PreTrainedModel) for module in decoder.modules() if module is not decoder):
         return []
@@ -357,7 +357,7 @@ class AdaptedSource:
         return None if is_of_adapter(name) else located_in(self._base, base_name(name))
 
     def _first_magnitudes(self, adapted: AdaptedMatrix) -> torch.Tensor:
-        """As PEFT has them: in the dtype of the base, then in fp32."""
+        """Compute the first magnitudes as PEFT does: in the dtype of the base, then in fp32."""
         values = self._base.read(base_name(adapted.matrix), 0, math.prod(adapted.shape))
         matrix = values.to(adapted.dtype).view(adapted.shape)
         first, second = (self._adapter[name].to(adapted.dtype) for name in (adapted.first, adapted.second))

@@ -44,7 +44,7 @@ class LossRow:
     loss: float | None
     """The mean over the steps since the row before; None if none of them has a finite loss."""
     eval_loss: float | None
-    """Of `step`; None if it was not evaluated."""
+    """Loss of the evaluation after `step`; None if there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ _PEFT_CLASSES: Mapping[Task, str] = {
     "causal_lm": "AutoPeftModelForCausalLM",
     "seq2seq": "AutoPeftModelForSeq2SeqLM",
 }
-"""Of PEFT, the classes that load an adapter with its base; `AutoPeftModel` for other tasks."""
+"""PEFT's classes that load an adapter with its base; `AutoPeftModel` for other tasks."""
 
 
 def card_text(card: Card, spec: ModelSpec, *, dtype: DtypeName, num_updates: int) -> str:

@@ -231,7 +231,7 @@ class CheckpointSource(Closing):
         }
 
     def _drawn(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Of a parameter that the files do not have, what the model's own initialiser makes."""
+        """Elements of a parameter that the files do not have, as the model's own initialiser makes them."""
         assert self._new_head is not None
         return self._new_head.read(name, start, stop)
 
@@ -256,8 +256,8 @@ class CheckpointSource(Closing):
         return 2 * self._dtype_of(target).itemsize * num_elements
 
     def _dtype_of(self, target: str) -> torch.dtype:
-        """Of what `_read` returns. Conversions only move elements, so they can run in the files' dtype, if it is one,
-        which needs half the memory."""
+        """The dtype of what `_read` returns. Conversions only move elements, so they can run in the files' dtype, if it
+        is one, which needs half the memory."""
         names = [self._direct[target]] if target in self._direct else self._converted[target].source_names
         dtypes = {self._readers[name].tensors[name].dtype for name in names}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32

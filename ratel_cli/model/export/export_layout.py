@@ -89,11 +89,11 @@ class ExportLayout:
     architecture: str
     """The class in transformers that loads them; config.json names it."""
     dtype: DtypeName
-    """Of what is trained, but for what needs another one; config.json names it."""
+    """Dtype of what is trained, but for what needs another one; config.json names it."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """What config.json says besides, in place of the base model's: the names of classes."""
     weights_name: str = WEIGHTS_NAME
-    """Of a single file of weights."""
+    """Name of the file of weights, if there is only one."""
 
     @property
     def file_names(self) -> list[str]:
@@ -103,7 +103,7 @@ class ExportLayout:
 
     @property
     def index_name(self) -> str:
-        """Of the file that says which file has each tensor."""
+        """The name of the index, which says which file has each tensor."""
         return index_name_of(self.weights_name)
 
     @property

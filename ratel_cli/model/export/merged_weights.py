@@ -25,14 +25,14 @@ class AdaptedMatrix:
     """`lora_B`, `[outputs, rank]`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the matrix."""
+    """Dtype of the matrix."""
     scaling: float
     magnitudes: str | None = None
     """DoRA: the length of the sum's weights of each output, `[outputs]`; None: it is as it comes."""
     is_inputs_first: bool = False
     """Whether the matrix is `[inputs, outputs]`, as in GPT-2."""
     num_experts: int = 0
-    """Of a stack `[experts, ...]`, whose matrices `first` has one after another, and `second` by turns; 0: it is the
+    """Matrices of a stack `[experts, ...]`: `first` has theirs one after another, and `second` by turns; 0: it is the
     matrix of a linear layer."""
 
 

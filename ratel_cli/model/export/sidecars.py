@@ -38,11 +38,11 @@ _COPIED = (
     "*processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 _LEFT_OUT = frozenset({"torch_dtype", "auto_map", "quantization_config", "compression_config"})
-"""Of a configuration and its parts: an export is never quantised."""
+"""Keys that are left out of a configuration and its parts: an export is never quantised."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
-"""Of a chat template, which a loader takes wherever it finds it."""
+"""Name of the file of a chat template, which a loader takes wherever it finds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class TokenizerFiles:
     texts: Mapping[str, str] = field(default_factory=dict)
     """By name: of the files that the run has changed."""
     names: tuple[str, ...] = ()
-    """Of the files that a tokenizer of its class is made of."""
+    """Names of the files that a tokenizer of its class is made of."""
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     """Named by the model's configurations, too."""
 
@@ -63,7 +63,7 @@ class Sidecars(ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """Of all that an export may have."""
+        """The names of all sidecars that an export may have."""
 
     @property
     @abstractmethod
@@ -109,12 +109,12 @@ class GivenSidecars(Sidecars):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseSidecars(Sidecars):
-    """Those of a base model of transformers."""
+    """The sidecars of a base model of transformers."""
 
     _configurations: ClassVar[tuple[str, ...]] = ("config.json", GENERATION_NAME)
     base_dir: Path
     tokenizer: Callable[[], TokenizerFiles] = TokenizerFiles
-    """Of the run. May raise BadInput."""
+    """Makes the files of the run's tokenizer. May raise BadInput."""
 
     @property
     def names(self) -> list[str]:
@@ -160,7 +160,7 @@ class BaseSidecars(Sidecars):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSidecars(BaseSidecars):
-    """Those of an adapter: the base model's tokenizer, and a configuration of its own."""
+    """The sidecars of an adapter: the base model's tokenizer, and a configuration of its own."""
 
     _configurations = (ADAPTER_CONFIG_NAME,)
     config_text: str

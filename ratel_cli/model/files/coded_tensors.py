@@ -101,7 +101,7 @@ class ScaledTensor(CodedTensor):
     """fp32 `[matrices, rows of blocks, columns of blocks]`."""
     block: tuple[int, int]
     zeros: Callable[[], torch.Tensor] | None = None
-    """As `scales`."""
+    """Zero points in the shape of `scales`; None: there are none."""
     groups: str | None = None
     """The tensor with the column of blocks that each column belongs to; None: in order."""
     computed_in: torch.dtype = torch.float32
@@ -217,7 +217,7 @@ class TransposedTensor(CodedTensor):
     unpack_zeros: Callable[[torch.Tensor], torch.Tensor]
     """Zero points `[groups, outputs]`."""
     bits: int
-    """Of a code."""
+    """Bits of a code."""
 
     @property
     def layout(self) -> QuantisedLayout | None:
@@ -267,7 +267,7 @@ class WordCodes:
 
     @property
     def number(self) -> int:
-        """Of codes in a word."""
+        """Codes in a word."""
         return 32 // self.bits
 
     def down(self, words: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ _DEFAULTS = {
     "in_channels": 4, "sample_size": 32, "patch_size": 2, "num_layers": 28, "num_attention_heads": 16,
     "attention_head_dim": 72, "num_embeds_ada_norm": 1000,
 }  # fmt: skip
-"""Those of the class."""
+"""Sizes that the class has where config.json does not give them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class DenoiserConfig:
     values: Mapping[str, object]
     """All of config.json."""
     channels: int
-    """Of a latent, which is `[channels, size, size]`."""
+    """Channels of a latent, which is `[channels, size, size]`."""
     size: int
     patch_size: int
     num_layers: int
@@ -50,7 +50,7 @@ class DenoiserConfig:
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """Of one latent."""
+        """The shape of one latent."""
         return self.channels, self.size, self.size
 
 

@@ -26,7 +26,7 @@ INDEX_NAME = "model.safetensors.index.json"
 DENOISER_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 """The name that diffusers has for it."""
 ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
-"""Of an adapter in PEFT's format."""
+"""Names of the files of an adapter in PEFT's format."""
 
 _READ_BY_TRANSFORMERS = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.spm", "*.tiktoken", "*.codes", "*.tokenizer",

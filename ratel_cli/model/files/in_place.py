@@ -45,7 +45,7 @@ class LocatedSource(Protocol):
 
 
 def located_in(source: WeightSource, name: str) -> FileRanges | None:
-    """The same of a source of any kind."""
+    """Where the files have a parameter, for a source of any kind; None if it cannot say, or they do not."""
     return source.located(name) if isinstance(source, LocatedSource) else None
 
 

@@ -67,7 +67,7 @@ class QuantisedLayout:
 
     form: StoredForm
     rows: int
-    """Of all matrices of a stack, as they are stored."""
+    """Rows of all matrices of a stack together, as they are stored."""
     columns: int
     num_stacked: int = 0
     """How many matrices it is; 0: one that is no stack."""
@@ -78,7 +78,7 @@ class QuantisedLayout:
 
     @classmethod
     def of(cls, form: StoredForm, shape: Sequence[int]) -> QuantisedLayout:
-        """Of a matrix `[rows, columns]` or a stack `[matrices, rows, columns]`."""
+        """Make the layout of a matrix `[rows, columns]` or of a stack `[matrices, rows, columns]`."""
         *stacked, rows, columns = shape
         if form == "mxfp4":
             rows, columns = columns, rows
@@ -86,7 +86,7 @@ class QuantisedLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what it holds."""
+        """The shape of the matrix, or of the stack."""
         if not self.num_stacked:
             return self.rows, self.columns
         rows, columns = self.rows // self.num_stacked, self.columns
@@ -174,7 +174,7 @@ def quantise(matrix: torch.Tensor, form: QuantisedForm) -> torch.Tensor:
 
 
 def quantise_from(read: Callable[[int, int], torch.Tensor], layout: QuantisedLayout) -> torch.Tensor:
-    """The same of a matrix whose elements `read` gives, from one to another, in the model's dtype."""
+    """The bytes of a matrix, or of a stack, whose elements `read` gives, from one to another, in the model's dtype."""
     data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     codes, *others = layout.parts(data)
     form, number = layout.form, layout.num_elements

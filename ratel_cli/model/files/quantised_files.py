@@ -79,7 +79,7 @@ class Coded:
         return 8 * max(sizes, default=0)
 
     def tensors(self) -> Sequence[CodedTensor]:
-        """All of them."""
+        """All tensors that have codes."""
         return list(self._tensors.values())
 
 

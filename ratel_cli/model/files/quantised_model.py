@@ -169,7 +169,7 @@ class QuantisedWeight(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That it computes in."""
+        """The dtype that the module computes in."""
         return self.module.dtype
 
     @property

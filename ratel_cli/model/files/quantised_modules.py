@@ -22,7 +22,7 @@ class Quantised(nn.Module):
     """A module with quantised parameters: flat arrays of bytes, which never have a gradient."""
 
     dtype: torch.dtype
-    """That it computes in."""
+    """Dtype that the module computes in."""
 
     @property
     def layouts(self) -> Mapping[str, QuantisedLayout]:

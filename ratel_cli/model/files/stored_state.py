@@ -44,7 +44,7 @@ class StoredState:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all parameters, in the order of the store. A tied one has one name."""
+        """The names of all parameters, in the order of the store. A tied one has one name."""
         return tuple(self._placed)
 
     def whole(self, name: str) -> dict[str, torch.Tensor]:

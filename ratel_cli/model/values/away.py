@@ -127,7 +127,7 @@ class AwayGradient(AwayTensor):
     """Its 2-norm in the last step that has ended."""
 
     def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """And what `torch.nn.utils.clip_grad_norm_` asks for where it does not clip."""
+        """See AwayTensor. Also answers what `torch.nn.utils.clip_grad_norm_` asks for where it does not clip."""
         if args and args[0] is self and self.norm_of_step is not None:
             if func is torch.linalg.vector_norm and not kwargs and args[1:] == (2.0,):
                 return torch.as_tensor(self.norm_of_step, device=self.device)

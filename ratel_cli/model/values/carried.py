@@ -98,7 +98,7 @@ class Roots(NamedTuple):
 
     tensors: list[torch.Tensor]
     gradients: list[torch.Tensor]
-    """Of each tensor: what later uses have added up."""
+    """Gradient of each tensor: the sum of what later uses have added."""
     inputs: list[torch.Tensor]
     """Leaves that get a gradient."""
 

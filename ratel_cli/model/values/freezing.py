@@ -15,7 +15,7 @@ from ratel_cli.errors import BadInput
 
 _PLAIN_DOT = re.compile(r"(?<!\\)\.(?![+*?{])")
 _ROWS = re.compile(r"\[[0-9]*:?[0-9]*\]$")
-"""Behind a pattern, axolotl's rows of one matrix."""
+"""Matches axolotl's rows of one matrix, behind a pattern."""
 
 
 def freeze(model: nn.Module, *, unfrozen: Sequence[str], frozen: Sequence[str]) -> None:

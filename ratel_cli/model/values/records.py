@@ -106,9 +106,9 @@ def state_keys(record: Record) -> tuple[str, ...]:
 
 
 def decode_state(record: Record, fields: Fields) -> dict[str, torch.Tensor]:
-    """From the fields that `state_fields_for` names, by torch's names: `weight`, and the moments that the block's rule
-    has, `exp_avg` and `exp_avg_sq`, each fp32 `[elements]`. Two halves are joined in `w32`. The mean of gradients is
-    called so even if the rule is SGD."""
+    """Decode the training state from the fields that `state_fields_for` names, by torch's names: `weight`, and the
+    moments that the block's rule has, `exp_avg` and `exp_avg_sq`, each fp32 `[elements]`. Two halves are joined in
+    `w32`. The mean of gradients is called so even if the rule is SGD."""
     state = {"weight": decode_weights(fields_for(record, "float32"), fields, "float32")}
     if M32 in record.fields:
         state["exp_avg"] = fields[M32.name]

@@ -35,7 +35,8 @@ class DistinctTokens:
 
     @classmethod
     def of(cls, input_ids: Sequence[torch.Tensor], device: torch.device, *, substitutes: Sequence[int] = ()) -> Self:
-        """Those of token ids `[batch, tokens]` in host memory, and those that may be looked up in their place."""
+        """Find the distinct tokens among token ids `[batch, tokens]` in host memory, and `substitutes`, which may be
+        looked up in their place."""
         ids = torch.unique(torch.cat([*(each.reshape(-1) for each in input_ids), torch.tensor(substitutes).long()]))
         return cls(ids=ids, on_device=ids.to(device))
 

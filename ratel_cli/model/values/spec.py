@@ -21,7 +21,7 @@ from ratel_cli.store.layout import Geometry, RankSlice, StoredBlock
 
 FORMAT_VERSION = 10
 TOKEN_BYTES = 24
-"""Of a token, its target and its position."""
+"""Bytes of a token, its target and its position."""
 ROTARY_BYTES = 512
 """Tables for one token and heads of 128 elements in 16 bit."""
 MAX_LAYERS = 10_000
@@ -43,7 +43,7 @@ class ModelSpec:
     segment_names: tuple[str, ...]
     """In the order of forward."""
     dtype: DtypeName
-    """Of hidden states, and of the blocks that need no other one."""
+    """Dtype of hidden states, and of the blocks that need no other one."""
     hidden_size: int
     """Elements of the hidden states of one token."""
     vocab_size: int
@@ -62,12 +62,12 @@ class ModelSpec:
     """Tokens that this code may look up in the place of others, such as padding in that of an image's token."""
 
     def __hash__(self) -> int:
-        """Of what is cheap to hash: searches ask for what follows from a spec thousands of times."""
+        """Hash only what is cheap to hash: searches ask for what follows from a spec thousands of times."""
         return hash((self.name, self.architecture, self.hidden_size, self.vocab_size, len(self.blocks)))
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Those of all blocks, in the order of the store."""
+        """The parameters of all blocks, in the order of the store."""
         return tuple(parameter for block in self.blocks for parameter in block.parameters)
 
     @property
@@ -286,19 +286,19 @@ class LayerActivations:
     """What backward takes at its peak next to what is saved: the layer's output, and gradients of activations."""
     more_per_pair: int
     making_per_token: int
-    """The same while the gradient of a weight is made."""
+    """Peak while the gradient of a weight is made, next to what is saved."""
     making_per_pair: int
     replay_per_token: int
     """What recomputing takes at its peak, before backward: what is saved by then, and what is made on the way."""
     replay_per_pair: int
     replay_held_per_token: int
-    """The same if all that autograd saves were there from the beginning, as swapped outputs are."""
+    """Peak of recomputing if all that autograd saves were there from the beginning, as swapped outputs are."""
     replay_held_per_pair: int
     forward_per_token: int
     """What forward takes at its peak, when nothing is saved: the layer's output and what is made on the way."""
     forward_per_pair: int
     forward_held_per_token: int
-    """The same if the results of all products, and of attention, stayed to the end, as swapped outputs do."""
+    """Peak of forward if the results of all products, and of attention, stayed to the end, as swapped outputs do."""
     forward_held_per_pair: int
     rests: tuple[RestOfBackward, ...]
     """Where backward begins to take less, in its order. Empty where kinds of layers differ."""
@@ -314,8 +314,8 @@ class NormActivations:
     """What the final norm takes for a token, in bytes. Its input is left out."""
 
     held_per_token: int
-    """Between its forward and its backward, while the head runs: its result, what autograd saves, and room for the
-    gradient of its result."""
+    """Bytes between the norm's forward and its backward, while the head runs: its result, what autograd saves, and room
+    for the gradient of its result."""
     most_per_token: int
     """At the peak of forward or backward."""
 
@@ -329,13 +329,13 @@ class MovedBytes:
     """
 
     forward_per_token: int
-    """Of one layer."""
+    """Bytes that the forward of one layer moves, for each token."""
     forward_per_pair: int
     backward_per_token: int
     """Without the forward that backward runs again."""
     backward_per_pair: int
     head_per_token: int
-    """Of the final norm, the passes of the loss over the logits, and the backward of both."""
+    """Bytes that the head moves: the final norm, the passes of the loss over the logits, and the backward of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,11 +350,13 @@ class LayerTraits:
     inputs_first: tuple[str, ...] = ()
     """Names, within a layer, of matrices `[inputs, outputs]`. All other matrices are `[outputs, inputs]`."""
     activations: LayerActivations | None = None
-    """As measured on the skeleton (engine/steps/footprint.py); None if they were not."""
+    """Activations of a layer, as measured on the skeleton (engine/steps/footprint.py), or as calculated for a model
+    shape (planning/profile/analytic.py); None if they are not known."""
     norm: NormActivations | None = None
-    """So for the final norm."""
+    """Activations of the final norm, measured or calculated likewise; None if they are not known."""
     moved: MovedBytes | None = None
-    """So for all layers and the head."""
+    """Bytes that the operators other than products move, in all layers and the head, as measured; None if they were
+    not."""
 
     def to_json(self) -> dict[str, object]:
         """The content for `from_json`."""

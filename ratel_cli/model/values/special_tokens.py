@@ -21,7 +21,7 @@ class SpecialTokens:
     bos: int | None = None
     pad: int | None = None
     other_ends: tuple[int, ...] = ()
-    """With which an answer may end, too."""
+    """Other tokens with which an answer may end, besides `eos`."""
 
     def aligned(
         self, config: Mapping[str, object], generation: Mapping[str, object] | None
@@ -51,5 +51,5 @@ def _ids(value: object) -> list[object]:
 
 
 def _first(token: int, others: list[object]) -> list[object]:
-    """All of them, without a repetition."""
+    """The token first, and the others without a repetition of it."""
     return [token, *(each for each in others if each != token)]

@@ -31,7 +31,7 @@ class UseGroup:
 
     parameter: str
     weight_bytes: int
-    """Of one of them."""
+    """Bytes of the weights of one of them."""
     layer: DirectLayer
     """What one of them takes in each mode."""
     modes: Mapping[AccessMode, int]
@@ -73,15 +73,15 @@ class DirectForecast:
     """In the order of forward."""
     plan: DirectPlan
     printed: DirectTime
-    """With the modes that the paper's own planner gives."""
+    """Times with the modes that the paper's own planner gives."""
     kept_bytes: int
     """Weights that the plan keeps on the GPU from their upload to backward."""
     uploaded_bytes: int
-    """The same if everything is uploaded."""
+    """Weights that would stay on the GPU from their upload to backward if everything were uploaded."""
     gpu_bytes: int
     """The GPU's memory."""
     num_tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     gradients: tuple[KeptGradients, ...]
     is_paper: bool
 

@@ -79,7 +79,8 @@ class GradientFront:
 
 
 def _steps(without: Iterable[_Step], with_it: Iterable[_Step]) -> Iterator[_Step]:
-    """Those of both that save more than all that keep as few bytes. Both are in the order of bytes, and so is this."""
+    """Yield the steps of both that save more than all that keep as few bytes. Both are in the order of bytes, and so is
+    the result."""
     most = -1.0
     for step in merge(without, with_it, key=lambda step: (step[0], -step[1])):
         if step[1] > most:

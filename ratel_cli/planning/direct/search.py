@@ -141,12 +141,13 @@ class _Bound:
         return state[0] + max(self.forward, self.link - state[1]) + self.backward
 
     def worth(self, state: _State, link_worth: float) -> float:
-        """The same, where a second of the link counts as this part of a second of the step."""
+        """The least that a step may take with this state before them, where a second of the link counts as `link_worth`
+        seconds of the step."""
         return self.seconds(state) - link_worth * (state[1] - state[2])
 
 
 def _bounds(layers: Sequence[DirectLayer]) -> list[_Bound]:
-    """For each layer, that of it and all behind it, and one more for none."""
+    """Return the bound of each layer with all behind it, and one more for no layer."""
     bounds = [_Bound()]
     for layer in reversed(layers):
         behind = bounds[-1]

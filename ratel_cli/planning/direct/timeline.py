@@ -50,7 +50,7 @@ class DirectLayer:
     forward_link: float = 0.0
     """The part of `direct_forward` in which the link is busy; 0 if uploads proceed as if it were not."""
     backward_link: float = 0.0
-    """So of `direct_backward`."""
+    """The part of `direct_backward` in which the link is busy; 0 if uploads proceed as if it were not."""
     then_forward: float = 0.0
     """Forward of what has no weights between this layer and the next [T_FP(A)]."""
     then_backward: float = 0.0

@@ -82,7 +82,7 @@ def _times_words(times: float) -> str:
 
 
 def other_split(setting: Setting, rate: Callable[[Setting], SplitRate]) -> Advice | None:
-    """The same tokens per step in other micro-batches. None if no other split gains, or if none fits.
+    """Advise other micro-batches with the same tokens per step. None if no other split gains, or if none fits.
 
     Where the setting does not fit, the gain is 0: there is nothing to compare with.
     """

@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def of_full_rows(self) -> Setting:
-        """The same for steps that are full, whatever is known of the data."""
+        """This setting for steps that are full, whatever is known of the data."""
         return replace(self, workload=replace(self.workload, filling=None))
 
     @property
@@ -202,10 +202,10 @@ class Forecaster(Protocol):
         """The prediction for this setting. Raises BadInput if the cost model cannot handle it."""
 
     def rate(self, setting: Setting) -> SplitRate:
-        """What of it decides between settings."""
+        """Return the part of the forecast that decides between settings."""
 
     def with_activations(self, activations: ActivationPolicy) -> Forecaster:
-        """The same with this choice of what is swapped in place of the config's."""
+        """Return this forecaster with this choice of what is swapped in place of the config's."""
 
     def deepest(self, setting: Setting) -> Depth | None:
         """The model of this width with the most layers that fit; None if not even one layer does."""

@@ -44,7 +44,7 @@ class PaperForecaster:
     """What is swapped; `auto` is the best prefix."""
 
     def rate(self, setting: Setting) -> SplitRate:
-        """As of `Forecaster`."""
+        """See `Forecaster`."""
         return self.forecast(setting).split_rate
 
     def forecast(self, setting: Setting) -> Forecast:
@@ -93,7 +93,7 @@ class PaperForecaster:
         return Forecast(prediction=prediction, setting=setting, tiers=self._tiers(shape, setting, kept_bytes))
 
     def with_activations(self, activations: ActivationPolicy) -> PaperForecaster:
-        """As of `Forecaster`."""
+        """See `Forecaster`."""
         return replace(self, activations=activations)
 
     def equations(self, setting: Setting) -> PaperEquations:

@@ -49,13 +49,13 @@ class RatelForecaster:
         return _forecast(self.plan(setting), setting, self.spec, device_limit_bytes=self._device_limit_bytes(setting))
 
     def rate(self, setting: Setting) -> SplitRate:
-        """As of `Forecaster`. What other rules for wear would choose is not looked for."""
+        """See `Forecaster`. What other rules for wear would choose is not looked for."""
         plan = self.plan(setting, trades=False)
         limit_bytes = self._device_limit_bytes(setting)
         return _forecast(plan, setting, self.spec, device_limit_bytes=limit_bytes).split_rate
 
     def with_activations(self, activations: ActivationPolicy) -> RatelForecaster:
-        """As of `Forecaster`."""
+        """See `Forecaster`."""
         return replace(self, decisions=replace(self.decisions, activations=activations))
 
     def plan(self, setting: Setting, *, trades: bool = True) -> Plan:
@@ -221,7 +221,7 @@ class RatelForecaster:
 
 
 def rank_slice_of(setting: Setting) -> RankSlice:
-    """Of the rank that is planned: the last one, which has no less of any block than another."""
+    """Return the slice of the rank that is planned: the last one, which has no less of any block than another."""
     return RankSlice(setting.layout.num_ranks - 1, setting.layout.num_ranks)
 
 

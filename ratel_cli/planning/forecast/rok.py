@@ -38,10 +38,10 @@ class RokPoint:
     """Written to NVMe."""
     recomputed_flops: int
     seconds: float
-    """Of a step."""
+    """Seconds that a step takes."""
     tokens_per_second: float
     shortfall_bytes: int
-    """By which GPU, host memory and drives together are short of the whole step; 0 if it fits."""
+    """Bytes by which GPU, host memory and drives together are short of the whole step; 0 if it fits."""
 
     @property
     def memory_bytes(self) -> int:

@@ -41,7 +41,7 @@ from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import step_uses
 
 _ROWS_BYTES = 16
-"""The distinct tokens, and the row of each token."""
+"""Bytes of the distinct ids and of the index, for one token."""
 
 
 class Held(NamedTuple):
@@ -59,9 +59,9 @@ class _Forward(NamedTuple):
     """What a use of forward takes, besides the units."""
 
     working_bytes: int
-    """When nothing that is swapped exists anyway."""
+    """Peak if swapped tensors do not stay on the GPU."""
     held_bytes: int
-    """With the results of all products, whether they are swapped or not."""
+    """Peak with the results of all products, whether they are swapped or not."""
 
 
 class _Backward(NamedTuple):
@@ -117,7 +117,7 @@ class Uses:
         )
 
     def units(self, largest: LargestUnit, most_bytes: int) -> UnitsOnGpu:
-        """As much of units as fits into `most_bytes`."""
+        """Return the memory for as much of units as fits into `most_bytes`."""
         unit_bytes = largest.num_bytes
         forward_bytes = 2 * unit_bytes
         if self._forward_bytes(largest, None) > most_bytes:
@@ -221,7 +221,7 @@ class Uses:
 
     @property
     def _left_by_head(self) -> int:
-        """What of the head's gradients is leaving when the first layer's backward begins."""
+        """Bytes of the head's gradients that are still downloading at the first layer's backward."""
         head, lent = self._spec.head, self._spec.lent
         shared_bytes = sum(block.compute_bytes for block in head.unfinished)
         if not lent.blocks:

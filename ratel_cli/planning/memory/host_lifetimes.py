@@ -72,7 +72,7 @@ class SegmentMemory:
             0 if on_gpu else segment_activation_bytes(spec, segment, tokens=tokens) for segment in spec.segments
         ]
         self.expanded = [0 if on_gpu else expanded_bytes(spec, segment) for segment in spec.segments]
-        """Of each segment, what is made of its weights while it computes."""
+        """Bytes that are made of the weights of each segment while it computes."""
         self.logits = 0 if on_gpu else logits_bytes(spec, head_chunk_tokens(spec, workload))
         self.lookup_sum = lookup_sum_bytes(spec, workload)
         """The head's gradient of a matrix that it borrows, until the embedding's is there. Counted even if a GPU holds
@@ -81,12 +81,12 @@ class SegmentMemory:
         self.is_summed = workload.num_micro_batches > 1
         self.has_sums = has_sums
         self._weights: dict[int, list[Lifetime[BlockSpec]]] = {}
-        """By how far reads run ahead."""
+        """Lifetimes of weights in one step, by how far reads run ahead."""
         self._making: dict[tuple[int, int], int] = {}
         """By segment and the bytes of its gradients."""
 
     def weight_lifetimes(self, ahead: int) -> list[Lifetime[BlockSpec]]:
-        """Those of one step."""
+        """Return the lifetimes of weights in one step. `ahead`: how many segments reads run ahead."""
         if ahead not in self._weights:
             self._weights[ahead] = weight_lifetimes(self.uses, ahead=ahead)
         return self._weights[ahead]
@@ -135,7 +135,7 @@ class StepPart(NamedTuple):
     """A part of a step."""
 
     positions: range
-    """Of its uses, and of what comes behind the last one."""
+    """Positions of its uses, and of what comes behind the last one."""
     taken: list[Taken]
 
     def bytes_for(self, *purposes: Purpose) -> list[int]:
@@ -145,7 +145,7 @@ class StepPart(NamedTuple):
         return overlap(lifetimes, len(self.positions))
 
     def number_for(self, purpose: Purpose) -> list[int]:
-        """How often something is taken for this purpose at each position."""
+        """Return the number of live buffers for this purpose, by position."""
         counted = [each._replace(num_bytes=1) for each in self.taken if each.purpose == purpose]
         return StepPart(self.positions, counted).bytes_for(purpose)
 
@@ -185,11 +185,11 @@ class PlacedStep:
         self._gradients = gradient_bytes(spec, placement.gpu_embedding_rows)
         self._is_exchanged = memory.num_ranks > 1
         self._updated = [each.gradient_bytes for each in memory.own.segments] if self._is_exchanged else self._gradients
-        """Of each segment, the gradients that this rank updates with."""
+        """Bytes of the gradients of each segment that this rank updates with."""
         self.held_bytes = [
             0 if stage == "backward" else num_bytes for num_bytes, stage in zip(self._updated, updates, strict=True)
         ]
-        """Of each segment, what is held of its gradients until the update."""
+        """Bytes of the gradients of each segment that are held until the update."""
         embedding = spec.lookup_block
         if embedding is not None and self._updated[0] != memory.own.embedding.gradient_bytes:
             num_spread = min(placement.groups.elements, embedding.num_elements)  # the rows of one group's gradient

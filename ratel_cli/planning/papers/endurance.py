@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RATED_AMPLIFICATION = 2.5
-"""Of the random writes that drives are rated with (section II-D)."""
+"""Write amplification of the random writes that drives are rated with (section II-D)."""
 RETENTION_OF_A_DAY = 86.0
 """How often a cell can be written, by the rating, if it must hold bytes for a day instead of three years."""
 

@@ -83,7 +83,7 @@ class InMemoryModel:
     activation_bytes: int
     """On the GPU: the layers' inputs of a micro-batch, and the activations of the layer that computes."""
     recomputed_flops: int
-    """Of a step."""
+    """FLOPs that a step recomputes."""
     gpu_bytes: int
     """GPU memory that there is for all of this."""
     host_bytes: int

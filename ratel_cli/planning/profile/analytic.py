@@ -126,7 +126,7 @@ def spec_from_shape(
 def _block_name(
     segment: str, rule: Rule, parameters: list[tuple[str, tuple[int, ...]]], dtype: DtypeName, *, is_main: bool
 ) -> str:
-    """As in a real model (model/cut/binding.py)."""
+    """Return the name that the block has in a real model (model/cut/binding.py)."""
     if is_main:
         return segment
     return f"{segment}, {parameters[0][0]}" if rule.takes_matrices else f"{segment}, by {rule.title} in {dtype}"

@@ -77,7 +77,7 @@ class Liveness:
         self._operators = operators
         self._alive = {position for position, is_alive in enumerate(_alive(operators, saved)) if is_alive}
         self._run = set(self._alive)
-        """Those alive that are not swapped, so what they read is needed."""
+        """Operators alive that are not swapped, so what they read is needed."""
         self._readers, self._writers = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
         """Positions by storage, the first one first; of those that read, only the ones alive."""
         for position, operator in enumerate(operators):

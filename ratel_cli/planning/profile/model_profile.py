@@ -37,10 +37,9 @@ class SwapCandidate:
     seconds: float | None = None
     """Measured seconds of recomputation that are saved; None if not measured."""
     saved_bytes: int = 0
-    """Of `num_bytes`, those of outputs that autograd saves: `LayerProfile.backward_bytes` counts them, swapped or
-    not."""
+    """The part of `num_bytes` that autograd saves: `LayerProfile.backward_bytes` counts it, swapped or not."""
     held_bytes: int = 0
-    """Of `num_bytes`, those of outputs that `LayerProfile.forward_held_bytes` counts, swapped or not."""
+    """The part of `num_bytes` that `LayerProfile.forward_held_bytes` counts, swapped or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +66,17 @@ class LayerProfile:
     forward_bytes: int
     """What activations take at the peak of forward, which saves nothing; the layer's input is not counted."""
     forward_held_bytes: int
-    """The same if the results of all products, and of attention, stayed to the end, as swapped outputs do."""
+    """What activations take at the peak of forward if the results of all products, and of attention, stay to the end,
+    as swapped outputs do."""
     backward_bytes: int
     """What activations take at the peak of backward, next to the layer's input: what autograd saves, swapped or
     recomputed, and gradients of activations."""
     making_bytes: int
-    """The same while the gradient of a weight is made."""
+    """Peak of backward's activations while the gradient of a weight is made, counted as in `backward_bytes`."""
     replay_bytes: int
     """What activations take at the peak of recomputing, next to the unit, if that is the layer's input alone."""
     replay_held_bytes: int
-    """The same with all that autograd saves there from the beginning. Swapped outputs are."""
+    """Peak of recomputing with all that autograd saves there from the beginning, as swapped outputs are."""
     flops_forward: int
     flops_recomputed: int
     """FLOPs that backward recomputes when nothing but the input is offloaded; dead work is left out."""
@@ -88,7 +88,8 @@ class LayerProfile:
     forward_moved_bytes: int = 0
     """Bytes that forward moves in the device's memory besides products, as far as they are known."""
     backward_moved_bytes: int = 0
-    """So for backward, without what it recomputes."""
+    """Bytes that backward moves in the device's memory besides products and what it recomputes, as far as they are
+    known."""
     forward_seconds: float | None = None
     recomputed_seconds: float | None = None
     backward_seconds: float | None = None
@@ -100,7 +101,7 @@ class LayerProfile:
         return 2 * self.flops_forward - self.frozen_flops
 
     def forward_only(self) -> LayerProfile:
-        """The same layer where backward does not reach it: nothing is kept for it."""
+        """Return the costs of a layer that backward does not reach: nothing is kept for it."""
         return replace(
             self,
             input_bytes=0,
@@ -159,7 +160,7 @@ class ModelProfile:
     head_seconds: float | None = None
     """Forward and backward, and the loss."""
     frozen_head_flops: int = 0
-    """As `LayerProfile.frozen_flops`, of the final norm and the head."""
+    """`LayerProfile.frozen_flops` of the final norm and the head."""
     head_moved_bytes: int = 0
     """Bytes that forward and backward of the final norm and the loss move, besides products."""
     adamw_share: float | None = None
@@ -210,7 +211,7 @@ class ModelProfile:
 
 
 def _scaled(costs: _Costs, share: Fraction) -> _Costs:
-    """The same with this share of its bytes, FLOPs and seconds."""
+    """Return the costs with this share of their bytes, FLOPs and seconds."""
     names = [each.name for each in fields(costs) if isinstance(getattr(costs, each.name), int | float)]
     return replace(costs, **{name: _share_of(getattr(costs, name), share) for name in names})
 

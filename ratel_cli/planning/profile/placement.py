@@ -129,7 +129,7 @@ class UnitsOnGpu:
 
 
 LEAST_UNITS: Final = UnitsOnGpu(forward_bytes=0, ahead_bytes=0)
-"""With which a step takes the least memory."""
+"""The placement of units that needs least memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class Placement:
     gpu_window_bytes: int = 0
     """GPU memory for weights of the next segment while one computes: for its first parameters, as many as fit."""
     gpu_units: UnitsOnGpu | None = None
-    """What units may take in GPU memory on their way down and up; None: two of them, whatever they are."""
+    """What units may take in GPU memory on their way down and up. None: room for two units of any size."""
     gpu_leaving_bytes: int = 0
     """GPU memory for gradients until their downloads have ended. Each segment takes at least what its largest parameter
     needs."""

@@ -21,7 +21,8 @@ from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile,
 from ratel_cli.planning.profile.placement import Workload
 
 RECORDED_MICRO_BATCHES = 4
-"""Of each layer: more would not change the medians much, and what is recorded takes memory until the step has ended."""
+"""Micro-batches of each layer that are recorded: more would not change the medians much, and what is recorded takes
+memory until the step has ended."""
 _LEAST_SHARE = 0.002
 """The share of a layer's recomputation that a candidate must save."""
 
@@ -39,7 +40,7 @@ class OperatorRecord(Recorded):
     num_bytes: int
     """Bytes of its outputs; 0 where they cannot be swapped."""
     saved_bytes: int
-    """Of these, those of outputs that autograd would have saved."""
+    """The part of `num_bytes` that autograd would have saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class UnitRecord:
     replay_bytes: int
     """The most that this forward takes if what autograd saves stays."""
     replay_held_bytes: int
-    """The same with all that autograd saves there from the beginning."""
+    """The most that this forward takes with all that autograd saves there from the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,8 @@ _LEAST_GAIN = 0.02
 _AS_GOOD = 1.005
 _MOST_GROUP_ELEMENTS = 1 << 24
 _GROUPS_SHARE = 1 / 16
-"""Of host memory: the most that the groups' buffers may take where they are larger than the smallest, and the most
-that pending blocks may take where there are more than two."""
+"""Share of host memory: the most that the groups' buffers may take where they are larger than the smallest, and the
+most that pending blocks may take where there are more than two."""
 _SCANNED = 16
 """Up to this many levels are tried one by one."""
 

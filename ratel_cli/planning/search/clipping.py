@@ -52,7 +52,7 @@ class SpeculationCosts:
 COUNTED_ALIKE: Final = SpeculationCosts(
     deferred_seconds=1.0, unclipped_seconds=0.0, vain_seconds=1.0, vain_wear=1.0, time_per_wear=0.0
 )
-"""Without a prediction: an unclipped step gains what a clipped one loses that was updated in vain to the end."""
+"""Without a prediction: a wrong guess costs one wasted update, a right one saves one."""
 
 
 def speculation_costs(problem: Problem, chosen: Evaluation) -> SpeculationCosts | None:

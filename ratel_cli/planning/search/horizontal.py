@@ -30,12 +30,12 @@ class HorizontalPlan:
     placement: Placement
     memory: HostMemory
     sum_bytes: int
-    """Of `memory`: fp32 sums of all blocks, where gradients of several rounds are added up."""
+    """The part of `memory` for fp32 sums of all blocks, where gradients of several rounds are added up."""
     num_spilled: int
     """Segments whose held gradients go to the drives."""
     spilled_bytes: int
     traffic: Traffic
-    """Of a step of one forward and one backward."""
+    """Traffic of a step of one forward and one backward."""
 
 
 def plan_horizontal(

@@ -168,7 +168,7 @@ def make_plan(problem: Problem, *, trades: bool = True) -> Plan:
 
 
 def predicted_again(plan: Plan, problem: Problem) -> Plan:
-    """The same plan, with the times that another profile or machine predicts for it."""
+    """Return the plan with the times that another profile or machine predicts for it."""
     problem = replace(problem, gpu_holds_head=plan.placement.gpu_holds_head)
     number = plan.swap.num_outputs
     evaluation = Evaluation(

@@ -48,7 +48,7 @@ from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.store.layout import WHOLE, RankSlice
 
 _LEAST_ROW_BYTES = 512
-"""Of a row that is read in place: an H200 reads rows of 4 KiB at 50 GB/s where it copies at 55; short ones were not
+"""Smallest row that is read in place. An H200 reads rows of 4 KiB at 50 GB/s where it copies at 55; short ones were not
 measured."""
 
 
@@ -148,7 +148,7 @@ class Problem:
 
     @cached_property
     def unfrozen_state_bytes(self) -> int:
-        """The same if no parameter were frozen: what excess is measured by."""
+        """What every step would write to NVMe if no parameter were frozen: what excess is measured by."""
         return unfrozen_state_bytes(self.own)
 
     @cached_property
@@ -159,7 +159,8 @@ class Problem:
 
     @cached_property
     def tried_with_residents(self) -> dict[object, dict[int, tuple[float, Traffic] | None]]:
-        """The same where something stays: by prefix the seconds and the traffic; None for one that does not fit."""
+        """What was tried where something stays in memory: by prefix the seconds and the traffic; None for one that does
+        not fit."""
         return {}
 
     @cached_property

@@ -29,7 +29,8 @@ class SplitRate:
     shortfall_bytes: int
     """Bytes of memory that the split is short of; 0 if it fits."""
     unclipped_tokens_per_second: float | None = None
-    """Of a step that is not clipped; None where it takes as long as one that is, or where that is not asked for."""
+    """Tokens per second of a step that is not clipped; None where it takes as long as one that is, or where that is not
+    asked for."""
 
     @property
     def fits(self) -> bool:

@@ -25,7 +25,8 @@ AnyCost = TypeVar("AnyCost", float, Cost)
 _SCANNED = 32
 """Up to this many prefixes in all are tried one by one."""
 _STRIDES = 8
-"""Of more prefixes, this many are tried between the best two groups, then between the best two of those, and so on."""
+"""Where there are more prefixes, this many are tried around the best prefix of whole groups, then around the best of
+those, and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ class ComputeSeconds:
     """The part of `backward` that comes before the first gradient."""
     is_measured: bool
     adamw_share: float | None = None
-    """As in `ModelProfile`."""
+    """See `ModelProfile`."""
 
 
 def compute_seconds(
@@ -307,9 +307,9 @@ class _Updated(NamedTuple):
     moved_bytes: int
     """What their updates move in main memory."""
     flops: int = 0
-    """Of matrix products, on the device that computes."""
+    """FLOPs of matrix products, on the device that computes."""
     crossing_bytes: int = 0
-    """What goes to a GPU for them, and as much comes back."""
+    """Bytes that go to a GPU for these products, and as many come back."""
 
     @classmethod
     def of(cls, segments: Iterable[Segment]) -> _Updated:
@@ -374,11 +374,11 @@ class _StageWork:
     network: Exchanged = NOTHING
     """What other ranks are sent, and send."""
     alone: Exchanged = NOTHING
-    """The part of it next to which nothing computes."""
+    """Exposed part of `network`: nothing computes while it is sent."""
     alone_seconds: float = 0.0
-    """What comes before that, and nothing computes either."""
+    """Exposed seconds before `alone` is sent."""
     exchanged: Exchanged = NOTHING
-    """The part of it that is gradients, which are added up."""
+    """The part of `network` that is gradients, which are added up."""
 
 
 class _Stages:

@@ -29,7 +29,7 @@ from ratel_cli.schedule.uses import Stage, step_uses
 _BOOKED = 0.85
 """The most of the link's time that offloaded activations get."""
 UNBOOKED = 1 / _BOOKED - 1
-"""What a byte of them takes in addition, in bytes."""
+"""Link overhead per byte of offloaded activations, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ def uploaded_bytes(spec: ModelSpec, placement: Placement) -> tuple[int, int]:
 def _uploaded_bytes(
     spec: ModelSpec, staying: frozenset[int], num_rows: int | None, window_bytes: int
 ) -> tuple[int, int]:
-    """The same, less what of each use goes up in the window. A search asks for the same at every level."""
+    """Return the weights that go up in forward, and in backward with the head, less what of each use goes up in the
+    window. A search asks for the same at every level."""
     if not spec.segments:
         return 0, 0
     embedding, uses = looked_up(spec, num_rows), step_uses(spec.segments)
@@ -108,7 +109,8 @@ def host_sums(spec: ModelSpec, placement: Placement, *, num_micro_batches: int) 
 
 
 def head_sums(spec: ModelSpec, placement: Placement, *, num_chunks: int) -> HostSumTraffic:
-    """Of the head's gradients, beyond what moves where the GPU has their sums. `num_chunks`: those of the whole step.
+    """Return what the sums of the head's gradients move, beyond what moves where the GPU has them. `num_chunks`: those
+    of the whole step.
 
     A chunk's gradient leaves before the next one is made, and the rounded sum comes back for its norm: computing waits.
     """
@@ -201,7 +203,8 @@ def exposed_unit_bytes(
     *,
     bytes_per_second: float,
 ) -> int:
-    """What of a unit goes up while nothing computes, because its tensors do not fit next to the unit in use earlier.
+    """Return the bytes of a unit whose upload cannot be hidden, because its tensors do not fit next to the unit in use
+    earlier.
 
     `ahead_bytes`: what they may take from the beginning of that unit's backward, and from each moment on at which they
     may take more. `rest_seconds`: the time from each of these moments to the end of backward.

@@ -54,12 +54,12 @@ class NetworkTraffic:
 
     @property
     def total(self) -> Exchanged:
-        """In the whole step."""
+        """What the rank moves in the whole step."""
         return self.forward.and_also(self.backward)
 
 
 NO_TRAFFIC = NetworkTraffic()
-"""That of one rank alone."""
+"""Traffic of one rank alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

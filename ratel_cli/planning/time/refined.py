@@ -20,9 +20,10 @@ from ratel_cli.planning.profile.recorded import BlockSeconds
 from ratel_cli.planning.time.step_time import StepTime
 
 _BOUND_SHARE = 0.9
-"""The share of a step for which drives are busy that bound it, whatever else is busy."""
+"""Drives bound a step if they are busy for this share of it, whatever else is busy."""
 _BUSIEST_SHARE = 0.5
-"""The same for drives that are busier than computing and the link: between their transfers others wait for them."""
+"""Drives bound a step if they are busy for this share of it, and busier than computing and the link: between their
+transfers others wait for them."""
 _LEAST_SHARE = 0.1
 """Below this share of a step, a transfer's rate does not matter."""
 _MOST_FACTOR = 4.0
@@ -36,13 +37,13 @@ class SeenStep:
     seconds: float
     blocks: Mapping[int, BlockSeconds]
     nvme_seconds: float
-    """For which drives read or wrote."""
+    """Seconds for which drives read or wrote."""
     up_seconds: float
     down_seconds: float
 
     @property
     def computing_seconds(self) -> float:
-        """For which the device computed."""
+        """Seconds for which the device computed."""
         return sum(block.forward + block.backward for block in self.blocks.values())
 
 

@@ -35,7 +35,7 @@ class Cost(NamedTuple):
     excess_bytes: float
     """0 unless the rule counts them first."""
     seconds: float
-    """With the price of written bytes."""
+    """Seconds of a step, with the price of written bytes."""
 
     def is_within(self, factor: float, other: Cost) -> bool:
         """Whether this is at most `factor` times the other's time, and writes no more where that counts first."""
@@ -89,13 +89,13 @@ class WearTrade:
     """Written by any step."""
     seconds: float
     written_bytes: int
-    """Of the plan."""
+    """Bytes that a step of the plan writes."""
     save_seconds: float
     save_written_bytes: int
-    """Of the plan with `save`."""
+    """Bytes that a step of the plan with `save` writes."""
     ignore_seconds: float
     ignore_written_bytes: int
-    """Of the plan with `ignore`."""
+    """Bytes that a step of the plan with `ignore` writes."""
 
     def to_json(self) -> dict[str, object]:
         """Keys of `wear` in plan.json and `ratel plan --json`."""

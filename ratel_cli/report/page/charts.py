@@ -95,7 +95,7 @@ class ShareRow:
     """Step, and share from 0 to 1."""
     stalled: tuple[Point, ...]
     words: tuple[str, str]
-    """To the right: of busy, of stalled."""
+    """Words to the right: of busy, of stalled."""
 
 
 def share_rows(rows: Sequence[ShareRow], *, x: Scale, width: int, title: str) -> str:
@@ -139,7 +139,7 @@ def share_rows(rows: Sequence[ShareRow], *, x: Scale, width: int, title: str) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     x: Scale
     y: Scale
@@ -160,7 +160,7 @@ class _Frame:
         return "M" + "L".join(f"{self.across(x)} {self.down(y)}" for x, y in points)
 
     def area(self, points: Sequence[Point]) -> str:
-        """From the base up to the points; one point is as wide as the frame."""
+        """The path of the area from the base up to the points. One point is as wide as the frame."""
         if len(points) == 1:
             points = [(self.x.low, points[0][1]), (self.x.high, points[0][1])]
         base = self.y.low

@@ -30,7 +30,7 @@ GENERATOR = "Ratel"
 """What the page says it was made by. A file that says so may be replaced by another report."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _MOST_ROWS = 1500
-"""Of the table that the script reads values from."""
+"""Most rows of the table that the script reads values from. The last step's may come on top."""
 
 
 def page_of(report: RunReport) -> str:

@@ -243,7 +243,7 @@ def plan_figure(plan: RecordedPlan) -> str:
 
 
 def _gpu_curves(report: RunReport) -> list[_Curve]:
-    """Of a run on a GPU: its memory, what it computes, and how long it waits."""
+    """The curves of a run on a GPU: its memory, what it computes, and how long it waits."""
     last, limit = report.steps[-1], report.gpu_limit_bytes
     unit, size = byte_unit(max(limit or 0, *(each.gpu_peak_bytes for each in report.steps)))
     return [

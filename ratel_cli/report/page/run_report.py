@@ -55,7 +55,7 @@ class RunReport:
     """What cannot be read or is not there."""
     made: datetime
     version: str
-    """Of Ratel, when the report was made."""
+    """Version of Ratel that made the report."""
 
     @property
     def steps(self) -> tuple[StepMetrics, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ratel_cli.training.history import finite_mean
 
 _SPACE = 0.06
-"""Of a scale, free at each end."""
+"""Space at each end of a scale, as a share of the range of its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """From values to places: `low` is at 0, `high` at 1."""
+    """Maps values to places: `low` is at 0, `high` at 1."""
 
     low: float
     high: float

@@ -40,13 +40,13 @@ class RunStatus:
     num_steps: int | None = None
     """Steps of the whole run; None if that is not known."""
     loss: float | None = None
-    """Of the last step."""
+    """Loss of the last step."""
     eval_loss: float | None = None
-    """Of the last evaluation among the recent steps."""
+    """Loss of the last evaluation among the recent steps."""
     tokens_per_second: float | None = None
     """The speed of the run (`training.history.recent_rate`)."""
     seconds_left: float | None = None
-    """Until the last step, at the speed of the recent steps; saves and evaluations not counted."""
+    """Seconds until the last step, at the speed of the recent steps; saves and evaluations not counted."""
     ended_early: bool = False
     """Whether its evaluations ended it before its last step."""
     best_step: int | None = None

@@ -37,7 +37,7 @@ _DECIDES_ABOUT_ROWS = frozenset(
 )  # fmt: skip
 """Keys that decide which rows can be used."""
 _DECIDES_ABOUT_TYPES = frozenset({"datasets", "test_datasets", "streaming"})
-"""Those of them that decide what a row is, whatever the tokenizer is."""
+"""Keys that decide what a row is, whatever the tokenizer is."""
 _DECIDES_ABOUT_MACHINE = frozenset(
     {
         "base_model", "random_init", "unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_RATES,

@@ -81,7 +81,7 @@ def examine(
 
 
 def _packages() -> Iterator[Diagnosis]:
-    """Of what is installed beside Ratel: whether it loads."""
+    """Diagnose the packages installed beside Ratel: whether each of them loads."""
     failed = packages_that_fail()
     for each in failed:
         yield Diagnosis(

@@ -68,7 +68,7 @@ def _evaluate_all(
     open_models: Callable[[RunContext], Iterator[StreamedModel[LanguageBase]]],
     rejects_shown_by: str | None = None,
 ) -> list[EvaluationReport]:
-    """Of each model, on the same rows."""
+    """Evaluate each model on the same rows."""
     device = compute_device(config.device)
     with (
         determinism(config.deterministic, device, notice=log.notice),

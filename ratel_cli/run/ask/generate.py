@@ -51,7 +51,7 @@ from ratel_cli.units import counted
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "no_repeat_ngram_size",
          "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")  # fmt: skip
-"""Of the model's own settings, what is used."""
+"""Names of the model's own generation settings that are used."""
 _KEPT_FOR_SAMPLING = ("top_k", "top_p", "min_p")
 _LOGITS_COPIES = 4
 """The scores in fp32, and what processors and sampling make of them."""

@@ -44,7 +44,7 @@ from ratel_cli.units import counted
 
 LATENTS_NAME = "latents.safetensors"
 _LATENT_COPIES = 10
-"""Of all latents in fp32, with what the model predicts and what the scheduler makes of both."""
+"""Copies of all latents in fp32, with what the model predicts and what the scheduler makes of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class ImageRequest:
     """What to make, and how."""
 
     classes: tuple[int, ...]
-    """Of each image."""
+    """Class of each image."""
     num_steps: int
-    """Of denoising."""
+    """Steps of denoising."""
     guidance: float
     """How far predictions go from those without a class to those with it; 1: these alone."""
     step: int | None

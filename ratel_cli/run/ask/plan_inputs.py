@@ -219,7 +219,7 @@ def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
 
 
 def on_same_drives(stores: Sequence[Sequence[Path]]) -> list[Sequence[Path]]:
-    """Of the directories of stores, those on the drives of the first."""
+    """Choose the stores, each given by its directories, that are on the drives of the first."""
     return [paths for paths in stores if set(map(device_of, paths)) == set(map(device_of, stores[0]))]
 
 

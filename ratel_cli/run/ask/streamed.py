@@ -33,7 +33,7 @@ from ratel_cli.run.train.open import OpenedRun, open_run
 from ratel_cli.sizes import TASKS, MergeBase
 
 _MERGING_BYTES = 12
-"""Of an element of a matrix that is being merged: the matrix, what is added to it, and their sum, in fp32."""
+"""Bytes for each element of a matrix that is being merged: the matrix, what is added to it, and their sum, in fp32."""
 _GIVE_A_PROMPT = "give a prompt instead of --class"
 
 

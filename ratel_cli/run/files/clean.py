@@ -81,15 +81,15 @@ class LeftFiles:
     config: RunConfig
     extent: Extent
     files: tuple[Path, ...]
-    """To delete, in this order."""
+    """Files to delete, in this order."""
     stores: tuple[Path, ...]
     """Directories with a data file among them."""
     folders: tuple[Path, ...]
-    """To remove afterwards where nothing is left in them, in this order."""
+    """Folders to remove afterwards where nothing is left in them, in this order."""
     kept: tuple[str, ...]
     """What stays although it might be expected to go, each with the reason."""
     step: int | None
-    """Of the store that goes; None if there is none, or it cannot be read."""
+    """Last step of the store that goes; None if there is none, or it cannot be read."""
     is_exported: bool
     """Whether the run's output directory has the model of that step."""
 
@@ -187,7 +187,7 @@ def _is_exported(directory: Path, step: int) -> bool:
 
 
 def _own(config: RunConfig, names: Sequence[str]) -> list[Path]:
-    """Those of these files in `run/` that are Ratel's."""
+    """The files in `run/` with these names that are Ratel's."""
     run, own = run_directory(config.output_dir), own_run_files(config.output_dir)
     return _regular(run, [name for name in names if name in own]) if _is_folder(run) else []
 

@@ -32,9 +32,9 @@ class ReshardingRecord:
     made: tuple[Path, ...]
     """Directories of the new stores, absolute; each is made in a directory of its own there."""
     deleted: tuple[Path, ...]
-    """Those whose stores will go."""
+    """Directories whose stores will go."""
     store_ids: tuple[str | None, ...]
-    """Of the new stores, in each directory; none until they count."""
+    """Ids of the new stores, in each directory of `made`; none until they count."""
 
     @property
     def is_decided(self) -> bool:

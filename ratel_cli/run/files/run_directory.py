@@ -61,7 +61,7 @@ EVENTS_SUFFIX = ".ratel"
 _DECAY = (("decayed", True), ("undecayed", False))
 """Keys of `run/model.json` with the names of parameters, by whether weight decay applies to them."""
 _MAX_NAME_CHARS = 60
-"""Of `output_dir`, in the name of the store's directory. File systems take 255 bytes."""
+"""Most characters of `output_dir` in the name of the store's directory. File systems take 255 bytes."""
 
 
 def run_directory(output_dir: Path) -> Path:
@@ -302,7 +302,8 @@ def decay_of(spec: ModelSpec) -> dict[str, bool]:
 
 
 def recorded_decay(output_dir: Path) -> dict[str, bool]:
-    """So for the model of the run that was here, from its `run/model.json`; empty if nothing says it."""
+    """Whether weight decay applies to each parameter of the run that was here, from its `run/model.json`; empty if
+    nothing says it."""
     try:
         content = JsonFields(json.loads((run_directory(output_dir) / MODEL_NAME).read_bytes()))
         blocks = [JsonFields(each) for each in content.items("blocks")]

@@ -53,9 +53,9 @@ class Base(ABC):
     library: ClassVar[str]
     """What loads an export."""
     weights_name: ClassVar[str] = WEIGHTS_NAME
-    """Of an export's single file of weights."""
+    """Name of an export's file of weights, if there is only one."""
     directory: Path
-    """Of the base model."""
+    """Directory of the base model."""
     model: AnyModel
     """Without weights."""
 

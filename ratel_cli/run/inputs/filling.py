@@ -61,7 +61,7 @@ def _file(config: RunConfig) -> Path:
 
 
 def _state(path: Path) -> list[tuple[str, int, int]]:
-    """Of each file here, its name, its size and when it was changed; nothing if there is none."""
+    """The name, the size and the time of change of the path and of each entry in it; empty if there is none."""
     found = []
     for each in [path, *sorted(path.glob("*"))]:
         with suppress(OSError):

@@ -28,7 +28,7 @@ DECIDES_THE_COUNT: Final = (
     "tokenizer_use_mistral_common", "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing",
     "attn_implementation", "val_set_size", "seed", *DECIDES_THE_LENGTH,
 )  # fmt: skip
-"""With the sequences of a step, the keys that the number of steps follows from."""
+"""Keys that the number of steps follows from, together with the sequences of a step."""
 
 
 def num_steps(config: RunConfig, steps_per_epoch: int, *, rounds_up: bool = True) -> int:

@@ -106,7 +106,7 @@ def description_file(config: RunConfig) -> Path:
 
 
 def _files_of_weights(base_model: str) -> list[tuple[str, int, int]]:
-    """Of each safetensors file, its name, its size and when it was changed: what it has may decide where blocks lie."""
+    """The name, the size and the time of change of each safetensors file: what it has may decide where blocks lie."""
     paths = sorted(Path(os.path.expanduser(base_model)).glob("*.safetensors*"))
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
 

@@ -1,4 +1,4 @@
-"""What a run of several ranks does not have. Light: `ratel plan` asks, too."""
+"""Features that are rejected with several ranks. Imports no torch: `ratel plan` asks, too."""
 
 from __future__ import annotations
 

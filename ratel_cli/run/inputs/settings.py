@@ -42,7 +42,8 @@ CHOOSES_RULES: Final = ("optimizer", "optim_args", "bf16_master")
 CHOOSES_BITS: Final = (
     "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES, *CHOOSES_RULES,
 )  # fmt: skip
-"""Such keys too, which are no part of the hash where they have their default: so it stays that of older stores."""
+"""Keys that must be the same when a run resumes, too. Those at their default are no part of the hash: so it stays that
+of older stores."""
 CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION)
 """Keys that decide what is trained of a model."""
 DECIDES_THE_STATE: Final = (
@@ -54,7 +55,7 @@ OF_TEXT: Final = (
     "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "mlm_probability", "head_chunk",
     "attn_implementation",
 )  # fmt: skip
-"""Those of them that count for text alone."""
+"""Keys of `DECIDES_THE_BITS` that count for text alone."""
 DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
 

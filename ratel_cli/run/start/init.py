@@ -75,7 +75,7 @@ _NEAR_BEST = 0.9
 _TYPICAL_WRITES = 600
 """Writes of its whole size that a consumer drive is rated for: 600 TB for 1 TB."""
 _WEARS_OUT = 0.5
-"""Of what the drives are rated for, the share that no run should write unasked."""
+"""Share of the drives' rated writes that no run should write unasked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class StartingText:
         return config
 
     def copy(self) -> StartingText:
-        """The same keys, to be chosen on without a change of these."""
+        """Return a copy: its keys can be chosen on without a change of these."""
         other = copy(self)
         other._values, other._comments = dict(self._values), dict(self._comments)
         return other

@@ -37,7 +37,7 @@ class Branch:
 
     origin: Origin
     stores: tuple[Store, ...]
-    """Those of all ranks of the other run."""
+    """The stores of all ranks of the other run."""
     generation: Readable
     """What this rank takes over of the step."""
 

@@ -183,9 +183,9 @@ class _Run:
     written: RunConfig
     """The config as it was given. If it leaves the split to a plan, one splits the steps, now or when the run began."""
     hardware: HardwareProfile
-    """Of the machine. That of the planner is this rank's share."""
+    """Profile of the machine. That of the planner is this rank's share."""
     meter: LoadMeter
-    """Of other work on the machine since measuring began."""
+    """Measures other work on the machine since measuring began."""
     planner: Planner
 
     @property

@@ -43,11 +43,11 @@ class OpenedRun:
     context: RunContext
     base: Base
     stores: tuple[Store, ...]
-    """Of each rank."""
+    """The store of each rank."""
 
     @property
     def store(self) -> Store:
-        """That of the first rank."""
+        """The store of the first rank."""
         return self.stores[0]
 
     @property
@@ -195,8 +195,8 @@ def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrit
 
 
 def write_merged(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool, into: MergeBase) -> int:
-    """The same of the base model with the adapter of a generation. The run must have an adapter. `into`: see
-    `AdaptedBase.merged`."""
+    """Export the base model, merged with the adapter of a generation, as `write_export` does. The run must have an
+    adapter. `into`: see `AdaptedBase.merged`."""
     from ratel_cli.run.inputs.adapted_base import AdaptedBase  # with PEFT, which other runs do not need
 
     assert isinstance(run.base, AdaptedBase)

@@ -52,11 +52,11 @@ _OF_EACH_RANK: Any = {
     "limits": True,
     "storage": {"paths": True, "snapshot": {"path": True}},
 }
-"""Of a config, what ranks may have of their own."""
+"""Keys of a config that ranks may have of their own."""
 _MEASURED_BYTES = 32 * MIB
 """What a rank sends to measure the network: as much as a small block."""
 _HASH_BITS = 52
-"""Of a hash that goes from rank to rank as a number."""
+"""Bits of a hash that goes from rank to rank as a number."""
 
 
 def config_of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:

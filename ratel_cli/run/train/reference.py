@@ -93,9 +93,9 @@ class _Part:
 
     samples: ComparedSamples
     numbers: Integers
-    """Of its samples."""
+    """Numbers of its samples."""
     places: Integers
-    """Of its samples in `values`."""
+    """Places of its samples in `values`."""
     values: LogProbabilities
     """Where they go."""
 
@@ -130,9 +130,9 @@ class _Reference:
     weights: str | None
     """A hash of the base model's files, as they are now; None if it has none, or is not the reference."""
     known_weights: str | None
-    """The same of those that what is known was computed with."""
+    """A hash of the base model's files that the known log-probabilities were computed with; None as in `weights`."""
     sets: tuple[_Set, _Set]
-    """For training, and for evaluation."""
+    """The samples for training, and for evaluation."""
 
     @classmethod
     def of(

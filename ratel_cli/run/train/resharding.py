@@ -56,7 +56,7 @@ from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
 
 _WAIT_SECONDS = 2.0
-"""For a process that uses the stores."""
+"""Seconds to wait for a process that uses the stores."""
 
 
 def finish_resharding(config: RunConfig, log: RunLog) -> None:
@@ -290,7 +290,7 @@ def _open_old(
 
 
 def _store_id(directory: Path) -> str | None:
-    """Of the store in a directory; None if there is none."""
+    """The id of the store in a directory; None if there is none."""
     identification = read_header(directory / DATA_FILE_NAME).identification
     return None if identification is None else identification.store_id.hex()
 
@@ -327,7 +327,8 @@ def _of_rank(config: RunConfig, rank: int) -> RunConfig:
 
 
 def _shares(store: Store, number: int) -> tuple[int, ...]:
-    """Of a new store with this many directories: those of the old one, if it has as many."""
+    """The shares of a new store with this many directories: those of the old one, if it has as many, else equal
+    ones."""
     return store.shares if len(store.shares) == number else (1,) * number
 
 

@@ -26,7 +26,7 @@ from ratel_cli.units import counted
 
 
 def shaped_by_plan(context: RunContext, inputs: Inputs, hardware: HardwareProfile) -> tuple[RunContext, Inputs]:
-    """Both with the split, and the chunks of the head, that the plan chooses where the config names none.
+    """Return both with the split, and the chunks of the head, that the plan chooses where the config names none.
 
     Of splits that do not fit, the one that comes closest; chunks in the same way.
     """

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from ratel_cli.errors import BadInput
 
 _MOST_DIGITS: Final = 18
-"""Of a step: it fits into 64 bits."""
+"""Most digits of a step: it fits into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)

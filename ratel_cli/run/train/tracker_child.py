@@ -197,7 +197,7 @@ class Rows:
     def __init__(self, path: str) -> None:
         self._path = path
         self._num_bytes = 0
-        """Of the rows that were read."""
+        """Bytes of the rows that were read."""
 
     def up_to(self, step: int) -> Iterator[dict[str, object]]:
         """The next rows, those of later steps left out. None while there is no file: the run makes it."""

@@ -94,14 +94,14 @@ class Training(Closing):
         self.ended_early_at: int | None = None
         """The step after which the evaluations ended the run; None if they did not."""
         self._last: StepMetrics | None = None
-        """Of the last step that was announced."""
+        """Metrics of the last step that was announced."""
         self._adaptation: Adaptation | None = None
         """None until there is a plan from a recorded profile."""
         self._spans: tuple[Span, ...] = ()
-        """Of the last step."""
+        """Spans of the last step."""
         self._meter = LoadMeter()
         self._other_loads: deque[OtherLoad | None] = deque(maxlen=NUM_STEPS)
-        """Of the last steps."""
+        """Load of other processes during each of the last steps; None where none is to report."""
         self._estimate: ModelProfile | None = None
         """The profile before the step that is recorded; None if none is."""
         self._resources = ExitStack()
