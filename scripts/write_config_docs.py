@@ -61,7 +61,7 @@ datasets: train.jsonl
 * **Names** are axolotl's where axolotl has one. Names of other trainers are accepted with a notice; they are listed
   below each key as "also".
 * **Unknown keys are errors**, each with file, line, column and the nearest known key. All errors of a config are
-  reported at once. Keys of other trainers are [listed below](#keys-of-other-trainers): those that change nothing here
+  reported at once. Keys of other trainers are [listed below](#keys-of-other-trainers): those that have no effect here
   are ignored, with one notice for all, and those that mean something Ratel does not do are errors with the reason.
 * **Sizes** are numbers of bytes or texts such as `24GiB`, `500MB`. `1e-5` is a number, as in YAML 1.2.
 

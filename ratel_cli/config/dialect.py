@@ -140,7 +140,7 @@ class Dialect:
                 loud.setdefault(outcome.reason, {}).setdefault(outcome.written, outcome.where)
         sentences = []
         if quiet:
-            sentences.append(f"{_names(quiet)} {'changes' if len(quiet) == 1 else 'change'} nothing here")
+            sentences.append(f"{_names(quiet)} {'has' if len(quiet) == 1 else 'have'} no effect here")
         for reason, places in loud.items():
             sentences.append(f"{_names(places)} {'is' if len(places) == 1 else 'are'} ignored: {reason}")
         if sentences:

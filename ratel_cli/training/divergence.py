@@ -40,7 +40,10 @@ def diagnose_nonfinite_step(
             f"hardware fault; step {step - 1} is saved",
             "test the memory and the processor, look for errors in dmesg, then resume",
         )
-    hint = "lower learning_rate, or look at these samples"
+    hint = (
+        "look at these samples; or lower learning_rate and train anew with another output_dir, since the steps before "
+        "may have spoiled the weights already"
+    )
     if scale_loss:
         hint += "; or use dtype: bfloat16, which has more range than float16"
     return Diverged(

@@ -53,7 +53,7 @@ def test_the_table_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
         "from        a config of axolotl",
         f"kept        {KEPT}",
         "translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw_8bit",
-        "dropped     strict: it changes nothing here",
+        "dropped     strict: it has no effect here",
         "dropped     deepspeed: zero3.json: Ratel has an engine of its own; see `storage` and `limits`",
         "decide      something_new: 3: Ratel has no such key",
         "wrote run.yaml; decide what it asks, then try `ratel check run.yaml`",

@@ -85,7 +85,7 @@ def test_what_changes_the_training_is_left_to_the_user(take: Take, text: str, ke
 )
 def test_the_default_of_such_a_key_changes_nothing(load: Load, line: str) -> None:
     [notice] = load(MINIMAL + line + "\n").notices
-    assert notice == f"run.yaml:3:1: `{line.partition(':')[0]}` changes nothing here"
+    assert notice == f"run.yaml:3:1: `{line.partition(':')[0]}` has no effect here"
 
 
 @pytest.mark.parametrize("line", ["", "finetuning_type:\n", "lora_rank: 8\n"])

@@ -99,14 +99,14 @@ def test_a_key_of_another_trainer_that_changes_the_training_is_rejected(complain
 def test_a_key_that_changes_nothing_is_ignored(load: Load, key: str) -> None:
     for value in ("true", "{a: b}"):
         (notice,) = load(MINIMAL + f"{key}: {value}\n").notices
-        assert notice.startswith((f"run.yaml:3:1: `{key}` changes nothing here", f"run.yaml:3:1: `{key}` is ignored: "))
+        assert notice.startswith((f"run.yaml:3:1: `{key}` has no effect here", f"run.yaml:3:1: `{key}` is ignored: "))
 
 
 @pytest.mark.parametrize("key", [*REJECTED.split(), *IGNORED.split()])
 @pytest.mark.parametrize("value", ["", "null", "false", "[]", "{}", '""'])
 def test_what_is_empty_or_off_is_ignored(load: Load, key: str, value: str) -> None:
     loaded = load(MINIMAL + f"{key}: {value}\n") if key != "<<" else load(MINIMAL)
-    assert all(notice == f"run.yaml:3:1: `{key}` changes nothing here" for notice in loaded.notices)
+    assert all(notice == f"run.yaml:3:1: `{key}` has no effect here" for notice in loaded.notices)
 
 
 @pytest.mark.parametrize(
@@ -130,27 +130,27 @@ def test_a_batch_size_that_says_nothing_sure_is_rejected(complain: Complain, tex
 def test_files_in_another_form_are_read_as_numbers(load: Load, complain: Complain) -> None:
     keys = "model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs: {dequantize: %s}\n"
     [notice] = load(MINIMAL + keys % "true").notices
-    assert "change nothing here" in notice
+    assert "have no effect here" in notice
     assert len(complain(MINIMAL + keys % "false")) == 2
 
 
 def test_parts_that_text_does_not_use_may_be_frozen(load: Load) -> None:
     text = "freeze_mm_modules: true\nfreeze_vision_tower: true\nfreeze_multi_modal_projector: true\n"
     [notice] = load(MINIMAL + text).notices
-    assert "change nothing here" in notice
+    assert "have no effect here" in notice
 
 
 def test_the_revision_of_a_hub_model(load: Load) -> None:
     assert load(MINIMAL + "model_revision: v1\n").config.revision_of_model == "v1"
     for key in ("model_revision", "revision_of_model"):  # which a directory has, too
         loaded = load(MINIMAL + f"{key}: main\n")
-        assert loaded.config.revision_of_model is None and "changes nothing here" in loaded.notices[0]
+        assert loaded.config.revision_of_model is None and "has no effect here" in loaded.notices[0]
 
 
 def test_a_default_may_be_true(load: Load, complain: Complain) -> None:
     """LLaMA-Factory closes an empty thought in the prompt where this is off."""
     [notice] = load(MINIMAL + "enable_thinking: true\n").notices
-    assert notice == "run.yaml:3:1: `enable_thinking` changes nothing here"
+    assert notice == "run.yaml:3:1: `enable_thinking` has no effect here"
     [error] = complain(MINIMAL + "enable_thinking: false\n")
     assert "the tokenizer's chat template decides how answers without reasoning are rendered" in error
 
@@ -159,7 +159,7 @@ def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
     text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
     ignored, empty = load(MINIMAL + text).notices
     assert ignored == (
-        "run.yaml:4:1: `bf16`, `max_steps`, `stage` change nothing here. "
+        "run.yaml:4:1: `bf16`, `max_steps`, `stage` have no effect here. "
         "`tf32` is ignored: products in fp32 stay in fp32, which is more exact. "
         "`deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`. "
         "`fsdp` is ignored: Ratel streams the model through one device and needs no sharding"
@@ -176,7 +176,7 @@ def test_a_config_of_another_trainer_has_few_notices(load: Load) -> None:
     assert read.startswith("run.yaml:1:1: `model_name_or_path` is read as `base_model`, `dataset: a,b` as `datasets`, ")
     assert read.count(" as `") == 8
     assert ignored.startswith(
-        "run.yaml:3:1: `stage`, `finetuning_type`, `plot_loss` change nothing here. `template` is"
+        "run.yaml:3:1: `stage`, `finetuning_type`, `plot_loss` have no effect here. `template` is"
     )
     defaults = "`seed: 42`, `learning_rate: 2e-5`"
     assert empty == f"run.yaml:15:1: `seed`, `learning_rate` are empty, so their defaults are used: {defaults}"
@@ -672,7 +672,7 @@ def test_quantised_models_that_ratel_has_not(complain: Complain, text: str, mess
 
 def test_a_delay_of_evaluations_counts_where_they_are_compared(load: Load, complain: Complain) -> None:
     steps = "val_set_size: 0.1\neval_steps: 5\neval_delay: 10\n"
-    assert any("`eval_delay` changes nothing here" in notice for notice in load(MINIMAL + steps).notices)
+    assert any("`eval_delay` has no effect here" in notice for notice in load(MINIMAL + steps).notices)
     load(MINIMAL + steps.replace("10", "0") + "early_stopping_patience: 2\n")
     for line in ("load_best_model_at_end: true\n", "early_stopping_patience: 2\n"):
         [error] = complain(MINIMAL + steps + line)
@@ -682,10 +682,10 @@ def test_a_delay_of_evaluations_counts_where_they_are_compared(load: Load, compl
 def test_what_quantised_keys_say_where_they_change_nothing(load: Load) -> None:
     """Double quantisation of nothing, and a data type that is the run's own."""
     notices = load(MINIMAL + "use_bnb_nested_quant: true\n").notices
-    assert any("`use_bnb_nested_quant` changes nothing here" in notice for notice in notices)
+    assert any("`use_bnb_nested_quant` has no effect here" in notice for notice in notices)
     text = "adapter: lora\nload_in_4bit: true\ndtype: bfloat16\nbnb_4bit_compute_dtype: bf16\n"
     notices = load(MINIMAL + text).notices
-    assert any("`bnb_4bit_compute_dtype` changes nothing here" in notice for notice in notices)
+    assert any("`bnb_4bit_compute_dtype` has no effect here" in notice for notice in notices)
 
 
 def test_double_quantisation_of_nothing(load: Load) -> None:

@@ -50,7 +50,7 @@ def test_plugins_that_only_shard_are_noted(load: Load) -> None:
         f"run.yaml:3:1: `plugins` is ignored: ExpertParallelPlugin: {reason}",
     )
     liger = load(MINIMAL + "plugins: [axolotl.integrations.liger.LigerPlugin]\n").notices
-    assert liger == ("run.yaml:3:1: `plugins` changes nothing here",)
+    assert liger == ("run.yaml:3:1: `plugins` has no effect here",)
 
 
 def test_what_is_left_out_is_said(load: Load) -> None:

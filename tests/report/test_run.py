@@ -329,7 +329,7 @@ def test_steps_that_took_other_than_predicted_are_reported_with_what_follows() -
         for is_changed in (False, True)
     )
     time = f"{format_seconds(made.time.total)} per step, mostly NVMe write"
-    assert kept == (f"steps take 11.9 s instead of 15.9 s; the plan stays; new estimate: {time}")
+    assert kept == (f"steps take 11.9 s instead of 15.9 s; the plan is kept; new estimate: {time}")
     assert changed == (
         "steps take 11.9 s instead of 15.9 s; new plan from the 3 steps up to 9: "
         f"only the inputs of layers offloaded (4.50 MiB), 40.5 MiB recomputed; {time}"

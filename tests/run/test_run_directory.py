@@ -99,10 +99,10 @@ def test_paths_that_name_no_run(here: Path, path: str, text: str | None, message
     ("name", "hint"),
     [
         ("a.yml", "did you mean a.yaml?"),
-        ("nope.yaml", "`ratel status` lists the runs below this directory"),
+        ("nope.yaml", "check the path; `ratel init` writes a config"),
         ("my-rum", "did you mean my-run?"),
         ("notes", "`ratel status` lists the runs below this directory"),
-        ("nowhere/a.yaml", "`ratel status` lists the runs below this directory"),
+        ("nowhere/a.yaml", "check the path; `ratel init` writes a config"),
     ],
 )
 def test_the_hint_for_a_run_that_is_not_there(here: Path, name: str, hint: str) -> None:

@@ -33,7 +33,7 @@ TOPICS: tuple[Topic, ...] = (
         name="LoRA, QLoRA and DoRA",
         words="lora qlora dora rslora adapter adapters peft lowrank",
         text="`adapter: lora` trains a LoRA adapter beside the frozen model; `load_in_4bit: true` quantises that model"
-        " (QLoRA), `peft_use_dora: true` makes it DoRA. `ratel merge` adds it to its base.",
+        " (QLoRA), `peft_use_dora: true` makes it DoRA. `ratel merge` merges the adapter into its base model.",
         keys=("adapter", "lora_r", "lora_target_modules", "load_in_4bit", "peft_use_dora"),
         page="docs/guide/models.md",
     ),
@@ -58,8 +58,16 @@ TOPICS: tuple[Topic, ...] = (
         "and for methods that generate answers during training.",
     ),
     Topic(
+        name="DeepSpeed and ZeRO",
+        words="deepspeed zero zerooffload zeroinfinity",
+        text="Ratel has an engine of its own and reads no DeepSpeed config: all state lies on NVMe and in spare RAM"
+        " without a key. `ratel finetune CONFIG --ranks N` trains on N GPUs.",
+        keys=("storage.paths", "limits.host_memory"),
+        page="docs/guide/memory-and-devices.md",
+    ),
+    Topic(
         name="Several GPUs or machines",
-        words="ranks multigpu gpus distributed ddp fsdp deepspeed zero torchrun sharding parallel parallelism"
+        words="ranks multigpu gpus distributed ddp fsdp torchrun sharding parallel parallelism"
         " accelerate multinode nodes",
         text="`ratel finetune CONFIG --ranks N` trains on N GPUs of this machine: each takes a part of a step's"
         " micro-batches and of the optimizer state. torchrun starts the ranks of several machines.",
@@ -128,6 +136,21 @@ TOPICS: tuple[Topic, ...] = (
         text="Evaluations can end a run early, and choose the step that is exported.",
         keys=("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model", "eval_steps"),
         page="docs/guide/output.md",
+    ),
+    Topic(
+        name="Mixed precision",
+        words="bf16 fp16 fp32 mixedprecision precision autocast amp",
+        text="`dtype` is what the model computes in; its master weights are fp32. `bf16: true` and `fp16: true` are"
+        " read as `dtype: bfloat16` and `dtype: float16`.",
+        keys=("dtype", "bf16_master"),
+        page="docs/guide/memory-and-devices.md",
+    ),
+    Topic(
+        name="NEFTune",
+        words="neftune",
+        text="`neftune_noise_alpha` adds noise to the embeddings of tokens while the model trains.",
+        keys=("neftune_noise_alpha",),
+        page="docs/config.md",
     ),
     Topic(
         name="Trackers",

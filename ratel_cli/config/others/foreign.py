@@ -403,8 +403,8 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         Foreign(
             fate="impossible",
-            reason="it is another training method",
-            hint="remove it; see `rl` for preference training",
+            reason="it is a training method that Ratel does not have",
+            hint="remove the key, and train without this method",
         ),
         """diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_online_server relora relora_steps
         relora_prune_ratio relora_prune_method relora_cpu_offload ebft mtp_enabled distill

@@ -43,7 +43,8 @@ def _precision(entries: Entries, report: Report) -> None:
     dtype, entry = chosen
     given = None if name is None else entries[name].value.content
     if given in ("float32", "fp32", "float") and name is not None:
-        report.drop(entries.pop(name), "`dtype` is what the model computes in")
+        reason = f"`{entry.written}` says what the model computes in, and master weights are fp32 all the same"
+        report.drop(entries.pop(name), reason, quietly=False)
     elif given is not None:
         if dtype == "float16" and given in ("bfloat16", "bf16"):
             report.reject(

@@ -136,7 +136,7 @@ class RowFormat:
         columns = [printable(column) for column in dict.fromkeys(self.columns)]
         first, last = columns[0], columns[-1]
         names = ", ".join(self.unread)
-        end = f"; {names} {'changes' if len(self.unread) == 1 else 'change'} nothing here" if names else ""
+        end = f"; {names} {'has' if len(self.unread) == 1 else 'have'} no effect here" if names else ""
         if self.compared is not None:
             what = "chat_template: conversations" if self.is_chat else "completion: texts"
             *_, last = [each for each in columns if each != self.compared.verdict]

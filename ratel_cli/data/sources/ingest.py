@@ -394,7 +394,10 @@ def reject_too_many(num_rejected: int, num_rows: int, first: Sequence[Reject], *
     """Raise BadInput, with the `first` of the rejected rows, if these are too many. `shown_by`: what shows them all."""
     if num_rejected > _MAX_REJECTED_SHARE * num_rows:
         more = f" and {num_rejected - len(first)} more" if num_rejected > len(first) else ""
-        hint = f"repair or remove these rows{more}" + (f"; {shown_by} lists them with the reasons" if shown_by else "")
+        mend = f"repair or remove these rows{more}"
+        if num_rejected == num_rows:
+            mend = "no row is as the dataset's `type` and columns say; set those that the rows have"
+        hint = mend + (f"; {shown_by} lists them with the reasons" if shown_by else "")
         others = (*map(BadInput, map(str, first[:-1])), BadInput(str(first[-1]), hint))
         raise BadInput(f"rejected {num_rejected} of {num_rows} rows; at most 1 % may be bad", others=others)
 

@@ -300,6 +300,10 @@ def _fetch(repository: str, revision: str | None, download: Callable[[str], str]
             "check the spelling; for a private model, log in with `hf auth login`",
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError) as error:
+        owner = repository.partition("/")[0]
+        if os.path.isdir(owner):  # meant is a directory in it
+            message = f"base_model: there is no directory {repository}, and the hub cannot be reached"
+            raise EnvironmentFailure(message, f"check the spelling: {owner} exists here") from error
         raise EnvironmentFailure(
             f"base_model: {repository} is not in the hub's cache, and the hub cannot be reached",
             "check the network, or set base_model to a local directory",

@@ -47,7 +47,7 @@ def _rows(outcomes: Sequence[ImportedKey]) -> Iterator[tuple[str, str]]:
             yield _WORDS[outcome.fate], f"{_written(outcome)}  ->  {outcome.ours}{remark}"
     quiet = [outcome.written for outcome in outcomes if outcome.fate == "ignored"]
     if quiet:
-        yield "dropped", f"{', '.join(quiet)}: {'it changes' if len(quiet) == 1 else 'they change'} nothing here"
+        yield "dropped", f"{', '.join(quiet)}: {'it has' if len(quiet) == 1 else 'they have'} no effect here"
     for fate in ("noted", "undecided", "impossible"):
         for outcome in outcomes:
             if outcome.fate == fate:

@@ -199,7 +199,7 @@ def adapted_line(
     if other_load is not None:
         taken += f" ({other_load.words})"
     if not is_changed:
-        return f"{taken}; the plan stays; new estimate: {step_time(plan)}"
+        return f"{taken}; the plan is kept; new estimate: {step_time(plan)}"
     return f"{taken}; new plan from the {num_steps} steps up to {step}: {_placed(plan)}; {step_time(plan)}"
 
 

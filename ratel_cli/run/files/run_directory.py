@@ -122,7 +122,9 @@ def check_exists(path: Path) -> None:
         os.lstat(path)
     except FileNotFoundError as exc:
         similar = similar_path(path, lambda other: is_config_name(other) or is_output_of_run(other))
-        hint = similar or "`ratel status` lists the runs below this directory"
+        is_config = path.suffix in (".yaml", ".yml")
+        new = "check the path; `ratel init` writes a config" if is_config else None
+        hint = similar or new or "`ratel status` lists the runs below this directory"
         raise BadInput(f"{path}: no such file or directory", hint) from exc
     except (OSError, ValueError):
         return  # what reads the file says why it cannot be read

@@ -294,7 +294,9 @@ def _export(
     what = "the model" if saved is None else f"the model of step {saved}, {which},"
     log.remark(f"exported {what} to {config.output_dir}; {inputs.base.how_to_load}")
     delete = command("clean", config.output_dir, "--store")
-    log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
+    log.remark(
+        f"the training state remains in {place_of(config)}; {delete} deletes it, after which the run cannot be resumed"
+    )
 
 
 def _save_end(run: _Run, training: Training, facts: RunFacts) -> None:

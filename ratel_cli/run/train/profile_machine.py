@@ -50,7 +50,7 @@ def report_other_load(meter: LoadMeter, log: RunLog) -> None:
     """Say that others computed while something was measured, if they did."""
     load = meter.other_load()
     if load is not None:
-        log.notice(f"{load.words}, so the measured speed is too low, and predicted times are too long")
+        log.notice(f"{load.words}, so measured speeds are too low and predicted times are rough")
 
 
 def _measure(
