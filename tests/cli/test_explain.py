@@ -212,3 +212,6 @@ def test_words_of_another_spelling() -> None:
     assert text_of("Multi-GPU").startswith("Multi-GPU: Several GPUs or machines\n")
     assert text_of("qlora").splitlines()[0] == "qlora: LoRA, QLoRA and DoRA"
     assert text_of("rl").startswith("rl\n"), "a key of ours comes first"
+    assert text_of("NEFTune").startswith("NEFTune: NEFTune\n")
+    assert "read as dtype: bfloat16" in " ".join(text_of("bf16").split())
+    assert "reads no DeepSpeed config" in " ".join(text_of("ZeRO").split())

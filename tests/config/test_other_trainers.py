@@ -231,6 +231,12 @@ def test_the_precision_of_other_trainers(load: Load, lines: str, dtype: str) -> 
     assert load(MINIMAL + lines + "\n").config.dtype == dtype
 
 
+def test_a_flag_that_goes_before_a_dtype_says_so(load: Load) -> None:
+    notices = load(MINIMAL + "dtype: float32\nbf16: true\n").notices
+    words = "`dtype` is ignored: `bf16` says what the model computes in, and master weights are fp32 all the same"
+    assert any(words in notice for notice in notices)
+
+
 @pytest.mark.parametrize(
     ("lines", "save", "evaluate"),
     [

@@ -237,6 +237,17 @@ def test_rejects_are_counted_and_written(load: Load, tmp_path: Path, notices: li
     assert notices[-1] == f"rejected 6 of 606 rows: see {tmp_path / 'run' / 'rejects.jsonl'}"
 
 
+def test_where_no_row_fits_the_type_is_what_is_wrong(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        load(write_text_rows(tmp_path / "x.jsonl", 0, ['{"text": 3}'] * 3))
+    hint = caught.value.others[-1].hint
+    assert hint is not None and hint.startswith("no row is as the dataset's `type` and columns say; set those that the")
+    with pytest.raises(BadInput) as caught:
+        load(write_text_rows(tmp_path / "x.jsonl", 0, ['{"text": 3}', '{"text": null}']))
+    hint = caught.value.others[-1].hint
+    assert hint is not None and hint.startswith("repair or remove these rows")
+
+
 @pytest.mark.parametrize(
     ("num_good", "num_bad", "stops"), [(99, 1, False), (98, 1, True), (198, 2, False), (197, 2, True)]
 )

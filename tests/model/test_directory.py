@@ -220,6 +220,15 @@ def test_failures_of_the_hub(error: type[Exception], translated: type[RatelError
     assert isinstance(raised.value.__cause__, error)
 
 
+def test_a_directory_that_is_misspelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    with pytest.raises(EnvironmentFailure, match="there is no directory models/smal, and the hub cannot be") as raised:
+        resolve_base_model("models/smal")
+    assert raised.value.hint == "check the spelling: models exists here"
+
+
 def test_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(EnvironmentFailure, match="cannot be reached"):

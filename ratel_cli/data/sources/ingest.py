@@ -395,7 +395,7 @@ def reject_too_many(num_rejected: int, num_rows: int, first: Sequence[Reject], *
     if num_rejected > _MAX_REJECTED_SHARE * num_rows:
         more = f" and {num_rejected - len(first)} more" if num_rejected > len(first) else ""
         mend = f"repair or remove these rows{more}"
-        if num_rejected == num_rows:
+        if num_rejected == num_rows > 1 and len({each.reason for each in first}) == 1:
             mend = "no row is as the dataset's `type` and columns say; set those that the rows have"
         hint = mend + (f"; {shown_by} lists them with the reasons" if shown_by else "")
         others = (*map(BadInput, map(str, first[:-1])), BadInput(str(first[-1]), hint))
