@@ -355,7 +355,7 @@ MUTANTS = (
     Mutant("Muon without its look ahead", "engine/optimizer/muon.py", "if settings.nesterov else mean", "if not settings.nesterov else mean", "Muon has torch's bits", "engine/test_optimizers.py"),
     Mutant("Muon's rate for any shape", "engine/optimizer/settings.py", "step_size=learning_rate * self._ratio(*block.matrix.shape)", "step_size=learning_rate", "a matrix's shape changes its rate", "engine/test_optimizers.py"),
     Mutant("Muon for the head", "model/cut/binding.py", "is_in_layer = 0 < segment < len(segments) - 1", "is_in_layer = True", "embedding and head are AdamW's", "engine/test_optimizers.py"),
-    Mutant("more wear for a slower step", "planning/search/choose.py", "if sparing.time.total <= fastest.time.total:", "if sparing.time.total < 0:", "what is written beyond the state makes no step slower", "planning/test_wear.py"),
+    Mutant("more wear for a slower step", "planning/search/choose.py", "if self.sparing.time.total <= self._quickest.time.total else", "if self.sparing.time.total < 0 else", "what is written beyond the state makes no step slower", "planning/test_wear.py"),
     Mutant("one thread of AdamW beside a GPU", "planning/search/choose.py", "max(needed, memory), max(1, most // 2)", "needed, max(1, most // 2)", "AdamW keeps up with main memory where a GPU computes", "planning/test_choose.py"),
     Mutant("short rows are predicted as full ones", "planning/time/costs.py", "workload.full_micro_batches, 0.0", "workload.num_micro_batches, 0.0", "a step takes the time of its data", "planning/test_filling.py"),
     Mutant("saving counts time first", "planning/time/wear.py", "BYTES_FIRST = Objective(excess_first=True)", "BYTES_FIRST = Objective()", "storage.wear: save writes the least", "planning/test_wear.py"),

@@ -434,8 +434,9 @@ NOT_ASKED: Mapping[str, str] = {
 LISTED = (
     "cli/finetune", "run/files/origin", "run/files/output", "run/files/run_directory", "run/files/run_files",
     "run/inputs/length", "run/train/branch", "run/train/finetune", "run/train/first_checks", "run/train/snapshots",
-    "run/train/space", "run/train/split", "run/train/start", "run/train/store", "run/train/trackers", "model/sidecars",
-    "model/marker", "model/staging", "store/open", "store/lock", "store/create", "store/store", "io/files",
+    "run/train/space", "run/train/split", "run/train/start", "run/train/store", "run/train/trackers",
+    "model/export/sidecars",
+    "model/files/marker", "model/export/staging", "store/open", "store/lock", "store/create", "store/store", "io/files",
     "run/train/reference",
 )  # fmt: skip
 """Files whose messages each have a case, or a reason.

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ratel_cli.config.load import load_config
-from ratel_cli.report.page.page import curves
+from ratel_cli.report.page import curves
 from ratel_cli.run.inputs.settings import settings_hash
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import SETTINGS, file_hash, metrics, output_of, ratel, succeed
