@@ -93,24 +93,24 @@ def test_what_is_rejected_changes_no_row_and_what_is_not_changes_some(
 @pytest.mark.parametrize(
     ("keys", "record", "unread"),
     [
-        ({"field_system": "system"}, {"text": "a"}, "field_system changes"),
-        ({"roles_to_train": ("user",), "roles": {"user": ("x",)}}, TEXTS, "roles, roles_to_train change"),
-        ({"roles_to_train": ("user",)}, {"prompt": [ASKED], "completion": [ANSWER]}, "roles_to_train changes"),
+        ({"field_system": "system"}, {"text": "a"}, "field_system has"),
+        ({"roles_to_train": ("user",), "roles": {"user": ("x",)}}, TEXTS, "roles, roles_to_train have"),
+        ({"roles_to_train": ("user",)}, {"prompt": [ASKED], "completion": [ANSWER]}, "roles_to_train has"),
         ({"roles_to_train": ("user",)}, {"messages": TURNS}, ""),
-        ({"field_messages": "chats"}, {"text": "a"}, "field_messages changes"),
-        ({"field_history": "h"}, ALPACA, "field_history changes"),
+        ({"field_messages": "chats"}, {"text": "a"}, "field_messages has"),
+        ({"field_history": "h"}, ALPACA, "field_history has"),
         ({"field_history": "h", "type": "chat_template"}, ALPACA, ""),
-        ({"field": "body"}, {"input_ids": [1]}, "field changes"),
-        ({"field_instruction": "question"}, {"question": "a", "answer": "b"}, "field_instruction changes"),
-        ({"compares": "pairs", "field": "body"}, PAIR, "field changes"),
-        ({"compares": "pairs", "roles": {"user": ("x",)}}, PAIR, "roles changes"),
+        ({"field": "body"}, {"input_ids": [1]}, "field has"),
+        ({"field_instruction": "question"}, {"question": "a", "answer": "b"}, "field_instruction has"),
+        ({"compares": "pairs", "field": "body"}, PAIR, "field has"),
+        ({"compares": "pairs", "roles": {"user": ("x",)}}, PAIR, "roles has"),
         ({"compares": "pairs", "roles": {"user": ("x",)}}, PAIR_OF_TURNS, ""),
     ],
 )  # fmt: skip
 def test_what_is_set_and_not_read_is_named(keys: dict[str, object], record: Record, unread: str) -> None:
     source = replace(DatasetSource(path="p"), **keys)
     said = decide_format(source, dict(record), has_chat_template=True).describe()
-    assert said.endswith(f"; {unread} nothing here") if unread else "nothing here" not in said
+    assert said.endswith(f"; {unread} no effect here") if unread else "no effect here" not in said
 
 
 @pytest.mark.parametrize(
