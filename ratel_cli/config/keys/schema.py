@@ -101,7 +101,7 @@ class RunConfig(Section):
     adapter: Literal["lora"] | None = None
     """Train an adapter beside the frozen model, by PEFT's modules: `lora`. What is exported is then the adapter, in
     PEFT's format. Default: the model's own weights are trained."""
-    lora_r: Whole = Field(default=16, ge=1)
+    lora_r: int = Field(default=16, ge=1, le=1 << 16)
     """The rank of the adapter's matrices."""
     lora_alpha: Whole | None = Field(default=None, ge=1)
     """The adapter's output is multiplied by `lora_alpha / lora_r`. Default: `lora_r`."""
