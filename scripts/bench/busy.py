@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -42,7 +42,7 @@ def main() -> None:
         here = Path(directory)
         make_demo.main(here / "demo")
         for number, (_, case) in enumerate(in_turns(_CASES, arguments.rounds)):
-            with _busy_cores() if case.startswith("busy") else _nothing():
+            with _busy_cores() if case.startswith("busy") else nullcontext():
                 found[case].append(_step_seconds(here, number, arguments.steps, is_ours=case.endswith("ours")))
             print(f"{case}: {found[case][-1]:.2f} s", file=sys.stderr, flush=True)
     seconds = {case: median(each) for case, each in found.items()}
@@ -79,11 +79,6 @@ def _busy_cores() -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="directory for the stores")
     arguments = parser.parse_args()
     print(
-        f"{'kind':<10}{'predicted s':>12}{'step s':>9}{'error':>8}{'others':>8}{'tokens':>8}{'told tokens/s':>15}",
+        f"{'kind':<10}{'predicted s':>12}{'step s':>9}{'error':>8}{'others':>8}{'tokens':>8}{'plan tokens/s':>15}",
         flush=True,
     )
     found = {}

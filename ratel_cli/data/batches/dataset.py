@@ -53,9 +53,9 @@ from ratel_cli.units import counted
 WINDOW_SAMPLES = 1 << 14
 """Samples of a stream that are packed and mixed together."""
 
-# The second part of each random order's key. The orders of epochs count up from the last.
 _STEPS_COUNTED = 16
-"""Steps that are read to estimate how much padding samples of two texts need."""
+"""Steps that are read to estimate the padding of both texts of an encoder-decoder."""
+# The second part of each random order's key. The orders of epochs count up from the last.
 _ORDER_OF_SPLIT, _ORDER_OF_TIES, _ORDER_OF_EPOCHS = 0, 1, 2
 
 

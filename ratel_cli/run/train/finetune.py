@@ -163,7 +163,7 @@ def run_finetune(
 
 
 _STEPS_LOOKED_AT = 16
-"""Among the micro-batches of so many steps is one that has about as many tokens as those of an epoch have."""
+"""Steps whose micro-batches are searched for one that has about as many tokens as those of an epoch have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
