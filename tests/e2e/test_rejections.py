@@ -149,7 +149,7 @@ def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig
     config = make_config(learning_rate=1e15, max_grad_norm=0)
     ended = finetune(config)
     assert_rejected(ended, 5, "step 2 (samples ", "): the ", "also when it was computed again", "step 1 is saved")
-    assert "hint: lower learning_rate" in ended.stderr
+    assert "lower learning_rate and train anew with another output_dir" in ended.stderr
     assert committed_step(config) == 1
     assert [step for step, _, _ in curve(config)] == [1]
     assert not (output_of(config) / "model.safetensors").exists()
