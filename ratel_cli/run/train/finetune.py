@@ -142,7 +142,7 @@ def run_finetune(
             store = make_store(context, inputs, run.identity, start, weights=weights, branch=run.branch)
         else:
             store = run.store
-            resume_store(context, store, start)
+            resume_store(context, store, start, num_steps=inputs.num_steps)
 
         save_plan = partial(_save_plan, run, cache, facts)
         save_plan(plan, profile)  # phase 4

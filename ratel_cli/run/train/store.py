@@ -232,7 +232,7 @@ def _check_fits(store: Store, config: RunConfig, start: Start) -> None:
         raise BadInput(f"--resume {start.step}: that step is not saved; saved steps: {saved}")
 
 
-def resume_store(context: RunContext, store: Store, start: Start) -> None:
+def resume_store(context: RunContext, store: Store, start: Start, *, num_steps: int) -> None:
     """Make the generation that the run begins with the current one, and check every byte of it.
 
     A crash can damage the newest generation if a drive reports a flush that it did not do. The one before it may be
@@ -249,7 +249,9 @@ def resume_store(context: RunContext, store: Store, start: Start) -> None:
     context.pool.trim()
     hand_over(context.config.storage.paths, own_output(context.config))
     forget_deleted_store(context.config)
-    if store.progress.step:
+    if store.progress.step >= num_steps:
+        context.log.say(f"this run is finished: step {store.progress.step} is its last; exporting its model again")
+    elif store.progress.step:
         context.log.say(f"resuming from step {store.progress.step}")
 
 
