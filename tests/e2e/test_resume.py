@@ -157,6 +157,7 @@ def test_a_finished_run_exports_again(make_config: MakeConfig, what: str) -> Non
     weights_path(config).unlink()
     stderr = succeed(config)
     assert "all 4 steps are done" in stderr
+    assert "this run is finished: step 4 is its last; exporting its model again" in stderr and "resuming" not in stderr
     assert "step 4/4" not in stderr
     assert (file_hash(store_of(config)), file_hash(weights_path(config)), curve(config)) == before
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.planning.time.step_time import RESOURCES
-from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics, line_of, step_in
+from ratel_cli.training.metrics import MetricsLog, RunTotals, StepMetrics, StepWarnings, line_of, step_in
 from tests.model.tiny import file_size_limit
 
 KEYS = [
@@ -78,12 +78,22 @@ def metrics(step: int) -> StepMetrics:
 
 def test_memory_that_the_gpu_had_to_look_for_is_a_warning_once() -> None:
     warnings: list[str] = []
-    retries = AllocRetries(warnings.append)
+    found = StepWarnings(warnings.append)
     for step, number in ((1, None), (2, 0), (3, 2), (4, 2), (5, 7)):
-        retries.note(replace(metrics(step), num_alloc_retries=number))
+        found.note(replace(metrics(step), num_alloc_retries=number))
     assert len(warnings) == 1
     assert warnings[0].startswith("step 3: GPU memory was full or fragmented, and the GPU paused 2 times")
     assert "limits.gpu_memory" in warnings[0]
+
+
+def test_steps_without_a_gradient_are_a_warning_once() -> None:
+    """A step here and there is none, nor one whose gradients overflowed."""
+    warnings: list[str] = []
+    found = StepWarnings(warnings.append)
+    norms = [*([0.0] * 9 + [1e-30]) * 2, *[0.0, math.nan, math.inf] * 10, *[0.0] * 30]
+    for step, norm in enumerate(norms, 1):
+        found.note(replace(metrics(step), grad_norm=norm))
+    assert [each.partition(", so")[0] for each in warnings] == ["step 60: the gradient norm was 0 in the last 10 steps"]
 
 
 def test_the_retries_are_in_the_file_of_a_gpu_only() -> None:

@@ -51,7 +51,7 @@ from ratel_cli.store.store import Store
 from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.history import check_best_is_known, read_history, read_recent
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
-from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
+from ratel_cli.training.metrics import MetricsLog, RunTotals, StepMetrics, StepWarnings
 from ratel_cli.training.snapshots import Snapshots
 from ratel_cli.training.wear_limit import written_bytes
 from ratel_cli.units import counted
@@ -83,7 +83,7 @@ class Training(Closing):
         self._save_plan = save_plan
         self._timeline = Timeline()
         self._totals = RunTotals()
-        self._retries = AllocRetries(log.warn)
+        self._warnings = StepWarnings(log.warn)
         origin = read_origin(config)
         self._first_step = 0 if origin is None else origin.first_step
         self._max_bytes_written = max_bytes_written(config, num_sharing=context.layout.on_drives)
@@ -190,7 +190,7 @@ class Training(Closing):
                 self._meter.restart()
                 self._metrics.write(metrics)
                 self._totals.add(metrics)
-                self._retries.note(metrics)
+                self._warnings.note(metrics)
                 self._trackers.report(self._store.progress.step)
                 panel.show_work(None)
                 self._show_evaluation(panel, metrics, loop.best)
