@@ -47,6 +47,8 @@ from ratel_cli.run.inputs.settings import as_recorded, warn_of_host_limit, warn_
 from ratel_cli.run.start.planned_config import config_to_plan
 from ratel_cli.units import format_bytes
 
+_OF_FULL_ROWS = "; of full rows, each of whose tokens counts"
+
 
 def run(
     named: Path,
@@ -111,7 +113,7 @@ def run(
     else:
         _show(forecast, advices, config if planned.path is not None else config.model_copy(update={"datasets": ()}))
         for answer in answered:
-            _block(RunLog(sys.stdout), answer.title, answer.lines)
+            _block(RunLog(sys.stdout), answer.title + ("" if filling is None else _OF_FULL_ROWS), answer.lines)
     if picture is not None:
         draw = next((answer.draw for answer in answered if answer.draw is not None), None)
         if draw is None:

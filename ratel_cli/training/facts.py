@@ -35,6 +35,8 @@ class RunFacts:
     """When training began: local time to the second."""
     pid: int
     """The process that trained, as the lock of its store names it."""
+    steps_per_epoch: int | None = None
+    """Steps of one epoch; None if the run was trained with a version that did not write it."""
     rounds_up: bool = False
     """Whether a part of a step in the length of run or warm-up counts as a step. False: the run began with a version
     that rounded the run to the nearest step, and the warm-up by `warmup_ratio` down."""

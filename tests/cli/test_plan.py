@@ -30,7 +30,9 @@ from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.run.files.hardware_file import load_hardware, to_text
 from ratel_cli.run.files.profile_cache import cache_file, profile_target
 from ratel_cli.run.files.run_directory import CachedProfile, stores_on_machine
+from ratel_cli.run.inputs.filling import note_filling
 from ratel_cli.run.inputs.model_description import describe_model
+from ratel_cli.sizes import Filling
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
@@ -545,6 +547,17 @@ def test_other_strategies(ask: Ask, cost_model: str) -> None:
     compared = json.loads(ask(*arguments, "--compare", "--json").out)["compare"]["strategies"]
     assert [each["strategy"] for each in compared if "why_not" in each] == ["zero-offload", "memferry"]
     assert min(each["seconds"] for each in compared if "seconds" in each) == compared[0]["seconds"]
+
+
+def test_rates_say_whether_padding_counts(ask: Ask, config: Path, machine: Path) -> None:
+    """Of rows whose lengths are known, the prediction counts the tokens of samples, and the questions full rows."""
+    arguments = [config, "--hardware", machine, "--rok"]
+    before = ask(*arguments).out
+    assert "padding not counted" not in before and "; of full rows" not in before
+    note_filling(load_config(config).config, Filling(micro_batches=1.0, computed=0.5, tokens=0.25))
+    result = ask(*arguments)
+    assert " tokens/s, padding not counted; " in result.row("predicted")
+    assert "; of full rows, each of whose tokens counts\n" in result.out
 
 
 def test_without_scipy_a_strategy_says_what_to_install(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ FACTS = RunFacts(
     software="ratel 0.1.0, torch 2.13.0, transformers 5.17.0, x86_64 avx512",
     started="2026-11-23 07:00:00+00:00",
     pid=1,
+    steps_per_epoch=40,
 )
 
 

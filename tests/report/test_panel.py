@@ -90,6 +90,14 @@ def test_before_the_first_step() -> None:
     assert not [line for each in (FACTS, WITH_GPU) for line in Made(each).lines() if "RAM" in line or "GiB of" in line]
 
 
+def test_the_epoch_of_the_step_that_runs() -> None:
+    made = Made(replace(FACTS, steps_per_epoch=5))
+    assert made.lines(80)[2].endswith("  ends 14:01  epoch 1/4")
+    for number in range(3, 21):
+        made.step(number)
+    assert made.lines(80)[2].endswith("  epoch 4/4"), "there is no step 21"
+
+
 def test_a_step_that_takes_longer_than_expected() -> None:
     made = Made()
     made.now += 7.4

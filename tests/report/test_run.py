@@ -364,6 +364,26 @@ def test_a_step_line_has_as_much_as_fits() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("step", "num_steps", "steps_per_epoch", "words"),
+    [
+        (1, 20, 8, "epoch 1/3"),
+        (8, 20, 8, "epoch 1/3"),
+        (9, 20, 8, "epoch 2/3"),
+        (20, 20, 8, "epoch 3/3"),
+        (3, 8, 8, ""),
+        (3, 8, None, ""),
+    ],
+)
+def test_a_run_of_several_epochs_says_which_one_it_is_in(
+    step: int, num_steps: int, steps_per_epoch: int | None, words: str
+) -> None:
+    line = step_line(replace(METRICS, step=step), num_steps, steps_per_epoch=steps_per_epoch)
+    assert line.startswith("  ".join(filter(None, [f"step {step}/{num_steps}", words, "loss 2.3457  lr "])))
+    narrow = step_line(replace(METRICS, step=step), num_steps, steps_per_epoch=steps_per_epoch, width=60)
+    assert "epoch" not in narrow and "tokens/s" in narrow, "what has always been there comes first"
+
+
 @given(
     step=st.integers(1, 10**9),
     loss=st.floats(0, 1e6),

@@ -54,6 +54,7 @@ def test_a_run_that_trains(locked: Path) -> None:
     assert (found.state, found.step, found.num_steps, found.pid) == ("running", 42, 100, os.getpid())
     assert found.loss == pytest.approx(steps(42)[-1].loss)
     assert found.tokens_per_second == pytest.approx(8192 / 4, rel=0.1)
+    assert found.steps_per_epoch == FACTS.steps_per_epoch is not None
     assert found.seconds_left == pytest.approx(58 * 4, rel=0.1)
     assert found.store_bytes == 1000
     assert found.last_step_at is not None
@@ -224,6 +225,8 @@ def test_the_words_of_a_row() -> None:
     assert re.split(r"\s{2,}", line) == [
         "running", "420/1000", "2.3457", "1240", "3 h 05 min", "12 s ago", "3.00 GiB", "outputs/my-run",
     ]  # fmt: skip
+    [_, line] = status_lines([replace(found, steps_per_epoch=300, best_step=400)], now=now)
+    assert "  420/1000, epoch 2/4, best 400  " in line
     assert json.loads(json.dumps(status_to_json([found])))["runs"][0]["last_step_at"] == now_text(found)
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from ratel_cli.planning.time.step_time import RESOURCES
 from ratel_cli.report.words.plan import RESOURCE_NAMES
 from ratel_cli.report.words.run import fitted, preference_words
+from ratel_cli.report.words.status import epoch_words
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.recent import RecentSteps
 from ratel_cli.units import (
@@ -50,6 +51,8 @@ class PanelFacts:
 
     num_steps: int
     """Steps in the whole run."""
+    steps_per_epoch: int | None = None
+    """None if that is not known."""
     first_step: int
     """The last step that was done before."""
     has_gpu: bool
@@ -169,6 +172,7 @@ class Panel:
             step,
             f"ends {when}" if left < _MOST_SECONDS else "",
             "" if step or self._doing else f"{format_seconds(expected)} per step",
+            epoch_words(steps.step + 1, steps.num_steps, self._facts.steps_per_epoch),
         ]
         return [Text(fitted([part for part in parts if part], width))]
 

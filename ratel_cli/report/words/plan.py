@@ -293,9 +293,10 @@ def _trade(from_seconds: float, from_bytes: int, *, seconds: float, written_byte
 
 
 def _predicted(prediction: Prediction) -> str:
+    padding = "" if prediction.workload.filling is None else ", padding not counted"
     fact = (
         f"{step_time(prediction)}; "
-        f"{format_token_rate(prediction.tokens_per_second)}; "
+        f"{format_token_rate(prediction.tokens_per_second)}{padding}; "
         f"{format_flops(prediction.tflops_model * 1e12)}/s of the model, "
         f"{format_flops(prediction.tflops_hardware * 1e12)}/s with recomputation"
     )

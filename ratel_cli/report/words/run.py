@@ -15,6 +15,7 @@ from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.search.plan import Plan
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.report.words.plan import RESOURCE_NAMES, percent, step_time, wear_rows
+from ratel_cli.report.words.status import epoch_words
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.metrics import RunTotals, StepMetrics
@@ -88,13 +89,18 @@ def base_row(spec: ModelSpec, directory: Path, *, is_elsewhere: bool) -> tuple[s
     return ("base", words)
 
 
-def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None) -> str:
+def step_line(
+    metrics: StepMetrics, num_steps: int, *, steps_per_epoch: int | None = None, width: int | None = None
+) -> str:
     """One line for a step, of at most `width` characters: as much as fits there, the most important parts first.
 
-    Without a width, as in a log that programs search: every part in every line, in few words.
+    Without a width, as in a log that programs search: every part in every line, in few words. `steps_per_epoch`: None
+    if that is not known.
     """
+    epoch = epoch_words(metrics.step, num_steps, steps_per_epoch)
     parts = [
         (0, [f"step {metrics.step}/{num_steps}"]),
+        *([(8, [epoch])] if epoch else []),
         (1, [f"loss {metrics.loss:.4f}"]),
         (7, [f"lr {metrics.learning_rate:.2e}"]),
         *([] if metrics.preferences is None else [(2, [preference_words(metrics)])]),

@@ -39,6 +39,8 @@ class RunStatus:
     """Steps done: of a run that trains those that are recorded, else those that the store has."""
     num_steps: int | None = None
     """Steps of the whole run; None if that is not known."""
+    steps_per_epoch: int | None = None
+    """Steps of one epoch; None if that is not known."""
     loss: float | None = None
     """Loss of the last step."""
     eval_loss: float | None = None
@@ -102,10 +104,23 @@ def step_words(step: int, num_steps: int | None) -> str:
     return str(step) if num_steps is None else f"{step}/{num_steps}"
 
 
+def epoch_words(step: int, num_steps: int | None, steps_per_epoch: int | None) -> str:
+    """The epoch that a step belongs to, of how many; empty for a run of one epoch, or if that is not known."""
+    if num_steps is None or steps_per_epoch is None or num_steps <= steps_per_epoch:
+        return ""
+    num_epochs = -(-num_steps // steps_per_epoch)
+    return f"epoch {min(num_epochs, max(1, -(-step // steps_per_epoch)))}/{num_epochs}"
+
+
 def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
+    done = [
+        step_words(each.step, each.num_steps),
+        epoch_words(each.step, each.num_steps, each.steps_per_epoch),
+        "" if each.best_step is None else f"best {each.best_step}",
+    ]
     return (
         _state_words(each),
-        step_words(each.step, each.num_steps) + ("" if each.best_step is None else f", best {each.best_step}"),
+        ", ".join(filter(None, done)),
         _or_dash(each.loss, lambda loss: f"{loss:.4f}"),
         _or_dash(each.tokens_per_second, format_rate_number),
         _or_dash(None if each.ended_early else each.seconds_left, lambda left: format_wait(left) if left else "-"),

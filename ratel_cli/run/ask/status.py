@@ -74,6 +74,7 @@ def status_of(config: RunConfig) -> RunStatus:
         state=state,
         step=step,
         num_steps=num_steps,
+        steps_per_epoch=None if facts is None else facts.steps_per_epoch,
         loss=steps[-1].loss if steps else None,
         eval_loss=evaluated[-1] if evaluated else None,
         tokens_per_second=recent_rate(steps),

@@ -201,6 +201,7 @@ def facts_of(inputs: Inputs, identity: StoreIdentity, *, first_step: int) -> Run
         software=identity.software,
         started=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         pid=os.getpid(),
+        steps_per_epoch=inputs.data.steps_per_epoch,
         rounds_up=inputs.rounds_up,
         end_ids=inputs.data.cache.summary.end_ids if isinstance(inputs.data, TrainingData) else (),
     )

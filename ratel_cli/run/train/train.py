@@ -130,7 +130,7 @@ class Training(Closing):
                     self._snapshots.finish(self._context.stop.check)
         finally:
             if self._log.is_live and self._last is not None:
-                self._log.say(step_line(self._last, self._inputs.num_steps, width=self._log.columns))
+                self._log.say(self._step_line(self._last, width=self._log.columns))
         self._log.facts(run_summary(self._totals, endurance_tb=self._config.storage.endurance_tb))
         self._reject_unapplied()
 
@@ -144,6 +144,7 @@ class Training(Closing):
         first_step = self._store.progress.step
         facts = PanelFacts(
             num_steps=self._inputs.num_steps,
+            steps_per_epoch=self._inputs.data.steps_per_epoch,
             first_step=first_step,
             has_gpu=hardware.link is not None,
             host_limit_bytes=decisions.host_limit_bytes,
@@ -293,7 +294,11 @@ class Training(Closing):
         if self._log.is_live:
             panel.show(metrics)
         elif is_due:
-            self._log.say(step_line(metrics, self._inputs.num_steps))
+            self._log.say(self._step_line(metrics))
+
+    def _step_line(self, metrics: StepMetrics, *, width: int | None = None) -> str:
+        inputs = self._inputs
+        return step_line(metrics, inputs.num_steps, steps_per_epoch=inputs.data.steps_per_epoch, width=width)
 
     def _loop(
         self, engine: StepEngine[MicroBatch], plan: Plan, panel: Panel, recording: StepRecording | None
