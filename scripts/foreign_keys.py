@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-TABLES = Path(__file__).parents[1] / "ratel_cli" / "config" / "fates"
+from ratel_cli.config.others.recorded import TABLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ tables; and from the same the JSON schema that the package has for editors.
     python -m scripts.write_config_docs
 
 `tests/test_docs.py` fails while a file differs from what this module would write. Only the introduction and the
-titles of the groups stand here; types, bounds, defaults, meanings and aliases come from the schema itself.
+titles of the sections stand here; types, bounds, defaults, meanings and aliases come from the schema itself.
 """
 
 from __future__ import annotations
@@ -13,24 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ratel_cli.config.describe import facts_of, meaning_of
+from ratel_cli.config.describe import GROUPS, facts_of, meaning_of
 from ratel_cli.config.json_schema import SCHEMA_FILE, schema_text
 from ratel_cli.config.others.aliases import SECTIONS, TOP
 from ratel_cli.config.others.foreign import LISTED, Foreign
 
 DESTINATION = Path(__file__).parents[1] / "docs" / "config.md"
 COMMAND = "python -m scripts.write_config_docs"
-
-GROUPS: Mapping[str, str] = {
-    "base_model": "Model",
-    "datasets": "Data",
-    "micro_batch_size": "Batch and length",
-    "learning_rate": "Optimizer",
-    "dtype": "Computing",
-    "storage": "Storage and memory",
-    "output_dir": "Output, saving and evaluation",
-}
-"""The title of each group of top-level keys, by the group's first key."""
 
 SECTION_TITLES: Mapping[str, str] = {
     TOP: "",
@@ -75,7 +64,7 @@ What becomes of keys that Ratel has no key for. An empty value is always ignored
 would have to turn on. `…` stands for any ending. `bf16`, `fp16`, `save_strategy`, `eval_strategy`, `dataset_name`,
 `dataset`, `max_samples`, `use_peft`, `finetuning_type: lora`, `lora_rank`, `lora_target`, `additional_target`,
 `use_rslora`, `use_dora`, `double_quantization` and `use_bnb_nested_quant` are not here, nor are `adapter: qlora` and
-`quantization_bit: 4` and `8`: they are read as keys of ours, with a notice.
+`quantization_bit: 4` and `8`: they are read as keys of ours, with a notice. `ratel explain KEY` says as which.
 
 | key | it is | why | what to do |
 |---|---|---|---|

@@ -23,19 +23,19 @@ def _keys_from(incomplete: str) -> list[str]:
 
 
 @commands.command(
-    help="Explain a key of the config. Prints its type, default, other names and meaning.",
+    help="Explain a key of the config. Prints its type, default, other names and meaning. Without KEY: what to ask.",
     epilog="Example: ratel explain storage.durability",
 )
 def explain(
     key: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="KEY",
-            help="A key, such as learning_rate or storage.paths.",
+            metavar="[KEY]",
+            help="A key, such as learning_rate or storage.paths; a key of another trainer, or a word such as qlora.",
             show_default=False,
             autocompletion=_keys_from,
         ),
-    ],
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     from ratel_cli.cli import explain as command

@@ -2,14 +2,15 @@
 
 docs/config.md and `ratel explain` are made from these. The meaning is the docstring under the key.
 
-Invariant: only what the schema and the tables of aliases say; nothing is written down twice.
+Invariant: only what the schema, the tables of aliases and those of other trainers' keys say; nothing is written down
+twice.
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,14 +21,34 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ratel_cli.config.keys.sections import MOST, Section
-from ratel_cli.config.keys.topics import topic_of
+from ratel_cli.config.keys.topics import TOPICS, topic_of
 from ratel_cli.config.others.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
-from ratel_cli.config.others.foreign import Foreign, foreign_key
+from ratel_cli.config.others.foreign import foreign_key
+from ratel_cli.config.others.recorded import RecordedOutcome, outcomes_of
 from ratel_cli.errors import BadInput
 
 _PLAIN_TYPES = {"bool": "`true` or `false`", "int": "whole number", "float": "number", "str": "text", "Path": "path"}
 
 _SECTION_NAMES = tuple(filter(None, SECTIONS))
+GROUPS: Mapping[str, str] = {
+    "base_model": "Model",
+    "datasets": "Data",
+    "micro_batch_size": "Batch and length",
+    "learning_rate": "Optimizer",
+    "dtype": "Computing",
+    "storage": "Storage and memory",
+    "output_dir": "Output, saving and evaluation",
+}
+"""The title of each group of top-level keys, by the group's first key."""
+_FATES = {
+    "kept": "kept",
+    "translated": "translated",
+    "dropped": "ignored",
+    "decision": "undecided",
+    "refused": "impossible",
+    "parts": "translated",
+}
+"""By what the tables call it: what becomes of a key."""
 _MOST_CLOSE = 3
 
 
@@ -40,6 +61,29 @@ class Line:
     """Columns before what does not fit into the line."""
 
 
+def overview() -> list[Line]:
+    """What one can ask: the keys of each group, the sections, and words for what trainers do."""
+    groups: dict[str, list[str]] = {}
+    for name in SECTIONS[""].model_fields:
+        if name in GROUPS:
+            title = GROUPS[name]
+        groups.setdefault(title, []).append(name)
+    groups |= {f"in {section}": list(SECTIONS[section].model_fields) for section in _SECTION_NAMES}
+    groups["words"] = [topic.words.split()[0] for topic in TOPICS]
+    return [
+        Line(
+            "ratel explain KEY explains a key, such as learning_rate, storage or datasets.type; a key of another "
+            "trainer, such as wandb_project; or a word, such as qlora."
+        ),
+        *(Line(f"{title}: {', '.join(names)}") for title, names in groups.items()),
+    ]
+
+
+def overview_json() -> dict[str, object]:
+    """What `ratel explain --json` prints without a key."""
+    return {"keys": all_keys(), "words": [word for topic in TOPICS for word in topic.words.split()]}
+
+
 def explain(key: str) -> list[Line]:
     """What a key means, in a few lines, and what the keys of a section mean, in a line each.
 
@@ -50,16 +94,17 @@ def explain(key: str) -> list[Line]:
     if topic is not None:
         state = "" if topic.is_supported else " (not supported)"
         keys = f"keys: {', '.join(topic.keys)}" if topic.keys else ""
+        read = [] if topic.keys and key in topic.keys else _translations(outcomes_of(key))
         return _entry(
-            f"{key}: {topic.name}{state}", *filter(None, (topic.text, keys, topic.page and f"see {topic.page}"))
+            f"{key}: {topic.name}{state}", *filter(None, (topic.text, *read, keys, topic.page and f"see {topic.page}"))
         )
+    others = _others(key)
+    if others is not None:
+        return _entry(f"{key}: a key of other trainers ({others.fate})", *others.lines)
     section, name = _found(key)
-    if name in SECTIONS[section].model_fields:
-        title = key if name == _last(key) else f"{key}: another name of {name}"
-        entry = _entry(title, ", ".join(facts_of(section, name)), meaning_of(section, name))
-        return entry + _lines_of_section(_dotted(section, name))
-    foreign = _foreign(section, name)
-    return _entry(f"{key}: a key of other trainers ({foreign.fate})", *filter(None, (foreign.reason, foreign.hint)))
+    title = key if name == _last(key) else f"{key}: another name of {name}"
+    entry = _entry(title, ", ".join(facts_of(section, name)), meaning_of(section, name))
+    return entry + _lines_of_section(_dotted(section, name))
 
 
 def explain_json(key: str) -> dict[str, object]:
@@ -74,10 +119,10 @@ def explain_json(key: str) -> dict[str, object]:
         return {"key": key, "fate": "impossible", "reason": f"{topic.name}: not supported", "hint": topic.text}
     if topic is not None:
         return {"key": key, "fate": None, "meaning": topic.text.replace("`", ""), "keys": list(topic.keys)}
+    others = _others(key)
+    if others is not None:
+        return {"key": key, "fate": others.fate, "reason": "; ".join(others.reasons), "hint": others.hint or None}
     section, name = _found(key)
-    if name not in SECTIONS[section].model_fields:
-        foreign = _foreign(section, name)
-        return {"key": key, "fate": foreign.fate, "reason": foreign.reason, "hint": foreign.hint or None}
     field, dotted = SECTIONS[section].model_fields[name], _dotted(section, name)
     is_plain = isinstance(field.default, str | int | float)
     return {
@@ -98,22 +143,54 @@ def _is_own(key: str) -> bool:
 
 
 def _found(key: str) -> tuple[str, str]:
-    """Section and name of a key of ours, or of another trainer. Raises BadInput if it is neither."""
-    *sections, last = key.split(".")
-    section = ".".join(each for each in sections if not each.isdigit())
+    """Section and name of a key of ours. Raises BadInput if it is none."""
+    section, last = _parts(key)
     if section not in SECTIONS:
         raise BadInput(f"there is no section `{section}`", _closest(key) or f"sections: {', '.join(_SECTION_NAMES)}")
     name = canonical_key(section, last)
-    if name not in SECTIONS[section].model_fields and foreign_key(section, last) is None:
+    if name not in SECTIONS[section].model_fields:
         raise BadInput(f"there is no key or section `{key}`", _closest(key) or "docs/config.md has all keys")
     return section, name
 
 
-def _foreign(section: str, name: str) -> Foreign:
-    """What becomes of a key that `_found` has found and that is not ours."""
-    foreign = foreign_key(section, name)
-    assert foreign is not None
-    return foreign
+def _parts(key: str) -> tuple[str, str]:
+    """Section and name of a dotted key, without the numbers of items."""
+    *sections, last = key.split(".")
+    return ".".join(each for each in sections if not each.isdigit()), last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Others:
+    """What becomes of a key of other trainers."""
+
+    fate: str
+    reasons: tuple[str, ...]
+    hint: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        return [*self.reasons, *filter(None, [self.hint])]
+
+
+def _others(key: str) -> _Others | None:
+    """What becomes of a key of other trainers; None if it is one of ours, or nobody's. What it is read as is said of
+    those that read it; else why it is not is said once."""
+    section, name = _parts(key)
+    if section in SECTIONS and canonical_key(section, name) in SECTIONS[section].model_fields:
+        return None
+    outcomes, foreign = outcomes_of(_dotted(section, name)), foreign_key(section, name)
+    read = _translations(outcomes)
+    if foreign is not None and not read:
+        return _Others(fate=foreign.fate, reasons=(foreign.reason,), hint=foreign.hint)
+    if not outcomes:
+        return None
+    whys = dict.fromkeys(each.words for each in outcomes if each.fate != "translated" and each.words)
+    return _Others(fate="translated" if read else _FATES[next(iter(outcomes)).fate], reasons=(*read, *whys))
+
+
+def _translations(outcomes: Mapping[RecordedOutcome, Sequence[str]]) -> list[str]:
+    """What the outcomes of a key say of what it is read as."""
+    return [f"{', '.join(tools)}: {each.words}" for each, tools in outcomes.items() if each.fate == "translated"]
 
 
 def _dotted(section: str, name: str) -> str:

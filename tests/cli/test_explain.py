@@ -15,6 +15,8 @@ from ratel_cli.config.describe import all_keys, changed_value, explain, explain_
 from ratel_cli.config.keys.topics import TOPICS, Topic
 from ratel_cli.config.others.aliases import ALIASES, SECTIONS, canonical_key
 from ratel_cli.config.others.foreign import FOREIGN
+from scripts.foreign_keys import table_of
+from scripts.write_fates import CONFIGS
 from tests.test_console import Terminal, as_terminal
 
 SECTION_NAMES = "datasets, lr_scheduler_kwargs, optim_args, storage, limits, model_shape, storage.snapshot"
@@ -85,10 +87,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "datasets.0.path", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["key"], found["is_required"], found["keys"]) == ("datasets.path", True, [])
-    assert main(["explain", "quantization_bit", "--json"]) == 0
+    assert main(["explain", "nvfp4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     reason = "Ratel does not quantise in this way"
-    assert (found["key"], found["fate"], found["reason"]) == ("quantization_bit", "impossible", reason)
+    assert (found["key"], found["fate"], found["reason"]) == ("nvfp4", "impossible", reason)
     assert main(["explain", "zzz", "--json"]) == 2
 
 
@@ -104,6 +106,56 @@ def test_a_key_of_another_trainer(capsys: pytest.CaptureFixture[str]) -> None:
         "  Ratel does not quantise in this way\n"
         "  remove it; with an adapter, use load_in_4bit or load_in_8bit\n"
     )
+
+
+def test_keys_of_other_trainers_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who has such a key, with which value, and what it becomes; with what it needs, of others why it is not."""
+    expected = {
+        "wandb_project": ["  axolotl: wandb_project: x, with use_wandb: true, is read as project: x"],
+        "save_strategy": [
+            "  axolotl, transformers: save_strategy: epoch is read as saves_per_epoch: 1",
+            "  save_steps decides this",
+        ],
+        "checkpointer": ["  each of its own keys is read, or not, by itself"],
+    }
+    for key, lines in expected.items():
+        assert main(["explain", key]) == 0
+        assert capsys.readouterr().out.splitlines() == [f"{key}: a key of other trainers (translated)", *lines]
+    assert main(["explain", "bf16"]) == 0
+    assert "bf16: true is read as dtype: bfloat16\n" in capsys.readouterr().out, "also of a word"
+    assert main(["explain", "wandb_project", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["fate"], found["hint"]) == ("translated", None)
+    assert found["reason"] == "axolotl: `wandb_project: x`, with `use_wandb: true`, is read as `project: x`"
+
+
+@pytest.mark.parametrize("tool", CONFIGS)
+def test_every_key_of_every_other_trainer_is_explained(tool: str) -> None:
+    """What it is read as, if it is read; else that it is ours, or why it is not read."""
+    for row in table_of(tool):
+        text = text_of(row["key"])
+        ours = re.split(r"[:,]", row["ours"])[0]
+        assert text.startswith(row["key"]) and len(text.splitlines()) > 1
+        assert ours in text or row["key"] in all_keys()
+
+
+def test_without_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """All keys in their groups, and a word for each topic."""
+    assert main(["explain"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("ratel explain KEY explains a key, such as learning_rate")
+    groups = dict(line.split(": ") for line in lines)
+    words = groups.pop("words").split(", ")
+    named = [
+        f"{title.removeprefix('in ')}.{key}" if title.startswith("in ") else key
+        for title, keys in groups.items()
+        for key in keys.split(", ")
+    ]
+    assert sorted(named) == sorted(all_keys())
+    assert all(text_of(word) for word in words) and len(words) == len(TOPICS)
+    assert main(["explain", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["keys"] == all_keys() and {*words} < {*found["words"]}
 
 
 def test_a_section_and_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
