@@ -68,7 +68,7 @@ def data(
 
 @commands.command(
     help="Delete everything of RUN but its model. Lists store, snapshot and the files in run/, and asks first. With "
-    "--store, delete the store and keep the rest.",
+    "--store, delete only the store: the training state's files, without which the run cannot be resumed.",
     epilog="Example: ratel clean outputs/my-run --store",
 )
 def clean(

@@ -32,9 +32,11 @@ from ratel_cli.run.files.profile_cache import cache_file, profile_target
 from ratel_cli.run.files.run_directory import CachedProfile, stores_on_machine
 from ratel_cli.run.inputs.filling import note_filling
 from ratel_cli.run.inputs.model_description import describe_model
+from ratel_cli.run.train import first_checks
 from ratel_cli.sizes import Filling
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.units import GIB
+from tests.hardware.machines import Machine
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -547,6 +549,17 @@ def test_other_strategies(ask: Ask, cost_model: str) -> None:
     compared = json.loads(ask(*arguments, "--compare", "--json").out)["compare"]["strategies"]
     assert [each["strategy"] for each in compared if "why_not" in each] == ["zero-offload", "memferry"]
     assert min(each["seconds"] for each in compared if "seconds" in each) == compared[0]["seconds"]
+
+
+def test_a_plan_for_this_machine_says_that_it_is_slow_in_bf16(
+    ask: Ask, config: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another machine it is not known."""
+    monkeypatch.setattr(first_checks, "SystemFiles", lambda: Machine(here / "root").files)
+    machine = hardware_file(here / "outputs" / "run" / "run" / "hardware.json", LAPTOP)
+    words = "note: this processor has no bf16 instructions, so a step in bf16 takes 8 to 47 times"
+    assert words in ask(config, "device=cpu", "dtype=bfloat16").err
+    assert words not in ask(config, "device=cpu", "dtype=bfloat16", "--hardware", machine).err
 
 
 def test_rates_say_whether_padding_counts(ask: Ask, config: Path, machine: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from io import StringIO
@@ -77,7 +78,9 @@ def test_nothing_is_deleted_without_an_answer(finished: Path, tmp_path: Path, mo
     monkeypatch.setattr(RunLog, "is_terminal", True)
     for answer in ("", "\n", "n\n", "maybe\n"):
         monkeypatch.setattr(sys, "stdin", _Terminal(answer))
-        assert _clean(finished).stderr.endswith("nothing was deleted\n")
+        stderr = _clean(finished).stderr
+        assert stderr.endswith("nothing was deleted\n")
+        assert re.search(r"delete \d+ files, [\d.]+ \w+\? The run cannot be resumed then\. \[y/N\]", stderr)
         assert tree(tmp_path) == before
     monkeypatch.setattr(sys, "stdin", _Terminal("y\n"))
     assert "deleted" in _clean(finished).stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -476,6 +477,22 @@ def test_a_state_is_verified(tmp_path: Path, base: Path) -> None:
             model.verify()
         model.step(learning_rate=1e-3)
         model.verify()
+
+
+def test_a_state_that_is_deleted_meanwhile_is_told_of(tmp_path: Path, base: Path) -> None:
+    """With each commit: that of the next step, and that of what ends the loop."""
+    words = r"state/ratel\.store was deleted while it is in use"
+    [[first], [second]] = batches(2, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        model.forward_backward(first)
+        model.step(learning_rate=1e-3)
+        shutil.rmtree(tmp_path / "state")
+        with pytest.warns(UserWarning, match=words):
+            model.forward_backward(second)
+        model.step(learning_rate=1e-3)
+        with pytest.warns(UserWarning, match=words):
+            model.close()
+    assert model.num_steps == 2
 
 
 def test_a_plan_is_explained(tmp_path: Path, base: Path) -> None:

@@ -70,6 +70,12 @@ def test_without_determinism_other_bits_are_divergence_too() -> None:
     assert isinstance(diagnosis(first, finite, deterministic=False), IntegrityFailure)
 
 
+def test_the_hint_names_the_samples_and_what_to_train_anew_with() -> None:
+    hint = diagnosis(outcome(*NOT_A_NUMBER), outcome(*NOT_A_NUMBER)).hint
+    assert hint is not None and hint.startswith("look at these samples; or lower learning_rate and train anew")
+    assert "another output_dir" in hint, "the weights that are saved may be spoiled"
+
+
 def test_with_loss_scaling_the_hint_names_a_dtype() -> None:
     hint = diagnosis(outcome(0.5, math.inf), outcome(0.5, math.inf), scale_loss=True).hint
     assert hint is not None and "bfloat16" in hint
