@@ -19,7 +19,7 @@ from ratel_cli.hardware.spec import DriveRates, Nvme
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
-from ratel_cli.io.striping import weights_for
+from ratel_cli.io.striping import shares_for
 from ratel_cli.io.tickets import join
 
 
@@ -39,24 +39,24 @@ def measure_drives(
     drives = _drives(paths)
     alone: dict[int, DriveRates] = {}
     if len(drives) > 1:
-        share = replace(budget, seconds=budget.seconds / len(drives))
+        for_one = replace(budget, seconds=budget.seconds / len(drives))
         for drive, here in drives.items():
             progress(f"{here[0]}, alone")
-            alone[drive] = _measure(here[:1], [1], queue, pool, share)
-    weights = _weights(paths, drives, alone)
-    shares = dict.fromkeys((path.resolve() for path in paths), 0)
-    for path, weight in zip(paths, weights, strict=True):
-        shares[path.resolve()] += weight
-    progress("all directories together" if len(shares) > 1 else str(paths[0]))
+            alone[drive] = _measure(here[:1], [1], queue, pool, for_one)
+    shares = _shares(paths, drives, alone)
+    of_files = dict.fromkeys((path.resolve() for path in paths), 0)
+    for path, share in zip(paths, shares, strict=True):
+        of_files[path.resolve()] += share
+    progress("all directories together" if len(of_files) > 1 else str(paths[0]))
     all_drives = replace(budget, span_bytes=budget.span_bytes * len(drives))
-    together = _measure(list(shares), list(shares.values()), queue, pool, all_drives)
+    together = _measure(list(of_files), list(of_files.values()), queue, pool, all_drives)
     return Nvme(
         paths=tuple(map(str, paths)),
         num_devices=len(drives),
         read_bytes_per_second=together.read_bytes_per_second,
         write_bytes_per_second=together.write_bytes_per_second,
         mixed_bytes_per_second=together.mixed_bytes_per_second,
-        weights=weights,
+        shares=shares,
         free_bytes=free_bytes(paths),
         alone=tuple(alone.get(path.stat().st_dev, together) for path in paths),
     )
@@ -70,7 +70,7 @@ def _drives(paths: Sequence[Path]) -> dict[int, list[Path]]:
     return drives
 
 
-def _weights(
+def _shares(
     paths: Sequence[Path], drives: Mapping[int, Sequence[Path]], alone: Mapping[int, DriveRates]
 ) -> tuple[int, ...]:
     """Shares in proportion to each drive's mixed rate, as a step reads and writes at once. Directories on a drive
@@ -78,14 +78,14 @@ def _weights(
     if not alone:
         return (1,) * len(paths)
     rates = {drive: alone[drive].mixed_bytes_per_second / len(here) for drive, here in drives.items()}
-    return weights_for([rates[path.stat().st_dev] for path in paths])
+    return shares_for([rates[path.stat().st_dev] for path in paths])
 
 
 def _measure(
-    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, budget: MeasurementBudget
+    paths: Sequence[Path], shares: Sequence[int], queue: IoQueue, pool: BufferPool, budget: MeasurementBudget
 ) -> DriveRates:
     with (
-        Scratch(paths, budget.span_bytes, queue, weights=weights) as scratch,
+        Scratch(paths, budget.span_bytes, queue, shares=shares) as scratch,
         pool.lease(budget.buffer_bytes, "measuring the drives", crosses_link=False) as lease,
     ):
         probe = _Probe(scratch=scratch, memory=lease.memory)

@@ -55,7 +55,7 @@ def measure(
             read_bytes_per_second=read_rate,
             write_bytes_per_second=write_rate,
             mixed_bytes_per_second=alternating_bytes_per_second(read_rate, write_rate),
-            weights=(1,) * len(paths),
+            shares=(1,) * len(paths),
             free_bytes=free_bytes(paths),
         )
     progress("matrix products")

@@ -65,7 +65,7 @@ class Nvme:
     read_bytes_per_second: float
     write_bytes_per_second: float
     mixed_bytes_per_second: float
-    weights: tuple[int, ...]
+    shares: tuple[int, ...]
     """The share of each path in the stripes, by the speed of its drive alone (io/striping.py)."""
     free_bytes: int
     endurance_tb_written: float | None = None
@@ -119,7 +119,9 @@ class HardwareProfile:
 
     def to_json(self) -> dict[str, object]:
         """The content of a hardware file."""
-        return {"format_version": FORMAT_VERSION, **asdict(self)}
+        content = asdict(self)
+        content["nvme"]["weights"] = content["nvme"].pop("shares")  # the key that files have
+        return {"format_version": FORMAT_VERSION, **content}
 
 
 def alternating_bytes_per_second(read_bytes_per_second: float, write_bytes_per_second: float) -> float:

@@ -48,16 +48,16 @@ class Scratch(Closing):
         num_bytes: int,
         queue: IoQueue,
         *,
-        weights: Sequence[int] | None = None,
+        shares: Sequence[int] | None = None,
         stripe_bytes: int = STRIPE_BYTES,
     ) -> None:
-        """`weights` are the directories' shares of the stripes; None: equal shares.
+        """`shares` are those of the directories in the stripes; None: equal shares.
 
         Raises BadInput for an empty or doubled path, and EnvironmentFailure if space or permission is missing.
         """
         assert num_bytes >= 0 and num_bytes % PAGE_BYTES == 0
         directories = check_directories(paths)
-        stripes = StripeMap(weights=tuple(weights or [1] * len(directories)), stripe_bytes=stripe_bytes, header_bytes=0)
+        stripes = StripeMap(shares=tuple(shares or [1] * len(directories)), stripe_bytes=stripe_bytes, header_bytes=0)
         file_bytes = stripes.file_bytes(num_bytes)
         check_space(
             [

@@ -19,7 +19,7 @@ class StripedFiles:
     """One range of logical addresses, spread over open files. Borrows the descriptors; their owner closes them."""
 
     def __init__(self, fds: Sequence[int], stripes: StripeMap, queue: IoQueue) -> None:
-        assert len(fds) == len(stripes.weights)
+        assert len(fds) == len(stripes.shares)
         self._fds = tuple(fds)
         self._stripes = native_stripes(stripes)
         self._queue = queue
@@ -74,7 +74,7 @@ def native_stripes(stripes: StripeMap) -> _native.Stripes:
     """What cuts transfers into ranges of the files of this map."""
     return _native.Stripes(
         turns=stripes.turns,
-        weights=stripes.weights,
+        weights=stripes.shares,
         stripe_bytes=stripes.stripe_bytes,
         header_bytes=stripes.header_bytes,
     )

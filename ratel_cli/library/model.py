@@ -236,7 +236,7 @@ class Model(HasState):
                 self._store,
                 plan,
                 timeline=self._timeline,
-                drive_weights=self._hardware.nvme.weights,
+                drive_shares=self._hardware.nvme.shares,
             )
         )
         self._engine, self._plan = engine_for(plan), plan

@@ -139,7 +139,7 @@ def open_model(
             planner = planner_for(context, trained.model, hardware, least_of(trained.model))
             planner = replace(planner, process_bytes=max(0, planner.process_bytes - trained.weight_bytes))
             planner.plan(estimated_profile(planner, trained.model))  # raises if not even the smallest step fits
-            store = new_state(context, identity, trained.model.spec, trained.weights, shares=hardware.nvme.weights)
+            store = new_state(context, identity, trained.model.spec, trained.weights, shares=hardware.nvme.shares)
         made = Model(context, trained, store, hardware, opening.pop_all())
     trained.forget_weights()
     return made

@@ -315,7 +315,7 @@ class Geometry:
 
     def stripes(self) -> StripeMap:
         """From logical addresses to bytes of the data files."""
-        return StripeMap(weights=self.shares, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
+        return StripeMap(shares=self.shares, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
 
     def file_bytes(self) -> tuple[int, ...]:
         """Size of each data file."""

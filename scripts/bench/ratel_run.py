@@ -95,7 +95,7 @@ class RatelRun:
         """Steps as planned. The last one is settled at the end."""
         timeline = Timeline()
         with open_planned_engines(
-            self.context, self.model, self.store, plan, timeline=timeline, drive_weights=(1,)
+            self.context, self.model, self.store, plan, timeline=timeline, drive_shares=(1,)
         ) as engine_for:
             steps = Steps(engine_for(plan), self.store, timeline, engine_for=engine_for)
             yield steps

@@ -252,7 +252,7 @@ def on_small_disk(size: str, **keys: object) -> Callable[[Scene], Asked]:
 
 def small_share(scene: Scene) -> Asked:
     # As a rule shares follow the measured rates, which differ from run to run.
-    scene.patch.setattr(drives, "weights_for", lambda rates: (1,) * len(rates))
+    scene.patch.setattr(drives, "shares_for", lambda rates: (1,) * len(rates))
     paths = ["{}/store", str(scene.directory / "other")]
     return on_small_disk("256k", storage={"engine": "threads", "paths": paths})(scene)
 

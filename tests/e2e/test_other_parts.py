@@ -251,7 +251,7 @@ def test_parts_that_text_does_not_use_are_not_trained(
     )
 
 
-def test_random_weights_for_a_whole_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+def test_random_shares_for_a_whole_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """The run could draw the language part alone, and the class of config.json would not load that."""
     save_whole(tmp_path / "whole", base, "llava", torch.float32)
     ended = finetune(make_config(base=tmp_path / "whole", random_init=True))

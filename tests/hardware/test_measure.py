@@ -68,7 +68,7 @@ def test_numbers_are_usable_and_nothing_remains(queue: IoQueue, tmp_path: Path) 
     assert 1e6 < profile.nvme.read_bytes_per_second < 1e12
     assert 1e6 < profile.nvme.write_bytes_per_second < 1e12
     assert 1e6 < profile.nvme.mixed_bytes_per_second < 1e12
-    assert profile.nvme.weights == (1, 1), "directories on one drive are equally fast"
+    assert profile.nvme.shares == (1, 1), "directories on one drive are equally fast"
     assert 1e6 < profile.host.adam_parameters_per_second < 1e11
     assert 0 < profile.host.available_bytes <= profile.host.memory_bytes == profile.gpu.memory_bytes
     assert profile.host.num_cores == num_cores()
@@ -135,7 +135,7 @@ def test_directories_that_do_not_exist_yet_may_share_their_parent(tmp_path: Path
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
         profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL)
     assert profile.nvme.read_bytes_per_second > 0
-    assert profile.nvme.weights == (1, 1)
+    assert profile.nvme.shares == (1, 1)
     alone = profile.nvme.alone[0]
     assert profile.nvme.alone == (alone, alone)
     assert alone.mixed_bytes_per_second == profile.nvme.mixed_bytes_per_second, "one drive alone is all drives together"
@@ -158,7 +158,7 @@ def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
         reported: list[str] = []
         profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, budget=SMALL, progress=reported.append)
         assert list(Path(other).iterdir()) == list(tmp_path.iterdir()) == []
-    first, second, third = profile.nvme.weights
+    first, second, third = profile.nvme.shares
     assert 1 <= first == third <= second <= MAX_WEIGHT
     assert profile.nvme.num_devices == 2
     assert profile.nvme.alone[0] == profile.nvme.alone[2] != profile.nvme.alone[1]
@@ -225,7 +225,7 @@ def test_given_rates_are_used_and_no_file_is_made(tmp_path: Path) -> None:
         nvme = measure([file, file], queue, pool, dtype=torch.float32, device=CPU, nvme_rates=(1e9, 3e9)).nvme
     assert (nvme.read_bytes_per_second, nvme.write_bytes_per_second) == (1e9, 3e9)
     assert nvme.mixed_bytes_per_second == pytest.approx(1.5e9)
-    assert nvme.weights == (1, 1)
+    assert nvme.shares == (1, 1)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_directories_get_their_shares(tmp_path: Path, pool: BufferPool, weights:
     expected = random.Random(1).randbytes(3 * sum(weights) * PAGE_BYTES)
     with (
         FaultyQueue(request_bytes=PAGE_BYTES) as queue,
-        Scratch(paths, len(expected), queue, weights=weights, stripe_bytes=PAGE_BYTES) as scratch,
+        Scratch(paths, len(expected), queue, shares=weights, stripe_bytes=PAGE_BYTES) as scratch,
     ):
         scratch.write(0, filled(pool, expected)).wait()
         memory = pool.lease(len(expected), "test").memory

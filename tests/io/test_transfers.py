@@ -26,7 +26,7 @@ class _Buffer(bytearray):
 def test_extents_are_the_ranges_of_the_addresses_and_slices_of_the_memories(
     weights: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
-    stripes = native_stripes(StripeMap(weights=weights, stripe_bytes=8, header_bytes=3))
+    stripes = native_stripes(StripeMap(shares=weights, stripe_bytes=8, header_bytes=3))
     choice, fds = random.Random(len(sizes)), FDS[: len(weights)]
     parts = [(choice.randrange(40), memoryview(bytearray(choice.randbytes(size)))) for size in sizes]
     found = stripes.extents(parts, fds, Extent)
@@ -59,7 +59,7 @@ def test_extents_are_cut_into_pieces_of_the_same_memory(num_pages: int) -> None:
 def test_pieces_keep_their_memory_alive() -> None:
     buffer = _Buffer(8 * PAGE_BYTES)
     alive = weakref.ref(buffer)
-    stripes = native_stripes(StripeMap(weights=(1, 1), stripe_bytes=4 * PAGE_BYTES, header_bytes=0))
+    stripes = native_stripes(StripeMap(shares=(1, 1), stripe_bytes=4 * PAGE_BYTES, header_bytes=0))
     [first, second] = stripes.extents([(0, memoryview(buffer))], (1, 2), Extent)
     start = -address_of(second.memory) % PAGE_BYTES
     aligned = Extent(1, 0, second.memory[start : start + 3 * PAGE_BYTES])
@@ -72,7 +72,7 @@ def test_pieces_keep_their_memory_alive() -> None:
 
 
 def test_what_is_no_memory_of_bytes_is_rejected() -> None:
-    stripes = native_stripes(StripeMap(weights=(1, 1), stripe_bytes=8, header_bytes=0))
+    stripes = native_stripes(StripeMap(shares=(1, 1), stripe_bytes=8, header_bytes=0))
     for memory in (memoryview(bytearray(64))[::2], memoryview(bytearray(64)).cast("I")):
         with pytest.raises(ValueError, match="contiguous bytes"):
             stripes.extents([(0, memory)], (1, 2), Extent)
@@ -85,7 +85,7 @@ def test_what_is_no_memory_of_bytes_is_rejected() -> None:
 
 
 def test_other_arguments_that_do_not_go_together_are_rejected() -> None:
-    stripes = native_stripes(StripeMap(weights=(1, 1), stripe_bytes=8, header_bytes=0))
+    stripes = native_stripes(StripeMap(shares=(1, 1), stripe_bytes=8, header_bytes=0))
     parts = [(0, memoryview(bytearray(8)))]
     for fds in ((), (1,), (1, 2, 3)):
         with pytest.raises(ValueError, match="one for each weight"):

@@ -38,7 +38,7 @@ def test_a_machine_without_a_gpu() -> None:
 
 
 def test_a_machine_that_is_only_described() -> None:
-    nvme = replace(WITH_GPU.nvme, paths=(), weights=(), alone=(), num_devices=12)
+    nvme = replace(WITH_GPU.nvme, paths=(), shares=(), alone=(), num_devices=12)
     rows = hardware_rows(replace(WITH_GPU, nvme=nvme), dtype="float16")
     assert rows[-1] == (
         "NVMe",

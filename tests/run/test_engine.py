@@ -54,7 +54,7 @@ def test_a_new_plan_gives_idle_buffers_back_where_the_cpu_computes(
             cast("Store", None),
             plan,
             timeline=Timeline(),
-            drive_weights=(1,),
+            drive_shares=(1,),
         )
         with opened as engine_for:
             engine_for(plan)

@@ -75,7 +75,7 @@ def test_a_hand_written_file(tmp_path: Path) -> None:
             read_bytes_per_second=60e9,
             write_bytes_per_second=30e9,
             mixed_bytes_per_second=alternating_bytes_per_second(60e9, 30e9),
-            weights=(),
+            shares=(),
             free_bytes=46 * 10**12,
             endurance_tb_written=84_000.0,
         ),
@@ -87,7 +87,7 @@ def test_keys_that_may_be_omitted_if_paths_are_given(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(BY_HAND.replace("num_devices: 12", "paths: [/a, /b]"))
     nvme = load_hardware(path).nvme
-    assert (nvme.paths, nvme.num_devices, nvme.weights, nvme.alone) == (("/a", "/b"), 2, (1, 1), ())
+    assert (nvme.paths, nvme.num_devices, nvme.shares, nvme.alone) == (("/a", "/b"), 2, (1, 1), ())
 
 
 def test_a_drive_that_reads_or_writes() -> None:

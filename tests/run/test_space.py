@@ -112,8 +112,8 @@ def test_a_plan_whose_snapshot_does_not_fit(here: Path, capsys: pytest.CaptureFi
     assert "hint: set storage.snapshot.path to a device with more space" in captured.err
 
 
-def export_of(config: RunConfig, *, weights: tuple[int, ...] | None = None) -> Space:
-    return spaces_of(config, SPEC, nvme_bytes=0, weights=weights, export_bytes=GIB)[-1]
+def export_of(config: RunConfig, *, shares: tuple[int, ...] | None = None) -> Space:
+    return spaces_of(config, SPEC, nvme_bytes=0, shares=shares, export_bytes=GIB)[-1]
 
 
 def other_device() -> Path:
@@ -147,7 +147,7 @@ def test_of_a_store_on_several_drives_only_what_is_on_the_exports_counts() -> No
     config = config_of()
     storage = config.storage.model_copy(update={"paths": (Path("store"), other)})
     config = config.model_copy(update={"storage": storage})
-    share = free_bytes() - export_of(config, weights=(1, 3)).available_bytes
+    share = free_bytes() - export_of(config, shares=(1, 3)).available_bytes
     assert share == pytest.approx(STORE_BYTES / 4, abs=NEAR)
 
 
@@ -211,7 +211,7 @@ def test_where_the_base_takes_the_space_it_may_stay_in_its_files() -> None:
     last = replace(SPEC.blocks[-1], parameters=(), num_elements=2048)
     frozen = replace(SPEC, blocks=(*(replace(block, rule=FROZEN) for block in SPEC.blocks[:-1]), last))
     placed = frozen.in_files({block.index: block.compute_bytes for block in frozen.blocks[:-1]})
-    hardware = replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, free_bytes=0, weights=(1,)))
+    hardware = replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, free_bytes=0, shares=(1,)))
     packed = replace(frozen, blocks=(*(replace(each, dtype="uint8") for each in frozen.blocks[:-1]), last))
     halved = "storage.durability: none"
     for spec, hint in ((frozen, "base_storage: in_place"), (placed, halved), (SPEC, halved), (packed, halved)):

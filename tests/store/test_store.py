@@ -39,7 +39,7 @@ def drives(tmp_path: Path, num_directories: int) -> list[Path]:
 
 def logical_bytes(paths: list[Path], num_bytes: int, weights: tuple[int, ...] | None = None) -> bytes:
     """The logical bytes, put together from the files."""
-    stripes = StripeMap(weights=weights or (1,) * len(paths), stripe_bytes=STRIPE_BYTES, header_bytes=HEADER_BYTES)
+    stripes = StripeMap(shares=weights or (1,) * len(paths), stripe_bytes=STRIPE_BYTES, header_bytes=HEADER_BYTES)
     files = [(path / DATA_FILE_NAME).read_bytes() for path in paths]
     assert tuple(map(len, files)) == stripes.file_bytes(num_bytes)
     ranges = native_stripes(stripes).ranges(0, num_bytes)

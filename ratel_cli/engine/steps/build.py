@@ -105,18 +105,18 @@ class UpdatingParts(Closing):
         device: Device,
         timeline: Timeline,
         paths: Sequence[Path],
-        drive_weights: Sequence[int] | None = None,
+        drive_shares: Sequence[int] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         """Parts on an open store, which has this rank's slices, and an open device; scratch files will lie in `paths`.
-        `drive_weights`: the paths' shares of these files; None: equal shares."""
+        `drive_shares`: the paths' shares of these files; None: equal shares."""
         self._store = store
         self._queue = queue
         self._pool = pool
         self._device = device
         self._timeline = timeline
         self._paths = paths
-        self._drive_weights = drive_weights
+        self._drive_shares = drive_shares
         self._ranks = ranks
         self._model = model
         self._resident = ResidentWeights(frozenset())
@@ -200,7 +200,7 @@ class UpdatingParts(Closing):
     def _scratch(self, num_bytes: int) -> Scratch | None:
         if not num_bytes:
             return None
-        return self._resources.enter_context(Scratch(self._paths, num_bytes, self._queue, weights=self._drive_weights))
+        return self._resources.enter_context(Scratch(self._paths, num_bytes, self._queue, shares=self._drive_shares))
 
 
 class EngineParts(UpdatingParts, Generic[AnyBatch]):
@@ -216,7 +216,7 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
         device: Device,
         timeline: Timeline,
         paths: Sequence[Path],
-        drive_weights: Sequence[int] | None = None,
+        drive_shares: Sequence[int] | None = None,
         ranks: Ranks = ALONE,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -229,7 +229,7 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
             device=device,
             timeline=timeline,
             paths=paths,
-            drive_weights=drive_weights,
+            drive_shares=drive_shares,
             ranks=ranks,
         )
         self._program = program

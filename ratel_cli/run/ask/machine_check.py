@@ -45,12 +45,12 @@ def check_machine(
         plan = None
         if with_memory:
             plan = errors.attempt(("limits", "host_memory"), lambda: _plan(context, model, hardware))
-        weights = hardware.nvme.weights
-        geometry = new_geometry(config, model.spec.stored_blocks, shares=weights)
+        shares = hardware.nvme.shares
+        geometry = new_geometry(config, model.spec.stored_blocks, shares=shares)
         need_bytes = sum(geometry.file_bytes()) if plan is None else plan.nvme_bytes
         if not has_store:
             errors.attempt(("storage", "paths"), lambda: check_store_space(config, model.spec, need_bytes, hardware))
-        spaces = spaces_of(config, model.spec, nvme_bytes=need_bytes, export_bytes=export_bytes, weights=weights)
+        spaces = spaces_of(config, model.spec, nvme_bytes=need_bytes, export_bytes=export_bytes, shares=shares)
         for space in spaces:
             errors.attempt(space.key, space.check)
 

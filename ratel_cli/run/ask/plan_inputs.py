@@ -197,10 +197,10 @@ def wear_warning(config: RunConfig, forecaster: Forecaster, setting: Setting) ->
     """What `storage.max_tb_written` does to a new run of `max_steps`; None if it allows all of them."""
     if not isinstance(forecaster, RatelForecaster) or config.max_steps is None:
         return None
-    weights = (1,) * len(config.storage.paths)
+    shares = (1,) * len(config.storage.paths)
     own = forecaster.spec.sliced(rank_slice_of(setting))
     number = setting.layout.on_drives
-    limit = wear_limit(config, own.stored_blocks, weights=weights, first_step=0, num_sharing=number)
+    limit = wear_limit(config, own.stored_blocks, shares=shares, first_step=0, num_sharing=number)
     return None if limit is None else limit.warning(config.max_steps)
 
 

@@ -55,7 +55,7 @@ def _nvme(nvme: NvmeSection) -> Nvme:
     defaults = {
         "num_devices": nvme.num_devices or len(nvme.paths),
         "mixed_bytes_per_second": nvme.mixed_bytes_per_second or alternating,
-        "weights": nvme.weights or (1,) * len(nvme.paths),
+        "shares": nvme.weights or (1,) * len(nvme.paths),
         "alone": tuple(DriveRates(**each.model_dump()) for each in nvme.alone),
     }
-    return Nvme(**{**nvme.model_dump(), **defaults})
+    return Nvme(**{**nvme.model_dump(exclude={"weights"}), **defaults})

@@ -216,19 +216,19 @@ def wear_limit(
     config: RunConfig,
     blocks: tuple[StoredBlock, ...],
     *,
-    weights: tuple[int, ...],
+    shares: tuple[int, ...],
     first_step: int,
     num_sharing: int = 1,
 ) -> WearLimit | None:
     """The config's limit on what is written to a store of these blocks; None if it sets none.
 
-    `weights` are the shares of `storage.paths`, `first_step` is the step that the store is made with. So many ranks as
+    `shares` are those of `storage.paths`, `first_step` is the step that the store is made with. So many ranks as
     `num_sharing` write to the drives.
     """
     max_bytes = max_bytes_written(config, num_sharing=num_sharing)
     if max_bytes is None:
         return None
-    geometry = new_geometry(config, blocks, shares=weights)
+    geometry = new_geometry(config, blocks, shares=shares)
     return WearLimit(
         max_bytes=max_bytes,
         store_bytes=geometry.made_bytes,

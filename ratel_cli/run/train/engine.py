@@ -120,11 +120,11 @@ def open_planned_engines(
     plan: Plan,
     *,
     timeline: Timeline,
-    drive_weights: Sequence[int],
+    drive_shares: Sequence[int],
 ) -> Iterator[Callable[[Plan], StepEngine[Any]]]:
     """Makes the engine for a plan, and then for another one, which takes over from the engine before it.
 
-    All plans are made with the decisions of `plan`. `drive_weights` are the storage directories' shares of the scratch
+    All plans are made with the decisions of `plan`. `drive_shares` are the storage directories' shares of the scratch
     files.
     """
     with (
@@ -137,7 +137,7 @@ def open_planned_engines(
             device=device,
             timeline=timeline,
             paths=context.config.storage.paths,
-            drive_weights=drive_weights,
+            drive_shares=drive_shares,
             ranks=context.ranks,
             # The others would wait for a rank that leaves a step, so several end between two steps alone.
             check_stop=context.stop.check if context.ranks.size == 1 else lambda: None,

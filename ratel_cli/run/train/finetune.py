@@ -122,7 +122,7 @@ def run_finetune(
             own=inputs.model.spec.sliced(context.ranks.slice),
             layout=context.layout,
             export_bytes=export_bytes(inputs.layout, inputs.base.sidecars(context.config)),
-            weights=hardware.nvme.weights,
+            shares=hardware.nvme.shares,
         )
         log.facts([*_opening_rows(run, plan), *space_rows(context.config, spaces, hardware)])
         if run.written.split is None and run.store is not None:
@@ -138,8 +138,8 @@ def run_finetune(
         target = run.snapshot or make_snapshot(context, planner.spec, inputs.source, run.identity, start)
         facts = _announce(run)
         if run.store is None:
-            weights = hardware.nvme.weights
-            store = make_store(context, inputs, run.identity, start, weights=weights, branch=run.branch)
+            shares = hardware.nvme.shares
+            store = make_store(context, inputs, run.identity, start, shares=shares, branch=run.branch)
         else:
             store = run.store
             resume_store(context, store, start, num_steps=inputs.num_steps)
@@ -425,7 +425,7 @@ def _check_wear_limit(run: _Run) -> None:
     limit = wear_limit(
         config,
         run.inputs.model.spec.sliced(run.context.ranks.slice).stored_blocks,
-        weights=run.hardware.nvme.weights,
+        shares=run.hardware.nvme.shares,
         first_step=run.branch.progress.step if run.branch else record.first_step if record else 0,
         num_sharing=run.context.layout.on_drives,
     )

@@ -161,7 +161,7 @@ def _make(context: RunContext, snapshot: Store) -> Store:
     shares: tuple[int, ...] = (1,)
     if len(paths) > 1:
         existing = [nearest_existing(path) for path in paths]
-        shares = measure_drives(existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
+        shares = measure_drives(existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).shares
     rank_slice, base_files = snapshot.rank_slice, snapshot.base_files
     geometry = new_geometry(
         context.config, snapshot.blocks, shares=shares, rank_slice=rank_slice, base_files=base_files

@@ -75,25 +75,25 @@ def spaces_of(
     spec: ModelSpec,
     *,
     nvme_bytes: int,
-    weights: Sequence[int] | None = None,
+    shares: Sequence[int] | None = None,
     export_bytes: int | None = None,
     own: ModelSpec | None = None,
     layout: RankLayout = ONE_RANK,
 ) -> tuple[Space, ...]:
     """The space of the snapshot, if the config asks for one, and of the export.
 
-    `nvme_bytes` is what the run needs in `storage.paths`, with scratch files; `weights` are the paths' shares of it,
+    `nvme_bytes` is what the run needs in `storage.paths`, with scratch files; `shares` are those of the paths in it,
     equal ones if None. `export_bytes` is the size of the export; its weights alone if None. `own`: what a rank's store
     has of the model, all of it if None; `layout`: the ranks that have stores on these drives.
     """
-    weights = weights or (1,) * len(config.storage.paths)
+    shares = shares or (1,) * len(config.storage.paths)
     export = config.output_dir
     own_bytes = store_bytes(own or spec, num_slots=num_slots(config))
-    taken = _to_come(config, own_bytes, weights, num_sharing=layout.on_drives)
+    taken = _to_come(config, own_bytes, shares, num_sharing=layout.on_drives)
     spaces: list[Space] = []
     if config.storage.snapshot is not None:
         path = config.storage.snapshot.path
-        beside = _to_come(config, nvme_bytes, weights, num_sharing=layout.on_drives)[device_of(path)]
+        beside = _to_come(config, nvme_bytes, shares, num_sharing=layout.on_drives)[device_of(path)]
         free = max(0, free_bytes([nearest_existing(path)]) - beside) // layout.on_machine
         snapshot = Space(
             name="snapshot",
@@ -140,7 +140,7 @@ def check_store_space(
             hint,
         )
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for device, new_bytes in _to_come(config, need_bytes, hardware.nvme.weights).items():
+    for device, new_bytes in _to_come(config, need_bytes, hardware.nvme.shares).items():
         here = [path for path in config.storage.paths if device_of(path) == device]
         free = free_bytes([nearest_existing(here[0])]) // layout.on_drives
         if new_bytes > free:
@@ -162,13 +162,13 @@ def taken_bytes(paths: Iterable[Path]) -> int:
     return sum(map(_file_bytes, paths))
 
 
-def _to_come(config: RunConfig, num_bytes: int, weights: Sequence[int], *, num_sharing: int = 1) -> Counter[int]:
+def _to_come(config: RunConfig, num_bytes: int, shares: Sequence[int], *, num_sharing: int = 1) -> Counter[int]:
     """What `num_bytes` in `storage.paths` will still take of each file system, by its device; for each rank that shares
     them."""
-    num_bytes, whole = max(0, num_bytes - taken_bytes(config.storage.paths)), sum(weights)
+    num_bytes, whole = max(0, num_bytes - taken_bytes(config.storage.paths)), sum(shares)
     found = Counter[int]()
-    for path, weight in zip(config.storage.paths, weights, strict=True):
-        found[device_of(path)] += num_sharing * -(-num_bytes * weight // whole)
+    for path, share in zip(config.storage.paths, shares, strict=True):
+        found[device_of(path)] += num_sharing * -(-num_bytes * share // whole)
     return found
 
 

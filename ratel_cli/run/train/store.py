@@ -261,17 +261,17 @@ def make_store(
     identity: StoreIdentity,
     start: Start,
     *,
-    weights: tuple[int, ...],
+    shares: tuple[int, ...],
     branch: Branch | None,
 ) -> Store:
     """A new store, which the context closes. Its first generation is the `branch`, or the base model's weights.
 
-    `weights` are the directories' shares of its bytes, for its whole life.
+    `shares` are those of the directories in its bytes, for its whole life.
     """
     spec = inputs.model.spec.sliced(context.ranks.slice)
     rank_slice, base_files = context.ranks.slice, base_files_of(spec, inputs.source)
     geometry = new_geometry(
-        context.config, spec.stored_blocks, shares=weights, rank_slice=rank_slice, base_files=base_files
+        context.config, spec.stored_blocks, shares=shares, rank_slice=rank_slice, base_files=base_files
     )
     paths, is_over = context.config.storage.paths, isinstance(start, StartOver)
     store = prepare_store(context, paths, geometry, identity=identity, overwrite=is_over, base_files=base_files)

@@ -182,7 +182,7 @@ class Training(Closing):
             self._store,
             plan,
             timeline=self._timeline,
-            drive_weights=self._planner.hardware.nvme.weights,
+            drive_shares=self._planner.hardware.nvme.shares,
         ) as engine_for:
             loop = self._loop(engine_for(plan), plan, panel, recording)
             previous: StepMetrics | None = None  # the step before, if its update overlaps with this one's forward
