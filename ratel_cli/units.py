@@ -6,6 +6,7 @@ people read and write.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,7 +14,7 @@ from fractions import Fraction
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
-TRAFFIC_UNITS = (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
+_TRAFFIC_UNITS = (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
 
 _FACTORS = {
     "": 1, "b": 1,
@@ -53,6 +54,11 @@ def format_bytes(num_bytes: float) -> str:
 def byte_unit(num_bytes: float) -> tuple[str, int]:
     """A unit of memory in which these bytes are neither a huge nor a tiny number."""
     return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
+
+
+def traffic_unit(num_bytes: float) -> tuple[str, int]:
+    """A unit of what moves or is written in which these bytes are neither a huge nor a tiny number."""
+    return next((each for each in _TRAFFIC_UNITS if num_bytes >= each[1]), _TRAFFIC_UNITS[-1])
 
 
 def parameter_words(number: int, num_trained: int | None) -> str:
@@ -108,6 +114,28 @@ def format_token_rate(tokens_per_second: float) -> str:
 def format_rate_number(per_second: float) -> str:
     """Tokens per second where the unit stands elsewhere, without an exponent: `3.217`, `508070`."""
     return f"{per_second:.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
+def format_loss(value: float | None) -> str:
+    """A loss, a norm or a reward: `2.3457`, `128.4`."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def format_number(value: float) -> str:
+    """A number of an axis or a figure, short: `0.25`, `1200`, `2e-5`, `1.5M`."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 1e-3:
+        mantissa, _, power = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
+    if size >= 1e4:
+        for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if size >= factor:
+                return f"{value / factor:.4g}{letter}"
+    return f"{value:.4g}"
 
 
 def format_wait(seconds: float) -> str:

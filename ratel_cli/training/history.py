@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from ratel_cli.errors import IntegrityFailure
-from ratel_cli.training.metrics import StepMetrics, step_in
+from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics_log import step_in
 from ratel_cli.units import counted
 
 _TAIL_BYTES = 1 << 16

@@ -1,35 +1,35 @@
-"""The metrics of a step; the file `run/metrics.jsonl`, which has one line for each step; and sums over a run.
+"""The figures of a step: what is measured, how each figure is called and written, and where it is shown; and sums.
 
-Invariant: when a run begins, the file has exactly the steps that the store has. None is missing, because a line is
-written before its step is committed. None is surplus, because a resume drops lines of steps after the last commit, and
-a line that a crash cut short. If the file cannot be written, there is one warning and training continues.
+A figure is told here once: a field of `StepMetrics`, which is its key in `run/metrics.jsonl`, and a row of
+`STEP_FIGURES`, from which step lines, the panel, `ratel status`, the report, the picture of the model card and the
+trackers take it. The place that measures it fills the field.
 
-The best step is chosen by this file, so a line ends with a checksum of itself (XXH3-64). Lines of earlier versions have
-none. A line that was changed is no step any more: it stays, with all that follow it, and is reported.
+Invariant: keys and their order are those of the fields. A figure without a row is in the file, and in trackers as
+`step/KEY`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from io import FileIO
-from pathlib import Path
+from typing import Literal
 
-import xxhash
-
-from ratel_cli.closing import Closing
 from ratel_cli.json_fields import read_as
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
-from ratel_cli.units import counted
+from ratel_cli.units import (
+    byte_unit,
+    counted,
+    format_bytes,
+    format_loss,
+    format_number,
+    format_rate_number,
+    format_seconds,
+    format_traffic,
+    traffic_unit,
+)
 
-_CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\s*$')
-"""How a line ends."""
 _NO_GRADIENT_STEPS = 10
 """A single step may have no gradient at all, as one whose rows are all cut off before their answers."""
 
@@ -95,6 +95,11 @@ class StepMetrics:
         return math.nan if self.preferences is None else self.preferences.get(name, math.nan)
 
     @property
+    def moved_bytes(self) -> dict[Resource, int]:
+        """Bytes that were read from the drives and written to them; no other resource has any."""
+        return {"nvme read": self.nvme_read_bytes, "nvme write": self.nvme_written_bytes}
+
+    @property
     def shown_eval_loss(self) -> float | None:
         """`eval_loss` where a curve or a table can show it; None if it is not finite, too."""
         return self.eval_loss if self.eval_loss is not None and math.isfinite(self.eval_loss) else None
@@ -114,21 +119,232 @@ class StepMetrics:
         return step
 
 
-def line_of(metrics: StepMetrics) -> bytes:
-    """The line of a step, with its checksum."""
-    content = json.dumps(metrics.to_json(), allow_nan=False).encode()
-    return content[:-1] + f', "checksum": "{xxhash.xxh3_64_hexdigest(content)}"}}\n'.encode()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """How a figure is drawn over the steps: on the report's page, in the terminal, in the picture of the model card."""
+
+    name: str
+    unit: str | Callable[[float], tuple[str, int]] = ""
+    """Its unit. Of bytes: what finds a unit, and its size, that fits the largest value."""
+    note: str = ""
+    """What a point is, behind the unit."""
+    last: Callable[[float], str] = format_loss
+    """Words for the value of the last step."""
+    adds_up: bool = False
+    """Whether a point is the sum over all steps so far."""
+    second: Callable[[StepMetrics], float] | None = None
+    """What is drawn with it, as what was predicted."""
+    second_name: str = ""
+    limit: Literal["RAM", "GPU memory"] | None = None
+    """The limit that is drawn with it."""
+    marks: Callable[[StepMetrics], bool] | None = None
+    """Which steps get a dot."""
+    marks_name: str = ""
+    """What happened to these steps."""
+    from_zero: bool = False
+    may_be_log: bool = False
+    is_drawn: Callable[[Sequence[StepMetrics]], bool] = lambda steps: True
+    """Whether steps, at least one, have it at all."""
 
 
-def step_in(line: bytes) -> StepMetrics | None:
-    """The step in a line; None if the line is no step, or is not as it was written."""
-    end = _CHECKSUM.search(line)
-    if end is not None and xxhash.xxh3_64_hexdigest(line[: end.start()] + b"}").encode() != end[1]:
-        return None
-    try:
-        return StepMetrics.from_json(json.loads(line))
-    except (ValueError, RecursionError):
-        return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A figure of a step, and where it is shown. What is left out shows it nowhere."""
+
+    key: str
+    """Its key in `run/metrics.jsonl`; of what follows from other figures, any other name."""
+    value: Callable[[StepMetrics], float | None] = lambda step: None
+    """None: the step does not have it. What is not finite is no number of a table or a curve."""
+    words: Callable[[StepMetrics], str] | None = None
+    """Its part of step lines and of the panel; empty for a step that does not have it."""
+    rank: int = 9
+    """Where a line is too narrow for all parts, those of the lowest ranks are shown."""
+    column: str = ""
+    """Its name at the head of a column."""
+    curve: Curve | None = None
+    tracked_as: str | None = None
+    """Its name in trackers; of several figures under one key, the folder of their names."""
+    in_status: bool = False
+    """Whether `ratel status --json` has it, of the last step that has it itself."""
+    status_words: Callable[[float], str] | None = None
+    """Its words in a column of `ratel status`."""
+
+    @property
+    def is_of_evaluations(self) -> bool:
+        """Whether only steps that were evaluated have it."""
+        return self.key.startswith("eval_")
+
+
+def _compares(steps: Sequence[StepMetrics]) -> bool:
+    return steps[-1].preferences is not None
+
+
+def _has_gpu(steps: Sequence[StepMetrics]) -> bool:
+    return steps[-1].gpu_peak_bytes > 0
+
+
+STEP_FIGURES = (
+    Figure(
+        key="rewards/chosen",
+        value=lambda step: step.preference("rewards/chosen"),
+        curve=Curve(
+            name="Rewards",
+            unit="of better answers",
+            second=lambda step: step.preference("rewards/rejected"),
+            second_name="of others",
+            is_drawn=_compares,
+        ),
+    ),
+    Figure(
+        key="rewards/margins",
+        value=lambda step: step.preference("rewards/margins"),
+        curve=Curve(name="Reward margin", is_drawn=_compares),
+    ),
+    Figure(
+        key="rewards/accuracies",
+        value=lambda step: step.preference("rewards/accuracies"),
+        curve=Curve(
+            name="Reward accuracy",
+            unit="share of pairs",
+            from_zero=True,
+            is_drawn=lambda steps: any(math.isfinite(each.preference("rewards/accuracies")) for each in steps),
+        ),
+    ),
+    Figure(
+        key="loss",
+        value=lambda step: step.loss,
+        words=lambda step: f"loss {step.loss:.4f}",
+        rank=1,
+        column="loss",
+        tracked_as="train/loss",
+        in_status=True,
+        status_words=lambda loss: f"{loss:.4f}",
+    ),
+    Figure(
+        key="eval_loss",
+        value=lambda step: step.eval_loss,
+        column="eval loss",
+        tracked_as="eval/loss",
+        in_status=True,
+    ),
+    Figure(key="eval_accuracy", tracked_as="eval/accuracy"),
+    Figure(key="eval_preferences", tracked_as="eval"),
+    Figure(
+        key="learning_rate",
+        value=lambda step: step.learning_rate,
+        words=lambda step: f"lr {step.learning_rate:.2e}",
+        rank=7,
+        column="lr",
+        curve=Curve(name="Learning rate", last=format_number, from_zero=True),
+        tracked_as="train/learning_rate",
+    ),
+    Figure(
+        key="preferences",
+        words=lambda step: "" if step.preferences is None else f"margin {step.preference('rewards/margins'):.4f}",
+        rank=2,
+        tracked_as="train",
+    ),
+    Figure(
+        key="grad_norm",
+        value=lambda step: step.grad_norm,
+        words=lambda step: f"norm {step.grad_norm:.3f}{' clipped' if step.clipped else ''}",
+        rank=5,
+        column="norm",
+        curve=Curve(
+            name="Gradient norm",
+            marks=lambda step: step.clipped,
+            marks_name="clipped",
+            from_zero=True,
+            may_be_log=True,
+        ),
+        tracked_as="train/grad_norm",
+    ),
+    Figure(
+        key="tokens_per_second",
+        value=lambda step: step.tokens_per_second,
+        words=lambda step: f"{step.tokens_per_second:.0f} tokens/s",
+        rank=3,
+        column="tokens/s",
+        curve=Curve(
+            name="Speed",
+            unit="tokens/s",
+            last=lambda rate: f"last step {format_rate_number(rate)}",
+            from_zero=True,
+        ),
+    ),
+    Figure(
+        key="step_seconds",
+        value=lambda step: step.step_seconds,
+        words=lambda step: format_seconds(step.step_seconds),
+        rank=6,
+        column="seconds",
+        curve=Curve(
+            name="Step time",
+            unit="seconds",
+            last=lambda seconds: f"last step {format_seconds(seconds)}",
+            second=lambda step: step.predicted_seconds,
+            second_name="predicted",
+            from_zero=True,
+        ),
+    ),
+    Figure(
+        key="host_peak_bytes",
+        value=lambda step: step.host_peak_bytes,
+        curve=Curve(name="RAM", unit=byte_unit, note="peak so far", last=format_bytes, limit="RAM", from_zero=True),
+    ),
+    Figure(
+        key="gpu_peak_bytes",
+        value=lambda step: step.gpu_peak_bytes,
+        curve=Curve(
+            name="GPU memory",
+            unit=byte_unit,
+            note="peak so far",
+            last=format_bytes,
+            limit="GPU memory",
+            from_zero=True,
+            is_drawn=_has_gpu,
+        ),
+    ),
+    Figure(
+        key="tflops_model",
+        value=lambda step: step.tflops_model,
+        curve=Curve(
+            name="Compute",
+            unit="TFLOP/s",
+            last=lambda tflops: f"{tflops:.3g}",
+            second=lambda step: step.tflops_hardware,
+            second_name="with recomputation",
+            from_zero=True,
+            is_drawn=_has_gpu,
+        ),
+    ),
+    Figure(
+        key="stalled",
+        value=lambda step: 100 * sum(step.waited_seconds.values()) / step.step_seconds,
+        column="stalled %",
+        curve=Curve(
+            name="Stalled",
+            unit="% of the step",
+            # A transfer counts in the step in which it ends, so one step may look overfull.
+            last=lambda percent: f"{min(percent, 100):.0f} %",
+            from_zero=True,
+            is_drawn=_has_gpu,
+        ),
+    ),
+    Figure(
+        key="nvme_written_bytes",
+        value=lambda step: step.nvme_written_bytes,
+        curve=Curve(
+            name="Written",
+            unit=traffic_unit,
+            note="in all steps",
+            last=format_traffic,
+            adds_up=True,
+            from_zero=True,
+        ),
+    ),
+)
+"""What is shown of steps, in the order in which it is shown."""
 
 
 class RunTotals:
@@ -147,14 +363,13 @@ class RunTotals:
     def add(self, metrics: StepMetrics) -> None:
         """Add one step."""
         self._num_added += 1
-        self.all_written_bytes += metrics.nvme_written_bytes
+        self.all_written_bytes += metrics.moved_bytes["nvme write"]
         if self._num_added == 2:
             self._start_over()
         self.num_steps += 1
         self.seconds += metrics.step_seconds
         self.tokens += metrics.tokens
-        self.nvme_read_bytes += metrics.nvme_read_bytes
-        self.nvme_written_bytes += metrics.nvme_written_bytes
+        self.moved_bytes.update(metrics.moved_bytes)
         if metrics.slowest_rank is not None and metrics.slowest_bottleneck is not None:
             self.slowest[metrics.slowest_rank, metrics.slowest_bottleneck] += 1
         for resource in RESOURCES:
@@ -170,8 +385,7 @@ class RunTotals:
         self.num_steps = 0
         self.seconds = 0.0
         self.tokens = 0
-        self.nvme_read_bytes = 0
-        self.nvme_written_bytes = 0
+        self.moved_bytes = Counter[Resource]()
         self.busy_seconds: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
         self.waited_seconds: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
         self.slowest = Counter[tuple[int, Resource]]()
@@ -206,91 +420,6 @@ class StepWarnings:
                 f"{counted(metrics.num_alloc_retries, 'time')} until some was free; lower limits.gpu_memory if other "
                 "programs use this GPU, otherwise micro_batch_size"
             )
-
-
-class MetricsLog(Closing):
-    """Appends to the file. The first write that fails is a warning, and the last: nothing is written after it."""
-
-    def __init__(self, path: Path, *, committed_step: int, warn: Callable[[str], None]) -> None:
-        """Drop the lines of steps after `committed_step`, if there are any. Lines that are damaged are a warning."""
-        self._path = path
-        self._warn = warn
-        self._file: FileIO | None = None
-        self._num_bytes = 0
-        self._last_step: int | None = None
-        self.earlier_losses: list[float] = []
-        """Losses of the steps that were in the file already, in order."""
-        self._last_line = b""
-        """The line of the last step, at the end of the file; empty if it has none."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: the operating system has the line when `write` returns, and closing does not try to write
-            # again what failed.
-            path.touch()
-            self._file = path.open("r+b", buffering=0)
-            self._keep_up_to(committed_step)
-            if path.is_file():
-                self._file.truncate(self._num_bytes)
-        except OSError as error:
-            self._give_up(error)
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Append the line of a new step, or replace the line of the last step when it was evaluated."""
-        if self._file is None:
-            return
-        line = line_of(metrics)
-        replaced = self._last_line if metrics.step == self._last_step else b""
-        start = self._num_bytes - len(replaced)
-        try:
-            _end_with(self._file, start, line)
-        except OSError as error:
-            with contextlib.suppress(OSError):  # the earlier content already has space on the disk
-                _end_with(self._file, start, replaced)
-            self._give_up(error)
-        self._num_bytes = start + len(line)
-        self._last_step, self._last_line = metrics.step, line
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def _keep_up_to(self, committed_step: int) -> None:
-        """Find the part of the file that has the lines of steps up to `committed_step`. Each step has a line, so lines
-        without a readable step stay while steps are missing."""
-        self._last_step = committed_step
-        damaged, missing = list[int](), committed_step
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file if self._path.is_file() else (), 1):
-                step = step_in(line)
-                missing = missing - 1 if step is None else committed_step - step.step
-                if missing < 0 or not line.endswith(b"\n"):
-                    break
-                self._num_bytes += len(line)
-                if step is None:
-                    damaged.append(number)
-                else:
-                    self.earlier_losses.append(step.loss)
-                self._last_line = line if step is not None and missing == 0 else b""
-        if damaged:
-            self._warn(
-                f"{self._path}:{damaged[0]}: {counted(len(damaged), 'damaged line')}; the metrics of these steps are "
-                "lost; none of them can be chosen as the best step"
-            )
-
-    def _give_up(self, error: OSError) -> None:
-        self._warn(f"{self._path}: cannot be written ({error.strerror}); training continues without it")
-        self.close()
-
-
-def _end_with(file: FileIO, offset: int, line: bytes) -> None:
-    """Write the line at `offset` and end the file after it."""
-    written = 0
-    while written < len(line):  # a disk that is nearly full may take only a part
-        written += os.pwrite(file.fileno(), line[written:], offset + written)
-    file.truncate(offset + len(line))
 
 
 def _finite(value: object) -> object:

@@ -76,10 +76,8 @@ class RecentSteps:
 
     def moved_per_second(self, resource: Resource) -> float:
         """Bytes per second that the last steps read from the drives or wrote to them; 0 for other resources."""
-        key = {"nvme read": "nvme_read_bytes", "nvme write": "nvme_written_bytes"}.get(resource)
-        if key is None or not self._recent:
-            return 0.0
-        return float(sum(getattr(each, key) for each in self._recent)) / self._seconds
+        num_bytes = sum(each.moved_bytes.get(resource, 0) for each in self._recent)
+        return num_bytes / self._seconds if num_bytes else 0.0
 
     def stalls(self) -> list[tuple[Resource, float]]:
         """The share of the last steps in which computing stalled, by what it waited for, the largest first."""

@@ -6,6 +6,8 @@ import math
 import struct
 import sys
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -79,20 +81,46 @@ def test_the_users_settings_have_no_influence() -> None:
 
 
 def test_what_is_drawn() -> None:
-    """All that the page draws over the steps, with the same values."""
-    drawn = history(3)
-    curves = {each.name: each for each in step_curves(drawn)}
-    names = ["learning rate", "gradient norm", "speed", "step time", "RAM at the peak", "written to NVMe"]
-    assert [name for name in curves if name != "GPU memory at the peak"] == names
-    assert curves["step time"].values == [each.step_seconds for each in drawn]
-    assert curves["step time"].predicted == [each.predicted_seconds for each in drawn]
-    written = curves["written to NVMe"].values
+    """The same on the page, in the terminal and in the picture, with the values of the steps."""
+    drawn = [replace(each, clipped=each.step == 2) for each in history(4)]
+    curves = {each.shape.name: each for each in step_curves(drawn, {"RAM": 3 << 20})}
+    assert list(curves) == ["Learning rate", "Gradient norm", "Speed", "Step time", "RAM", "Written"]
+    assert curves["Step time"].values == [each.step_seconds for each in drawn]
+    assert curves["Step time"].second == [each.predicted_seconds for each in drawn]
+    assert (curves["RAM"].limit, curves["Speed"].limit) == (3.0, None)
+    assert curves["Gradient norm"].marks == [False, True, False, False]
+    assert curves["Gradient norm"].caption == "Gradient norm, 25 % of steps clipped"
+    written = curves["Written"].values
     assert written[2] / written[0] == pytest.approx(3), "what all steps have written, not each"
     with_gpu = [replace(each, gpu_peak_bytes=3 << 30) for each in drawn]
-    [memory] = [each for each in step_curves(with_gpu) if each.name == "GPU memory at the peak"]
-    assert (memory.unit, list(memory.values)) == ("GiB", [3.0, 3.0, 3.0])
+    of_gpu = {each.shape.name: each for each in step_curves(with_gpu)}
+    assert list(of_gpu)[5:8] == ["GPU memory", "Compute", "Stalled"]
+    assert of_gpu["GPU memory"].caption == "GPU memory, GiB, peak so far" and of_gpu["GPU memory"].values == [3.0] * 4
     unknown = [replace(each, predicted_seconds=math.nan) for each in drawn]
-    assert not any(each.predicted for each in step_curves(unknown))
+    assert not any(each.second for each in step_curves(unknown))
+
+
+@pytest.mark.parametrize(("first", "count"), [(1, 1), (1, 2), (1, 4), (7, 3), (1, 12), (1, 90), (500, 700)])
+def test_ticks_of_the_picture_are_steps(first: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not 2.5, and at least one on each axis."""
+    drawn: list[list[float]] = []
+    figure = import_module("matplotlib.figure").Figure
+
+    class Kept(figure):  # type: ignore[misc, valid-type]
+        def add_subplot(self, *arguments: object) -> object:
+            axes = super().add_subplot(*arguments)
+            kept.append(axes)
+            return axes
+
+    kept: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure", Kept)
+    draw_curves([replace(metrics(step), eval_loss=1.0) for step in range(first, first + count)], name="my-run")
+    for axes in kept:
+        low, high = axes.get_xlim()
+        drawn.append([tick for tick in axes.get_xticks() if low <= tick <= high])
+    assert len(drawn) == 7
+    for ticks in drawn:
+        assert ticks and all(tick == int(tick) and first <= tick < first + count for tick in ticks)
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

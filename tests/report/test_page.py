@@ -200,6 +200,13 @@ def test_predicted_and_measured_go_together(tmp_path: Path) -> None:
     assert "8.10 s" in page_of(found)
 
 
+def test_steps_whose_prediction_is_not_known_go_together(tmp_path: Path) -> None:
+    found = report(made_run(tmp_path, [replace(each, predicted_seconds=math.nan) for each in steps(5)]))
+    assert [each.step for each in found.planned_steps] == [2, 3, 4, 5]
+    [step_time] = [each for each in key_figures(found) if each.name == "step time"]
+    assert step_time.context == "median of steps 2 to 5"
+
+
 def test_clipped_and_unclipped_steps_are_not_mixed(tmp_path: Path) -> None:
     made = [
         replace(each, clipped=not each.step % 4, step_seconds=9.0 if not each.step % 4 else 5.0) for each in steps(20)
@@ -358,25 +365,25 @@ def test_the_terminal_shows_the_same(tmp_path: Path, count: int, width: int) -> 
         shown = "\n".join(lines)
         names = (
             "loss",
-            "learning rate, by step",
-            "gradient norm",
-            "speed, tokens/s",
-            "step time, seconds; +: predicted",
+            "Learning rate, by step",
+            "Gradient norm, ",
+            "Speed, tokens/s",
+            "Step time, seconds; +: predicted",
         )
-        for name in (*names, "RAM at the peak, GiB", "written to NVMe, GB in all" if count < 80 else "", "compute"):
+        for name in (*names, "RAM, GiB, peak so far", "Written, GB, in all steps" if count < 80 else "", "compute"):
             assert name in shown, name
 
 
 def test_the_terminal_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = made_run(tmp_path, steps(42))
     assert main(["report", str(output), "--terminal"]) == 0
-    assert "gradient norm" in capsys.readouterr().out
+    assert "Gradient norm" in capsys.readouterr().out
     assert not (output / "run" / "report.html").exists()
     for more in (["-o", str(tmp_path / "r.html")], ["--overwrite"]):
         assert main(["report", str(output), "--terminal", *more]) == 2
         ended = capsys.readouterr()
         assert ended.err.startswith(f"error: arguments '--terminal' and '{' '.join(more)}': --terminal writes no file")
-        assert "gradient norm" not in ended.out and not (tmp_path / "r.html").exists()
+        assert "Gradient norm" not in ended.out and not (tmp_path / "r.html").exists()
 
 
 def test_each_state_is_a_sentence(tmp_path: Path) -> None:

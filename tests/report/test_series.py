@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.report.page.series import Scale, binned, decimal, scale_of, step_ticks, ticks
+from ratel_cli.report.page.series import Scale, binned, scale_of, step_ticks, ticks
+from ratel_cli.units import format_number
 
 VALUES = st.floats(min_value=-1e12, max_value=1e12) | st.just(math.nan) | st.just(math.inf)
 
@@ -72,7 +73,7 @@ def test_ticks_of_steps_are_steps(first: int, more: int) -> None:
     [(0.0, "0"), (2e-5, "2e-5"), (1.25e-4, "1.25e-4"), (0.25, "0.25"), (1200.0, "1200"), (1.5e6, "1.5M"), (-3.0, "-3")],
 )
 def test_numbers_of_axes_are_short(value: float, text: str) -> None:
-    assert decimal(value) == text
+    assert format_number(value) == text
 
 
 def test_a_logarithmic_place() -> None:

@@ -52,7 +52,7 @@ def test_a_run_that_trains(locked: Path) -> None:
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "pid": os.getpid()}))
     found = status(locked)
     assert (found.state, found.step, found.num_steps, found.pid) == ("running", 42, 100, os.getpid())
-    assert found.loss == pytest.approx(steps(42)[-1].loss)
+    assert found.figures["loss"] == pytest.approx(steps(42)[-1].loss)
     assert found.tokens_per_second == pytest.approx(8192 / 4, rel=0.1)
     assert found.steps_per_epoch == FACTS.steps_per_epoch is not None
     assert found.seconds_left == pytest.approx(58 * 4, rel=0.1)
@@ -133,7 +133,7 @@ def test_half_a_line_and_lines_of_nonsense_are_no_steps(here: Path) -> None:
 def test_a_long_log_is_read_from_its_end(here: Path) -> None:
     output = write_run(here / "out", steps(500))
     found = status(output)
-    assert (found.step, found.loss) == (500, steps(500)[-1].loss)
+    assert (found.step, found.figures["loss"]) == (500, steps(500)[-1].loss)
 
 
 def test_a_loss_that_is_not_finite(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +215,7 @@ def test_the_words_of_a_row() -> None:
         state="running",
         step=420,
         num_steps=FACTS.num_steps * 10,
-        loss=2.34567,
+        figures={"loss": 2.34567},
         tokens_per_second=1240.4,
         seconds_left=11100.0,
         last_step_at=now - timedelta(seconds=12),

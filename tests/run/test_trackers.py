@@ -23,8 +23,8 @@ from ratel_cli.errors import BadInput
 from ratel_cli.run.train import trackers
 from ratel_cli.run.train.tracker_child import TRACKERS as ADAPTERS
 from ratel_cli.run.train.tracker_child import values_of
-from ratel_cli.run.train.trackers import Trackers, check_trackers
-from ratel_cli.training.metrics import MetricsLog
+from ratel_cli.run.train.trackers import FIGURE_NAMES, Trackers, check_trackers
+from ratel_cli.training.metrics_log import MetricsLog
 from tests.real_time import in_real_time
 from tests.run.fake_trackers import CALLS, TROUBLE, logged, read_calls, write_packages
 from tests.tiers import sample
@@ -101,7 +101,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_figures_of_answers_that_are_compared_have_trls_names() -> None:
     row = replace(metrics(1), preferences={"rewards/margins": 0.5}, eval_preferences={"rewards/accuracies": 1.0})
-    values = values_of(row.to_json())
+    values = values_of(row.to_json(), FIGURE_NAMES)
     assert (values["train/rewards/margins"], values["eval/rewards/accuracies"]) == (0.5, 1.0)
 
 
@@ -367,7 +367,7 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
         "tokens": 7,
         "busy_seconds": {"a b": 1},
     }
-    assert values_of(row) == {"step/tokens": 7.0, "step/busy_seconds/a_b": 1.0}
+    assert values_of(row, FIGURE_NAMES) == {"step/tokens": 7.0, "step/busy_seconds/a_b": 1.0}
 
 
 @pytest.mark.full

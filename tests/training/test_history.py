@@ -11,7 +11,8 @@ import pytest
 
 from ratel_cli.training.facts import FACTS_NAME, read_facts
 from ratel_cli.training.history import finite_mean, read_history, read_recent, recent_rate, recent_seconds
-from ratel_cli.training.metrics import MetricsLog, StepMetrics
+from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics_log import MetricsLog
 from tests.report.recorded import FACTS
 from tests.training.test_metrics import metrics
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.planning.time.step_time import RESOURCES
-from ratel_cli.training.metrics import MetricsLog, RunTotals, StepMetrics, StepWarnings, line_of, step_in
+from ratel_cli.training.metrics import RunTotals, StepMetrics, StepWarnings
+from ratel_cli.training.metrics_log import MetricsLog, line_of, step_in
 from tests.model.tiny import file_size_limit
 
 KEYS = [
@@ -291,7 +292,7 @@ def test_the_totals_of_no_steps_are_zero() -> None:
 def test_a_single_step_counts() -> None:
     totals = total(metrics(1))
     assert (totals.num_steps, totals.seconds, totals.tokens, totals.leaves_out_first) == (1, 2.0, 100, False)
-    assert (totals.nvme_read_bytes, totals.nvme_written_bytes) == (14, 12)
+    assert totals.moved_bytes == {"nvme read": 14, "nvme write": 12}
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 10])
@@ -302,6 +303,6 @@ def test_the_first_of_several_steps_is_left_out(num_steps: int) -> None:
     left = num_steps - 1
     assert totals.leaves_out_first
     assert (totals.num_steps, totals.seconds, totals.tokens) == (left, 2.0 * left, 100 * left)
-    assert (totals.nvme_read_bytes, totals.nvme_written_bytes) == (14 * left, 12 * left)
+    assert totals.moved_bytes == {"nvme read": 14 * left, "nvme write": 12 * left}
     assert totals.busy_seconds == {name: left * (1.0 if name == "nvme read" else 0.5) for name in RESOURCES}
     assert sum(totals.waited_seconds.values()) == 0.375 * left

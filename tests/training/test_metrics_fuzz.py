@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.training.metrics import MetricsLog, line_of, step_in
+from ratel_cli.training.metrics_log import MetricsLog, line_of, step_in
 from tests.tiers import examples
 from tests.training.test_metrics import metrics
 

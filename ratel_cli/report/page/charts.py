@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from ratel_cli.report.page.series import Bin, Scale, decimal, step_ticks, ticks
+from ratel_cli.report.page.series import Bin, Scale, step_ticks, ticks
+from ratel_cli.units import format_number
 
 WIDE, NARROW, HALF = 1120, 358, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 8, 22
@@ -65,8 +66,8 @@ def chart(
     width: int,
     height: int,
     title: str,
-    x_words: Words = decimal,
-    y_words: Words = decimal,
+    x_words: Words = format_number,
+    y_words: Words = format_number,
     are_steps: bool = True,
 ) -> str:
     """One chart with its axes. `title` is what a screen reader says."""
@@ -133,7 +134,9 @@ def share_rows(rows: Sequence[ShareRow], *, x: Scale, width: int, title: str) ->
     axis = _Frame(x=x, y=Scale(low=0, high=1), width=width, height=height, left=left, right=right)
     most = max(3, width // 90)
     parts.append(f'<text class="unit" x="{left - 6}" y="{height - 5}">step</text>')
-    parts += [axis.x_tick(each, decimal(each)) for each in step_ticks(math.ceil(x.low), math.floor(x.high), most=most)]
+    parts += [
+        axis.x_tick(each, format_number(each)) for each in step_ticks(math.ceil(x.low), math.floor(x.high), most=most)
+    ]
     return "".join((*parts, "</svg>"))
 
 

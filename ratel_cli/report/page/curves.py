@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+from ratel_cli.report.page.series import binned, step_ticks
 from ratel_cli.report.page.step_curves import StepCurve, step_curves
 from ratel_cli.training.history import finite_mean
 from ratel_cli.training.metrics import StepMetrics
@@ -29,6 +30,8 @@ _SMOOTHED_SHARE = 40
 """The smooth line is a mean over this part of all steps."""
 _INCHES, _DOTS_PER_INCH = (8.0, 6.6), 120
 _COLUMNS = 3
+_TICKS = 12
+"""What the axis of the steps has at most, where it is as wide as the picture."""
 _INK, _LOSS, _EVAL, _QUIET = "#333333", "#1f5fa8", "#c2410c", "#9db8d6"
 _STYLE: dict[str, object] = {
     "font.family": "DejaVu Sans",
@@ -78,7 +81,7 @@ def draw_curves(steps: Sequence[StepMetrics], *, name: str) -> bytes:
 
 
 def _draw_loss(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
-    places, losses = _thinned(steps, [step.loss for step in steps])
+    places, losses = _points(steps, [step.loss for step in steps])
     width = len(places) // _SMOOTHED_SHARE
     if width > 1:
         axes.plot(places, losses, color=_QUIET, linewidth=0.8, label="training")
@@ -90,20 +93,21 @@ def _draw_loss(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
         axes.plot(*zip(*evaluated, strict=True), color=_EVAL, marker="o", markersize=4, label="evaluation")
     axes.set_title(f"{name}: loss", parse_math=False)
     axes.margins(x=0.01)
+    axes.set_xticks(step_ticks(steps[0].step, steps[-1].step, most=_TICKS))
     if evaluated or width > 1:
         axes.legend(loc="upper right")
 
 
 def _draw_curve(axes: Axes, steps: Sequence[StepMetrics], curve: StepCurve) -> None:
-    if curve.predicted:
-        axes.plot(*_thinned(steps, curve.predicted), color=_EVAL, linewidth=1.1, label="predicted")
-    axes.plot(*_thinned(steps, curve.values), color=_LOSS, linewidth=1.1, label="measured")
-    name = curve.name[0].upper() + curve.name[1:]
-    axes.set_title(f"{name}, {curve.unit}" if curve.unit else name)
+    if curve.second:
+        axes.plot(*_points(steps, curve.second), color=_EVAL, linewidth=1.1, label=curve.shape.second_name)
+    axes.plot(*_points(steps, curve.values), color=_LOSS, linewidth=1.1)
+    axes.set_title(curve.caption)
     axes.margins(x=0.01)
+    axes.set_xticks(step_ticks(steps[0].step, steps[-1].step, most=_TICKS // _COLUMNS))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # an exponent above the axis would move the title
     _widen(axes)
-    if curve.predicted:
+    if curve.second:
         axes.legend(loc="best", fontsize=7)
 
 
@@ -115,22 +119,13 @@ def _widen(axes: Axes) -> None:
         axes.set_ylim(max(0.0, low - more) if low >= 0 else low - more, high + more)
 
 
-def _thinned(steps: Sequence[StepMetrics], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The points of a line: each step, or the means of as many steps as make `_MAX_POINTS`. NaN: a gap."""
-    width = max(1, -(-len(steps) // _MAX_POINTS))
-    starts = range(0, len(steps), width)
-    return (
-        [_mean(step.step for step in steps[start : start + width]) for start in starts],
-        [_mean(values[start : start + width]) for start in starts],
-    )
+def _points(steps: Sequence[StepMetrics], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The points of a line: steps, and values, NaN for a gap."""
+    bins = binned([step.step for step in steps], values, most=_MAX_POINTS)
+    return [each.x for each in bins], [each.mean for each in bins]
 
 
 def _smoothed(values: Sequence[float], width: int) -> list[float]:
-    """The mean of each value and those around it, `width` to each side."""
-    return [_mean(values[max(0, place - width) : place + width + 1]) for place in range(len(values))]
-
-
-def _mean(values: Iterable[float]) -> float:
-    """The mean of the finite values; NaN if there are none."""
-    mean = finite_mean(values)
-    return math.nan if mean is None else mean
+    """The mean of each value and those around it, `width` to each side. NaN: none of them is finite."""
+    around = (values[max(0, place - width) : place + width + 1] for place in range(len(values)))
+    return [math.nan if (mean := finite_mean(each)) is None else mean for each in around]

@@ -23,8 +23,8 @@ from ratel_cli.report.page.page_tables import (
     wear_facts,
 )
 from ratel_cli.report.page.run_report import RunReport, key_figures, state_notes, state_words
-from ratel_cli.report.page.series import decimal
-from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics import STEP_FIGURES, Figure, StepMetrics
+from ratel_cli.units import format_number
 
 GENERATOR = "Ratel"
 """What the page says it was made by. A file that says so may be replaced by another report."""
@@ -103,19 +103,17 @@ def _table_of_steps(steps: Sequence[StepMetrics]) -> str:
     """What the script reads: one row for a step, of long runs of every n-th step and the last."""
     every = max(1, -(-len(steps) // _MOST_ROWS))
     chosen = [*steps[::every], *([steps[-1]] if (len(steps) - 1) % every else [])]
-    names = ["step", "loss", "lr", "norm", "tokens/s", "seconds", "stalled %"]
-    if any(each.shown_eval_loss is not None for each in steps):
-        names.append("eval loss")
-    content = json.dumps({"names": names, "rows": [_row(each, len(names)) for each in chosen]}, allow_nan=False)
+    # Columns of evaluations are the last, and only there if one was finite.
+    known = [each for each in STEP_FIGURES if each.column]
+    evaluated = [each for each in known if each.is_of_evaluations and any(_cell(each, step) for step in steps)]
+    columns = [*(each for each in known if not each.is_of_evaluations), *evaluated]
+    rows = [[step.step, *(_cell(each, step) for each in columns)] for step in chosen]
+    content = json.dumps({"names": ["step", *(each.column for each in columns)], "rows": rows}, allow_nan=False)
     # `<` cannot end the element early: it is written as JSON's escape.
     escaped = content.replace("<", "\\u003c")
     return f'<script type="application/json" id="steps">{escaped}</script>'
 
 
-def _row(step: StepMetrics, length: int) -> list[object]:
-    stalled = sum(step.waited_seconds.values()) / step.step_seconds
-    values = [step.loss, step.learning_rate, step.grad_norm, step.tokens_per_second, step.step_seconds, 100 * stalled]
-    row: list[object] = [step.step, *(decimal(value) if isfinite(value) else None for value in values)]
-    if length > len(row):
-        row.append(None if step.shown_eval_loss is None else decimal(step.shown_eval_loss))
-    return row
+def _cell(figure: Figure, step: StepMetrics) -> str | None:
+    value = figure.value(step)
+    return None if value is None or not isfinite(value) else format_number(value)

@@ -5,43 +5,20 @@ Invariant: a chart says in its caption what its axes are in, and, where a point 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
-from itertools import accumulate
-from math import isfinite
 
 from ratel_cli.report.page.charts import HALF, NARROW, WIDE, Drawn, ShareRow, chart, dots, lines_of, rule, share_rows
-from ratel_cli.report.page.run_report import LEAST_SHARE, RunReport, busy_shares, number, share_words
-from ratel_cli.report.page.series import Scale, binned, decimal, scale_of
-from ratel_cli.report.words.plan import RESOURCE_NAMES, percent
+from ratel_cli.report.page.run_report import LEAST_SHARE, RunReport, busy_shares, share_words
+from ratel_cli.report.page.series import Scale, binned, scale_of
+from ratel_cli.report.page.step_curves import StepCurve, step_curves
+from ratel_cli.report.words.plan import RESOURCE_NAMES
 from ratel_cli.report.words.recorded_plan import RecordedPlan
 from ratel_cli.training.metrics import StepMetrics
-from ratel_cli.units import TRAFFIC_UNITS, byte_unit, format_bytes, format_rate_number, format_seconds, format_traffic
+from ratel_cli.units import byte_unit, format_bytes, format_loss, format_seconds
 
 _MOST_WIDE, _MOST_HALF, _MOST_NARROW = 280, 120, 90
 _LOSS_HEIGHT, _HEIGHT = 250, 150
-Value = Callable[[StepMetrics], float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Curve:
-    """One small chart over the steps."""
-
-    name: str
-    unit: str
-    value: Value
-    last: str
-    """The figure in the caption."""
-    second: Value | None = None
-    second_name: str = ""
-    limit: float | None = None
-    limit_name: str = ""
-    marks: Callable[[StepMetrics], bool] | None = None
-    """Steps that get a dot."""
-    marks_name: str = ""
-    from_zero: bool = False
-    may_be_log: bool = False
 
 
 def loss_figure(report: RunReport) -> str:
@@ -65,7 +42,7 @@ def loss_figure(report: RunReport) -> str:
             title="loss by step",
         )
 
-    caption = _caption("Loss", "mean over the step's loss tokens", number(steps[-1].loss), keys)
+    caption = _caption("Loss", "mean over the step's loss tokens", format_loss(steps[-1].loss), keys)
     mean = _mean_note(len(steps))
     note = f"{mean} The shade goes from their lowest to their highest." if mean else ""
     return _full_figure(
@@ -75,104 +52,11 @@ def loss_figure(report: RunReport) -> str:
 
 def step_figures(report: RunReport) -> list[str]:
     """Small charts over the steps: rate, norm, speed, time, memory, bytes written."""
-    steps, plan = report.steps, report.plan
-    limit = 0 if plan is None else plan.host_limit_bytes
-    unit, size = byte_unit(max(limit, *(each.host_peak_bytes for each in steps)))
-    written = list(accumulate(each.nvme_written_bytes for each in steps))
-    written_unit, written_size = next((each for each in TRAFFIC_UNITS if written[-1] >= each[1]), TRAFFIC_UNITS[-1])
-    sums = dict(zip((each.step for each in steps), written, strict=True))
-    last, num_clipped = steps[-1], sum(each.clipped for each in steps)
-    clipped = f"{percent(num_clipped / len(steps))} of steps clipped" if num_clipped else "no step clipped"
-    are_marked = 0 < num_clipped <= len(steps) // 4 and len(steps) <= _MOST_HALF
-    curves = [
-        _Curve(
-            name="Learning rate",
-            unit="",
-            value=lambda each: each.learning_rate,
-            last=decimal(last.learning_rate),
-            from_zero=True,
-        ),
-        _Curve(
-            name="Gradient norm",
-            unit="" if are_marked else clipped,
-            value=lambda each: each.grad_norm,
-            last=number(last.grad_norm),
-            marks=(lambda each: each.clipped) if are_marked else None,
-            marks_name=clipped,
-            from_zero=True,
-            may_be_log=True,
-        ),
-        _Curve(
-            name="Speed",
-            unit="tokens/s",
-            value=lambda each: each.tokens_per_second,
-            last=f"last step {format_rate_number(last.tokens_per_second)}",
-            from_zero=True,
-        ),
-        _Curve(
-            name="Step time",
-            unit="seconds",
-            value=lambda each: each.step_seconds,
-            last=f"last step {format_seconds(last.step_seconds)}",
-            second=lambda each: each.predicted_seconds,
-            second_name="predicted",
-            from_zero=True,
-        ),
-        _Curve(
-            name="RAM",
-            unit=f"{unit}, peak so far",
-            value=lambda each: each.host_peak_bytes / size,
-            last=format_bytes(last.host_peak_bytes),
-            limit=None if plan is None else plan.host_limit_bytes / size,
-            limit_name="limit",
-            from_zero=True,
-        ),
-        _Curve(
-            name="Written",
-            unit=f"{written_unit}, in all steps",
-            value=lambda each: sums[each.step] / written_size,
-            last=format_traffic(written[-1]),
-            from_zero=True,
-        ),
-    ]
-    if last.gpu_peak_bytes:
-        curves[5:5] = _gpu_curves(report)
-    curves[:0] = _preference_curves(steps)
-    return [_half_figure(curve, steps) for curve in curves]
-
-
-def _preference_curves(steps: Sequence[StepMetrics]) -> list[_Curve]:
-    """What is known of answers that are compared; none if none are."""
-    last = steps[-1]
-    if last.preferences is None:
-        return []
-    curves = [
-        _Curve(
-            name="Rewards",
-            unit="of better answers",
-            value=lambda each: each.preference("rewards/chosen"),
-            last=number(last.preference("rewards/chosen")),
-            second=lambda each: each.preference("rewards/rejected"),
-            second_name="of others",
-        ),
-        _Curve(
-            name="Reward margin",
-            unit="",
-            value=lambda each: each.preference("rewards/margins"),
-            last=number(last.preference("rewards/margins")),
-        ),
-    ]
-    if any(isfinite(each.preference("rewards/accuracies")) for each in steps):
-        curves.append(
-            _Curve(
-                name="Reward accuracy",
-                unit="share of pairs",
-                value=lambda each: each.preference("rewards/accuracies"),
-                last=number(last.preference("rewards/accuracies")),
-                from_zero=True,
-            )
-        )
-    return curves
+    limits = {
+        "RAM": None if report.plan is None else report.plan.host_limit_bytes,
+        "GPU memory": report.gpu_limit_bytes,
+    }
+    return [_half_figure(curve, report.steps) for curve in step_curves(report.steps, limits)]
 
 
 def resource_figure(report: RunReport) -> str:
@@ -242,61 +126,26 @@ def plan_figure(plan: RecordedPlan) -> str:
     return _full_figure(caption, drawn(WIDE), drawn(NARROW), note=note)
 
 
-def _gpu_curves(report: RunReport) -> list[_Curve]:
-    """The curves of a run on a GPU: its memory, what it computes, and how long it waits."""
-    last, limit = report.steps[-1], report.gpu_limit_bytes
-    unit, size = byte_unit(max(limit or 0, *(each.gpu_peak_bytes for each in report.steps)))
-    return [
-        _Curve(
-            name="GPU memory",
-            unit=f"{unit}, peak so far",
-            value=lambda each: each.gpu_peak_bytes / size,
-            last=format_bytes(last.gpu_peak_bytes),
-            limit=None if limit is None else limit / size,
-            limit_name="limit",
-            from_zero=True,
-        ),
-        _Curve(
-            name="Compute",
-            unit="TFLOP/s",
-            value=lambda each: each.tflops_model,
-            last=f"{last.tflops_model:.3g}",
-            second=lambda each: each.tflops_hardware,
-            second_name="with recomputation",
-            from_zero=True,
-        ),
-        _Curve(
-            name="Stalled",
-            unit="% of the step",
-            value=lambda each: 100 * sum(each.waited_seconds.values()) / each.step_seconds,
-            last=share_words(sum(last.waited_seconds.values()) / last.step_seconds),
-            from_zero=True,
-        ),
-    ]
-
-
-def _half_figure(curve: _Curve, steps: Sequence[StepMetrics]) -> str:
-    numbers, values = [each.step for each in steps], [curve.value(each) for each in steps]
-    x = _steps_scale(steps)
-    bins = binned(numbers, values, most=_MOST_HALF)
-    drawn, shown, keys = lines_of(bins), list(values), []
-    if curve.marks is not None:
-        drawn.append(dots([(each.step, curve.value(each)) for each in steps if curve.marks(each)], kind="dot second"))
-        keys.append(_key("second", curve.marks_name))
-    if curve.second is not None:
-        seconds = [curve.second(each) for each in steps]
-        if any(map(isfinite, seconds)):
-            points = tuple((each.x, each.mean) for each in binned(numbers, seconds, most=_MOST_HALF))
-            drawn.insert(0, Drawn(kind="line second", points=points))
-            shown += seconds
-            keys += [_key("second", curve.second_name)]
+def _half_figure(curve: StepCurve, steps: Sequence[StepMetrics]) -> str:
+    shape, numbers, x = curve.shape, [each.step for each in steps], _steps_scale(steps)
+    drawn, shown, keys = lines_of(binned(numbers, curve.values, most=_MOST_HALF)), list(curve.values), []
+    are_marked = 0 < sum(curve.marks) <= len(steps) // 4 and len(steps) <= _MOST_HALF
+    if are_marked:
+        marked = zip(numbers, curve.values, curve.marks, strict=True)
+        drawn.append(dots([(number, value) for number, value, is_marked in marked if is_marked], kind="dot second"))
+        keys.append(_key("second", curve.marks_words))
+    if curve.second:
+        points = tuple((each.x, each.mean) for each in binned(numbers, curve.second, most=_MOST_HALF))
+        drawn.insert(0, Drawn(kind="line second", points=points))
+        shown += curve.second
+        keys.append(_key("second", shape.second_name))
     if curve.limit is not None:
-        drawn.append(rule(curve.limit, (x.low, x.high), label=curve.limit_name))
+        drawn.append(rule(curve.limit, (x.low, x.high), label="limit"))
         shown.append(1.12 * curve.limit)  # with space for the label
-    scale = scale_of(shown, from_zero=curve.from_zero, may_be_log=curve.may_be_log)
-    svg = chart(drawn, x=x, y=scale, width=HALF, height=_HEIGHT, title=f"{curve.name} by step")
-    unit = ", ".join(filter(None, (curve.unit, "log scale" if scale.is_log else "")))
-    caption = _caption(curve.name, unit, curve.last, keys)
+    scale = scale_of(shown, from_zero=shape.from_zero, may_be_log=shape.may_be_log)
+    svg = chart(drawn, x=x, y=scale, width=HALF, height=_HEIGHT, title=f"{shape.name} by step")
+    words = (curve.unit, "" if are_marked else curve.marks_words, "log scale" if scale.is_log else "")
+    caption = _caption(shape.name, ", ".join(filter(None, words)), curve.last, keys)
     return f'<figure class="half steps" data-low="{x.low}" data-high="{x.high}">{caption}{svg}</figure>'
 
 

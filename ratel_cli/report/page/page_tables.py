@@ -69,8 +69,8 @@ def predicted_table(report: RunReport) -> str:
         if plan.busy_seconds[resource] or measured:
             rows.append(_time_row(name, plan.busy_seconds[resource], measured, longest))
     rows.append(_nvme_row(plan, steps))
-    rows.append(_byte_row("read from NVMe", plan.read_bytes, _median(steps, lambda each: each.nvme_read_bytes)))
-    rows.append(_byte_row("written to NVMe", plan.written_bytes, _median(steps, lambda each: each.nvme_written_bytes)))
+    rows.append(_byte_row("read from NVMe", plan.read_bytes, _moved(steps, "nvme read")))
+    rows.append(_byte_row("written to NVMe", plan.written_bytes, _moved(steps, "nvme write")))
     predicted_head, measured_head = (
         f'<th><span class="key"><i class="{kind}"></i>{name}</span></th>'
         for kind, name in (("second", "predicted"), ("line", "measured"))
@@ -153,8 +153,8 @@ def wear_facts(report: RunReport) -> list[tuple[str, str]]:
     facts = []
     steps, plan, status = report.steps, report.plan, report.status
     if steps:
-        written = sum(each.nvme_written_bytes for each in steps)
-        facts.append(("steps so far", f"{format_traffic(written)} written in {counted(len(steps), 'step')}"))
+        words = f"{format_traffic(report.written_bytes)} written in {counted(len(steps), 'step')}"
+        facts.append(("steps so far", words))
     if plan is not None:
         facts.append(("a step", f"{format_traffic(plan.written_bytes)} predicted"))
         if status.num_steps is not None:
@@ -253,6 +253,10 @@ def _table(head: str, rows: Sequence[str], *, kind: str = "") -> str:
 
 def _busy(steps: Sequence[StepMetrics], resource: Resource) -> float:
     return _median(steps, lambda each: each.busy_seconds[resource])
+
+
+def _moved(steps: Sequence[StepMetrics], resource: Resource) -> float:
+    return _median(steps, lambda each: each.moved_bytes[resource])
 
 
 def _median(steps: Sequence[StepMetrics], value: Callable[[StepMetrics], float]) -> float:

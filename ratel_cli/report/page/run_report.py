@@ -23,6 +23,7 @@ from ratel_cli.units import (
     counted,
     format_bytes,
     format_count,
+    format_loss,
     format_seconds,
     format_token_rate,
     format_traffic,
@@ -68,6 +69,11 @@ class RunReport:
         return tuple(each for each in self.steps if each.step > 1) or self.steps
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes that all recorded steps wrote to the drives."""
+        return sum(each.moved_bytes["nvme write"] for each in self.steps)
+
+    @property
     def planned_steps(self) -> tuple[StepMetrics, ...]:
         """The steps that are held against the plan: the last ones that were predicted alike, without a warm-up.
 
@@ -77,7 +83,8 @@ class RunReport:
         predicted: dict[bool, float] = {}
         chosen: list[StepMetrics] = []
         for each in reversed(self.typical_steps):
-            if predicted.setdefault(each.clipped, each.predicted_seconds) != each.predicted_seconds:
+            seconds = each.predicted_seconds if isfinite(each.predicted_seconds) else inf  # NaN is unlike itself
+            if predicted.setdefault(each.clipped, seconds) != seconds:
                 break
             chosen.append(each)
         if len(set(predicted.values())) > 1:
@@ -87,7 +94,7 @@ class RunReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class KeyFigure:
     """A key figure."""
 
     name: str
@@ -123,7 +130,7 @@ def state_words(report: RunReport) -> str:
     return f"{found} Its store was deleted." if status.store_deleted and status.state != "no store" else found
 
 
-def key_figures(report: RunReport) -> list[Figure]:
+def key_figures(report: RunReport) -> list[KeyFigure]:
     """The figures at the top; none without steps."""
     steps = report.steps
     if not steps:
@@ -133,40 +140,42 @@ def key_figures(report: RunReport) -> list[Figure]:
     seconds, predicted = median(each.step_seconds for each in planned), planned[-1].predicted_seconds
     of = "" if status.num_steps is None else f"of {status.num_steps}"
     figures = [
-        Figure(name="steps", value=str(last.step), context=of),
-        Figure(name="loss", value=number(last.loss), context=f"step {steps[0].step}: {number(steps[0].loss)}"),
+        KeyFigure(name="steps", value=str(last.step), context=of),
+        KeyFigure(
+            name="loss", value=format_loss(last.loss), context=f"step {steps[0].step}: {format_loss(steps[0].loss)}"
+        ),
     ]
     if last.preferences is not None:
         margin, accuracy = last.preference("rewards/margins"), last.preference("rewards/accuracies")
         context = f"{percent(accuracy)} of pairs right" if isfinite(accuracy) else f"step {last.step}"
-        figures.append(Figure(name="reward margin", value=number(margin), context=context))
+        figures.append(KeyFigure(name="reward margin", value=format_loss(margin), context=context))
     evaluated = [each for each in steps if each.eval_loss is not None]
     if evaluated:
         best = min(evaluated, key=lambda each: inf if each.shown_eval_loss is None else each.shown_eval_loss)
-        value = number(evaluated[-1].eval_loss)
+        value = format_loss(evaluated[-1].eval_loss)
         figures.append(
-            Figure(name="eval loss", value=value, context=f"best {number(best.eval_loss)}, step {best.step}")
+            KeyFigure(name="eval loss", value=value, context=f"best {format_loss(best.eval_loss)}, step {best.step}")
         )
         accuracies = [(each.eval_accuracy, each.step) for each in evaluated if each.eval_accuracy is not None]
         if accuracies:
             share, step = max(accuracies, key=lambda each: each[0])
             context = f"best {percent(share)}, step {step}"
-            figures.append(Figure(name="accuracy", value=percent(accuracies[-1][0]), context=context))
+            figures.append(KeyFigure(name="accuracy", value=percent(accuracies[-1][0]), context=context))
     figures += [
-        Figure(
+        KeyFigure(
             name="speed",
             value=format_token_rate(recent_rate(steps) or 0.0),
             context=f"last {counted(len(recent), 'step')}; "
             f"{median(each.tflops_model for each in recent):.3g} TFLOP/s of the model",
         ),
-        Figure(
+        KeyFigure(
             name="step time",
             value=format_seconds(seconds),
             context=f"median of {planned_words(planned)}"
             + (f"; predicted {format_seconds(predicted)}" if isfinite(predicted) and predicted > 0 else ""),
         ),
         _stall_figure(typical),
-        Figure(
+        KeyFigure(
             name="trained",
             value=format_seconds(sum(each.step_seconds for each in steps)),
             context=f"{format_count(sum(each.tokens for each in steps))} tokens",
@@ -197,13 +206,6 @@ def busy_shares(steps: Sequence[StepMetrics]) -> list[tuple[Resource, float, flo
     return [(resource, busy, stalled) for resource, busy, stalled in shares if busy > 0 or stalled > 0]
 
 
-def number(value: float | None) -> str:
-    """A loss or a norm."""
-    if value is None or not isfinite(value):
-        return "not finite"
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
-
-
 def share_words(share: float) -> str:
     """A share of a step. A transfer counts in the step in which it ends, so one step may look overfull."""
     return f"{100 * min(share, 1.0):.0f} %"
@@ -225,23 +227,23 @@ def state_notes(report: RunReport) -> list[str]:
     return notes
 
 
-def _stall_figure(steps: Sequence[StepMetrics]) -> Figure:
+def _stall_figure(steps: Sequence[StepMetrics]) -> KeyFigure:
     shares = busy_shares(steps)
     stalled = sum(share for _, _, share in shares)
     cause, _, most = max(shares, key=lambda each: each[2], default=("compute", 0.0, 0.0))
     context = f"mostly on {RESOURCE_NAMES[cause]}; all steps" if most > LEAST_SHARE else "of all steps"
-    return Figure(name="stalled", value=share_words(stalled), context=context)
+    return KeyFigure(name="stalled", value=share_words(stalled), context=context)
 
 
-def _memory_figure(report: RunReport) -> Figure:
+def _memory_figure(report: RunReport) -> KeyFigure:
     peak = max(each.host_peak_bytes for each in report.steps)
     limit = "" if report.plan is None else f"limit {format_bytes(report.plan.host_limit_bytes)}"
-    return Figure(name="RAM at the peak", value=format_bytes(peak), context=limit)
+    return KeyFigure(name="RAM at the peak", value=format_bytes(peak), context=limit)
 
 
-def _written_figure(report: RunReport) -> Figure:
-    written = sum(each.nvme_written_bytes for each in report.steps)
+def _written_figure(report: RunReport) -> KeyFigure:
+    written = report.written_bytes
     context = f"{format_traffic(written / len(report.steps))} per step"
     if report.endurance_tb:
         context = f"{percent(written / 1e12 / report.endurance_tb)} of rated endurance"
-    return Figure(name="written by steps", value=format_traffic(written), context=context)
+    return KeyFigure(name="written by steps", value=format_traffic(written), context=context)

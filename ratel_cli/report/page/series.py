@@ -96,21 +96,6 @@ def step_ticks(first: int, last: int, *, most: int = 6) -> list[int]:
     return sorted({*near, last})
 
 
-def decimal(value: float) -> str:
-    """A number of an axis or a figure, short: `0.25`, `1200`, `2e-05`, `1.5M`."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size < 1e-3:
-        mantissa, _, power = f"{value:.2e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
-    if size >= 1e4:
-        for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if size >= factor:
-                return f"{value / factor:.4g}{letter}"
-    return f"{value:.4g}"
-
-
 def _step(low: float, high: float, most: int) -> float:
     """1, 2 or 5 times a power of 10, so that at most about `most` of them lie between `low` and `high`."""
     rough = (high - low) / most

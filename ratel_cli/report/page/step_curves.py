@@ -1,53 +1,66 @@
-"""What is drawn over the steps besides the loss, in the terminal and in the picture of the model card.
+"""What is drawn over the steps besides the loss, on the page, in the terminal and in the picture of the model card.
 
 Invariant: each curve has one value for each step, and all of them follow from the steps alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isfinite
+from math import isfinite, nan
 
-from ratel_cli.training.metrics import StepMetrics
-from ratel_cli.units import TRAFFIC_UNITS, byte_unit
+from ratel_cli.report.words.plan import percent
+from ratel_cli.training.metrics import STEP_FIGURES, Curve, Figure, StepMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCurve:
-    """One curve over the steps."""
+    """A figure over some steps, as it is drawn."""
 
-    name: str
+    shape: Curve
     unit: str
+    """The unit, and what a point is."""
     values: Sequence[float]
-    predicted: Sequence[float] = ()
-    """What was predicted of each step; empty if nothing was."""
+    """In this unit, as are the next two."""
+    second: Sequence[float] = ()
+    """What is drawn with it; empty if nothing of it is finite."""
+    limit: float | None = None
+    marks: Sequence[bool] = ()
+    """For each step, whether it gets a dot; empty if none may."""
+    marks_words: str = ""
+    """How many steps those are."""
+    last: str
+    """The value of the last step, in words."""
+
+    @property
+    def caption(self) -> str:
+        """The name, the unit and all else that is said above the curve."""
+        return ", ".join(filter(None, (self.shape.name, self.unit, self.marks_words)))
 
 
-def step_curves(steps: Sequence[StepMetrics]) -> list[StepCurve]:
-    """The curves of some steps, at least one, in their order. That of the GPU's memory only if the run had a GPU."""
-    predicted = [each.predicted_seconds for each in steps]
-    written = list(accumulate(each.nvme_written_bytes for each in steps))
-    unit, size = next((each for each in TRAFFIC_UNITS if written[-1] >= each[1]), TRAFFIC_UNITS[-1])
-    curves = [
-        StepCurve(name="learning rate", unit="", values=[each.learning_rate for each in steps]),
-        StepCurve(name="gradient norm", unit="", values=[each.grad_norm for each in steps]),
-        StepCurve(name="speed", unit="tokens/s", values=[each.tokens_per_second for each in steps]),
-        StepCurve(
-            name="step time",
-            unit="seconds",
-            values=[each.step_seconds for each in steps],
-            predicted=predicted if any(map(isfinite, predicted)) else (),
-        ),
-        _memory("RAM at the peak", [each.host_peak_bytes for each in steps]),
-        StepCurve(name="written to NVMe", unit=f"{unit} in all", values=[each / size for each in written]),
-    ]
-    if any(each.gpu_peak_bytes for each in steps):
-        curves.insert(5, _memory("GPU memory at the peak", [each.gpu_peak_bytes for each in steps]))
-    return curves
+def step_curves(steps: Sequence[StepMetrics], limits: Mapping[str, int | None] | None = None) -> list[StepCurve]:
+    """The curves of some steps, at least one, in their order. `limits`: by what a `Curve.limit` names."""
+    drawn = [(each, each.curve) for each in STEP_FIGURES if each.curve is not None and each.curve.is_drawn(steps)]
+    return [_drawn(figure, shape, steps, limits or {}) for figure, shape in drawn]
 
 
-def _memory(name: str, sizes: Sequence[int]) -> StepCurve:
-    unit, size = byte_unit(max(sizes))
-    return StepCurve(name=name, unit=unit, values=[each / size for each in sizes])
+def _drawn(figure: Figure, shape: Curve, steps: Sequence[StepMetrics], limits: Mapping[str, int | None]) -> StepCurve:
+    values = [nan if (value := figure.value(each)) is None else value for each in steps]
+    if shape.adds_up:
+        values = list(accumulate(values))
+    limit = None if shape.limit is None else limits.get(shape.limit)
+    unit, size = (shape.unit, 1) if isinstance(shape.unit, str) else shape.unit(max(limit or 0, *values))
+    second = [] if shape.second is None else [shape.second(each) for each in steps]
+    marks = [] if shape.marks is None else [shape.marks(each) for each in steps]
+    how_many = f"{percent(sum(marks) / len(marks))} of steps" if any(marks) else "no step"
+    return StepCurve(
+        shape=shape,
+        unit=", ".join(filter(None, (unit, shape.note))),
+        values=[value / size for value in values],
+        second=second if any(map(isfinite, second)) else (),
+        limit=None if limit is None else limit / size,
+        marks=marks,
+        marks_words=f"{how_many} {shape.marks_name}" if marks else "",
+        last=shape.last(values[-1]),
+    )

@@ -20,10 +20,11 @@ from ratel_cli.report.page.run_report import (
     state_notes,
     state_words,
 )
-from ratel_cli.report.page.series import binned, decimal, scale_of, step_ticks, ticks
+from ratel_cli.report.page.series import binned, scale_of, step_ticks, ticks
 from ratel_cli.report.page.step_curves import step_curves
 from ratel_cli.report.words.plan import RESOURCE_NAMES, aligned
 from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.units import format_number
 
 _ROWS = 14
 _WIDEST = 110
@@ -43,9 +44,8 @@ def report_lines(report: RunReport, *, width: int) -> list[str]:
         name = "loss; X: evaluation" if evaluated else "loss"
         lines += _plot(name, steps, [each.loss for each in steps], width, dots=(evaluated, losses))
         for curve in step_curves(steps):
-            name = f"{curve.name}, {curve.unit}" if curve.unit else curve.name
-            dots = (steps, curve.predicted) if curve.predicted else ((), ())
-            name += "; +: predicted" if curve.predicted else ""
+            name = f"{curve.caption}; +: {curve.shape.second_name}" if curve.second else curve.caption
+            dots = (steps, curve.second) if curve.second else ((), ())
             lines += _plot(name, steps, curve.values, width, dots=dots, marker="+")
         lines += _shares(report.typical_steps, width)
     return [line[:width].rstrip() for line in lines]
@@ -82,7 +82,7 @@ def _plot(
     figure.ruler("x").lim(steps[0].step, steps[-1].step)
     figure.ruler("y").lim(scale.low, scale.high)
     figure.ruler("x").ticks(numbers, list(map(str, numbers)))
-    figure.ruler("y").ticks(levels, [f"{decimal(level):>7}" for level in levels])
+    figure.ruler("y").ticks(levels, [f"{format_number(level):>7}" for level in levels])
     size = bins[0].num_values
     text: str = figure.build().string(colorless=True)
     mean = f", mean of {size} steps" if size > 1 else ""

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ratel_cli.planning.time.step_time import RESOURCES
 from ratel_cli.report.words.plan import RESOURCE_NAMES
-from ratel_cli.report.words.run import fitted, preference_words
+from ratel_cli.report.words.run import figure_words, fitted
 from ratel_cli.report.words.status import epoch_words
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.recent import RecentSteps
@@ -39,6 +39,10 @@ _MUCH_STALLED = 0.1
 _DAY_SECONDS = 86400.0
 _MOST_SECONDS = 300 * _DAY_SECONDS
 """The end of a longer run is not given, as a day without its year would mislead."""
+_SHOWN_APART = ("loss", "step_seconds", "tokens_per_second")
+"""Figures of a step that have a place of their own: above the others, or as those of the last steps."""
+_EVALUATION_RANK = 4
+"""As `Figure.rank`."""
 _LEAST_SHARE = 0.01
 """Stalls below this share of a step are not shown."""
 _LEAST_SECONDS = 2.0
@@ -130,7 +134,7 @@ class Panel:
         while self._rows:
             now, metrics = self._rows.popleft()
             self._steps.add(metrics, now)
-            self._written_bytes += metrics.nvme_written_bytes
+            self._written_bytes += metrics.moved_bytes["nvme write"]
         width = max(1, min(width, _MOST_COLUMNS))
         lines = [
             Text(),
@@ -192,15 +196,14 @@ class Panel:
         curve = sparkline(self._steps.losses.points(max(1, width - len(title))), ascii_only=self._ascii_only)
         if last is None:
             return [Text.assemble(title, (curve, "green")), Text("tokens/s after the first step", "dim")]
-        parts = [format_token_rate(self._steps.tokens_per_second)]
-        if last.preferences is not None:
-            parts.append(preference_words(last))
+        parts = [(figure.rank, words) for figure, words in figure_words(last) if figure.key not in _SHOWN_APART]
+        parts.append((0, format_token_rate(self._steps.tokens_per_second)))
         if self._evaluated is not None:
             step, loss, best_step = self._evaluated
             best = "" if best_step is None else " (the best)" if best_step == step else f" (best: step {best_step})"
-            parts.append(f"eval loss {loss:.4f} after step {step}{best}")
-        parts += [f"norm {last.grad_norm:.3f}{' clipped' if last.clipped else ''}", f"lr {last.learning_rate:.2e}"]
-        return [Text.assemble(title, (curve, "green")), Text(fitted(parts, width))]
+            parts.append((_EVALUATION_RANK, f"eval loss {loss:.4f} after step {step}{best}"))
+        by_rank = [words for _, words in sorted(parts, key=lambda part: part[0])]
+        return [Text.assemble(title, (curve, "green")), Text(fitted(by_rank, width))]
 
     def _resources(self, width: int) -> list[Text]:
         """A bar for each resource that this machine has."""

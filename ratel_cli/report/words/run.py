@@ -18,7 +18,7 @@ from ratel_cli.report.words.plan import RESOURCE_NAMES, percent, step_time, wear
 from ratel_cli.report.words.status import epoch_words
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.training.best import BestSoFar
-from ratel_cli.training.metrics import RunTotals, StepMetrics
+from ratel_cli.training.metrics import STEP_FIGURES, Figure, RunTotals, StepMetrics
 from ratel_cli.units import (
     counted,
     format_bytes,
@@ -101,12 +101,7 @@ def step_line(
     parts = [
         (0, [f"step {metrics.step}/{num_steps}"]),
         *([(8, [epoch])] if epoch else []),
-        (1, [f"loss {metrics.loss:.4f}"]),
-        (7, [f"lr {metrics.learning_rate:.2e}"]),
-        *([] if metrics.preferences is None else [(2, [preference_words(metrics)])]),
-        (5, [f"norm {metrics.grad_norm:.3f}{' clipped' if metrics.clipped else ''}"]),
-        (3, [f"{metrics.tokens_per_second:.0f} tokens/s"]),
-        (6, [format_seconds(metrics.step_seconds)]),
+        *((figure.rank, [words]) for figure, words in figure_words(metrics)),
         (4, _stall(metrics)),
     ]
     if not metrics.applied:
@@ -116,9 +111,10 @@ def step_line(
     return _fitted(parts, width)
 
 
-def preference_words(metrics: StepMetrics) -> str:
-    """By how much the rewards of better answers are above those of others, in the step."""
-    return f"margin {metrics.preference('rewards/margins'):.4f}"
+def figure_words(metrics: StepMetrics) -> list[tuple[Figure, str]]:
+    """The figures that a step has, in words, in the order of a line."""
+    found = [(figure, figure.words(metrics)) for figure in STEP_FIGURES if figure.words is not None]
+    return [(figure, words) for figure, words in found if words]
 
 
 def evaluation_line(
@@ -301,7 +297,7 @@ def _stalls(totals: RunTotals) -> str:
 
 def _traffic(totals: RunTotals, resource: Resource) -> str:
     """For reads and writes of NVMe: the bytes in a step, and the rate while the resource was busy."""
-    num_bytes = {"nvme read": totals.nvme_read_bytes, "nvme write": totals.nvme_written_bytes}.get(resource, 0)
+    num_bytes = totals.moved_bytes[resource]
     if not num_bytes:
         return ""
     bytes_per_second = num_bytes / totals.busy_seconds[resource]

@@ -5,14 +5,15 @@ Invariant: nothing heavy is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from math import isfinite
 from pathlib import Path
 from typing import Literal
 
 from ratel_cli.report.words.plan import aligned
+from ratel_cli.training.metrics import STEP_FIGURES
 from ratel_cli.units import format_bytes, format_rate_number, format_wait
 
 RunState = Literal["running", "in use", "finished", "stopped", "killed", "not begun", "no store", "damaged"]
@@ -27,6 +28,8 @@ STATES: dict[RunState, str] = {
     "damaged": "its config cannot be read",
 }
 """What each state means."""
+_KEYS = [each.key for each in STEP_FIGURES if each.in_status]
+_COLUMNS = [(each.key, each.column, each.status_words) for each in STEP_FIGURES if each.status_words is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,8 @@ class RunStatus:
     """Steps of the whole run; None if that is not known."""
     steps_per_epoch: int | None = None
     """Steps of one epoch; None if that is not known."""
-    loss: float | None = None
-    """Loss of the last step."""
-    eval_loss: float | None = None
-    """Loss of the last evaluation among the recent steps."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Of the last step that has each, among the recent ones, by key: those of `STEP_FIGURES` that are `in_status`."""
     tokens_per_second: float | None = None
     """The speed of the run (`training.history.recent_rate`)."""
     seconds_left: float | None = None
@@ -68,7 +69,7 @@ class RunStatus:
 
 def status_lines(runs: Sequence[RunStatus], *, now: datetime) -> list[str]:
     """The lines of a table with a row for each run."""
-    headings = ("state", "step", "loss", "tokens/s", "left", "last step", "disk", "run")
+    headings = ("state", "step", *(column for _, column, _ in _COLUMNS), "tokens/s", "left", "last step", "disk", "run")
     return aligned([headings, *(_row(each, now) for each in runs)])
 
 
@@ -81,8 +82,7 @@ def status_to_json(runs: Sequence[RunStatus]) -> dict[str, object]:
                 "state": each.state,
                 "step": each.step,
                 "num_steps": each.num_steps,
-                "loss": None if each.loss is None or not isfinite(each.loss) else each.loss,
-                "eval_loss": None if each.eval_loss is None or not isfinite(each.eval_loss) else each.eval_loss,
+                **{key: _finite(each.figures.get(key)) for key in _KEYS},
                 "tokens_per_second": each.tokens_per_second,
                 "seconds_left": each.seconds_left,
                 "ended_early": each.ended_early,
@@ -121,7 +121,7 @@ def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
     return (
         _state_words(each),
         ", ".join(filter(None, done)),
-        _or_dash(each.loss, lambda loss: f"{loss:.4f}"),
+        *(_or_dash(each.figures.get(key), words) for key, _, words in _COLUMNS),
         _or_dash(each.tokens_per_second, format_rate_number),
         _or_dash(None if each.ended_early else each.seconds_left, lambda left: format_wait(left) if left else "-"),
         "-" if each.last_step_at is None else f"{format_wait(max(0.0, (now - each.last_step_at).total_seconds()))} ago",
@@ -138,4 +138,9 @@ def _state_words(each: RunStatus) -> str:
 
 
 def _or_dash(value: float | None, words: Callable[[float], str]) -> str:
-    return "-" if value is None or not isfinite(value) else words(value)
+    known = _finite(value)
+    return "-" if known is None else words(known)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not isfinite(value) else value

@@ -42,13 +42,6 @@ _QUIET_ENVIRONMENT = {
     "WANDB_ERROR_REPORTING": "false",
 }
 """These packages report nothing about their own use, unless the user's environment says otherwise."""
-_TRAIN = {
-    "loss": "train/loss",
-    "learning_rate": "train/learning_rate",
-    "grad_norm": "train/grad_norm",
-    "preferences": "train",
-}
-_EVAL = {"eval_loss": "eval/loss", "eval_accuracy": "eval/accuracy", "eval_preferences": "eval"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +67,8 @@ class Setup:
     committed_step: int
     """The step that the run begins or resumes after. If later ones were sent, the run went back, and a new one begins
     in the tracker."""
+    figures: Mapping[str, str]
+    """The names of figures in the tracker, by their keys in the file; others are `step/` and the key."""
 
 
 class Tracker(Protocol):
@@ -155,7 +150,7 @@ class MlFlow:
             values = {key: str(value)[:MAX_VALUE_CHARS] for key, value in setup.settings.items()}
             mlflow.log_params(values)
         else:
-            history = mlflow.MlflowClient().get_metric_history(self.run, _TRAIN["learning_rate"])
+            history = mlflow.MlflowClient().get_metric_history(self.run, setup.figures["learning_rate"])
             self.sent_step = max((metric.step for metric in history), default=0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -213,13 +208,14 @@ class Rows:
                 yield row
 
 
-def values_of(row: Mapping[str, object]) -> dict[str, float]:
-    """The numbers of a row by the names that they have in a tracker. Texts and what is not finite are left out."""
+def values_of(row: Mapping[str, object], figures: Mapping[str, str]) -> dict[str, float]:
+    """The numbers of a row by the names that they have in a tracker: those of `Setup.figures`. Texts and what is not
+    finite are left out."""
     values: dict[str, float] = {}
     for key, value in row.items():
         if key == "step":
             continue
-        name = _TRAIN.get(key) or _EVAL.get(key) or f"step/{key}"
+        name = figures.get(key, f"step/{key}")
         parts = (
             {f"{name}/{part}": each for part, each in value.items()} if isinstance(value, Mapping) else {name: value}
         )
@@ -243,7 +239,7 @@ def _report(setup: Setup, steps: Iterator[int], tell: Callable[[Mapping[str, obj
         for row in rows.up_to(step):
             number = row["step"]
             if isinstance(number, int) and number > sent:
-                tracker.log(number, values_of(row))
+                tracker.log(number, values_of(row, setup.figures))
                 _write_record(setup.record, tracker.run, number)
                 sent = number
         tell({"step": step})

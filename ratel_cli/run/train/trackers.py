@@ -33,6 +33,7 @@ from ratel_cli.run.files.run_directory import (
     run_directory,
 )
 from ratel_cli.run.train.tracker_child import MAX_VALUE_CHARS, Setup
+from ratel_cli.training.metrics import STEP_FIGURES
 
 _SLOW_SECONDS = 60.0
 """A tracker that takes no step for so long is named."""
@@ -45,6 +46,8 @@ _SILENT_SECONDS = 2.0
 _LOOK_MILLISECONDS = 200
 _EXIT_SECONDS = 5.0
 """How long a process may take to end when its output has ended."""
+FIGURE_NAMES: Mapping[str, str] = {each.key: each.tracked_as for each in STEP_FIGURES if each.tracked_as is not None}
+"""The names of figures in a tracker, by their keys in the file of metrics."""
 _MAX_SETUP_BYTES = 60_000
 """A pipe takes 64 KiB at once, so that writing the setup waits for nobody."""
 
@@ -278,6 +281,7 @@ def _setup(config: RunConfig, tracker: str, committed_step: int) -> Setup:
         project=config.project,
         settings=dict(_flat(config.model_dump(mode="json", exclude_none=True))),
         committed_step=committed_step,
+        figures=FIGURE_NAMES,
     )
     if len(json.dumps(asdict(setup))) > _MAX_SETUP_BYTES:
         return replace(setup, settings={})

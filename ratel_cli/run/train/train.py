@@ -51,7 +51,8 @@ from ratel_cli.store.store import Store
 from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.history import check_best_is_known, read_history, read_recent
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
-from ratel_cli.training.metrics import MetricsLog, RunTotals, StepMetrics, StepWarnings
+from ratel_cli.training.metrics import RunTotals, StepMetrics, StepWarnings
+from ratel_cli.training.metrics_log import MetricsLog
 from ratel_cli.training.snapshots import Snapshots
 from ratel_cli.training.wear_limit import written_bytes
 from ratel_cli.units import counted
