@@ -45,7 +45,7 @@ class RunStatus:
     steps_per_epoch: int | None = None
     """Steps of one epoch; None if that is not known."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Of the last step that has each, among the recent ones, by key: those of `STEP_FIGURES` that are `in_status`."""
+    """Figures that are `in_status`, by key: the value of the last step that has each, among the recent ones."""
     tokens_per_second: float | None = None
     """The speed of the run (`training.history.recent_rate`)."""
     seconds_left: float | None = None
