@@ -236,7 +236,7 @@ def answer(config: Config, folder: Path) -> dict[str, Any]:
         found["loader crash"] = f"{type(error).__name__}: {error}"
     try:
         imported = import_config(path)
-        found["tool"], found["text"] = imported.tool, imported.text
+        found["tool"], found["text"] = imported.tool, imported.text.splitlines()[1:]  # the first one has a path
         found["outcomes"] = sorted(
             f"{each.written}: {each.value} | {each.fate} | {each.ours} | {each.reason}" for each in imported.outcomes
         )

@@ -582,7 +582,7 @@ MUTANTS = (
     Mutant("any base is the reference", "run/train/reference.py", "if reference.weights != reference.known_weights:", "if False:", "a base model that was replaced is no reference", "e2e/test_reference_model.py"),
     Mutant("ORPO's conversations stay open", "run/inputs/text_data.py", 'config.rl in ("orpo", "simpo")', "False", "conversations end as in TRL", "e2e/test_preferences.py"),
     Mutant("a replaced file follows links", "io/files.py", "        with open(new, \"xb\") as file:", "        with open(path, \"wb\") as file:", "a file is replaced whole, and not through a link", "io/test_replace_file.py"),
-    Mutant("an adapter is always off", "config/others/their_adapters.py", "if is_off and all(is_off):", "if is_off:", "settings of an adapter are ignored only if it is off", "config/test_other_trainers.py"),
+    Mutant("an adapter is always off", "config/others/their_adapters.py", "if all(is_off) and", "if any(is_off) and", "settings of an adapter are ignored only if it is off", "config/test_other_trainers.py"),
     Mutant("twice the same key", "config/yaml/yaml_marks.py", "elif key in entries:", "elif False:", "a key that is set twice is an error", "config/test_rejections.py"),
     Mutant("lines count from zero", "config/yaml/yaml_marks.py", "return replace(self._start, line=mark.line + 1", "return replace(self._start, line=mark.line", "an error names its line", "config/test_config_load.py"),
     Mutant("files of others are ours", "model/files/marker.py", "return is_same_time or _digest_of(path) == file.xxh3_128", "return True", "a file that the user changed is not replaced", "model/test_export_weights.py"),

@@ -16,7 +16,8 @@ from pathlib import Path
 from ratel_cli.config.describe import GROUPS, facts_of, meaning_of
 from ratel_cli.config.json_schema import SCHEMA_FILE, schema_text
 from ratel_cli.config.others.aliases import SECTIONS, TOP
-from ratel_cli.config.others.foreign import LISTED, Foreign
+from ratel_cli.config.others.foreign import LISTED
+from ratel_cli.config.others.row import ForeignKey
 
 DESTINATION = Path(__file__).parents[1] / "docs" / "config.md"
 COMMAND = "python -m scripts.write_config_docs"
@@ -103,10 +104,12 @@ def _entry(section: str, name: str) -> str:
 
 def _rejected_rows() -> Iterator[str]:
     """One row for each fate and reason."""
-    keys: dict[Foreign, list[str]] = {}
+    keys: dict[ForeignKey, list[str]] = {}
     for key, foreign in LISTED.items():
         if not key.startswith("datasets."):
-            keys.setdefault(replace(foreign, harmless=()), []).append(f"`{key.replace('*', '…')}`")
+            keys.setdefault(replace(foreign, theirs="", harmless=(), default=False), []).append(
+                f"`{key.replace('*', '…')}`"
+            )
     for foreign, names in sorted(keys.items(), key=lambda row: list(_FATES).index(row[0].fate)):
         yield f"| {', '.join(names)} | {_FATES[foreign.fate]} | {foreign.reason} | {foreign.hint} |"
 

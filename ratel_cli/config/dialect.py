@@ -120,7 +120,7 @@ class Dialect:
             elif key in translated:
                 message = f"`{written}` and `{translated[key].written}` are both set and mean the same"
                 self._find(Finding(where=entry.where, message=message, hint=f"keep only `{key}`"), section, key)
-            elif self._translate_entry(section, key, entry):
+            elif self._translate_entry(section, key, entry, written):
                 translated[key] = entry
         marked.content = translated
 
@@ -190,18 +190,19 @@ class Dialect:
         """Report that what stands there is wrong; `key` is our name for it."""
         self._find(Finding(where=where, message=message, hint=hint), TOP, key)
 
-    def _translate_entry(self, section: str, key: str, entry: Entry) -> bool:
-        """Translate one entry. False if it must be dropped."""
+    def _translate_entry(self, section: str, key: str, entry: Entry, name: str) -> bool:
+        """Translate one entry that has this name: what the user wrote, or ours for what was made of it. False if it
+        must be dropped."""
         value = entry.value
-        was, name = _shown(value), entry.written
-        if entry.written in INVERSE:
+        was = _shown(value)
+        if name in INVERSE:
             if not isinstance(value.content, bool):
-                message = f"`{entry.written}` must be true or false"
+                message = f"`{name}` must be true or false"
                 self._find(Finding(where=entry.where, message=message), section, key)
                 return False
-            inverted = INVERSE[entry.written][value.content]
+            inverted = INVERSE[name][value.content]
             written, read = (str(each).lower() for each in (value.content, inverted))
-            self._note(entry, f"{entry.written}: {written}", f"{key}: {read}")
+            self._note(entry, f"{name}: {written}", f"{key}: {read}")
             self._record(entry, "translated", ours=f"{key}: {read}", value=was)
             value.content = inverted
         ours = VALUE_ALIASES.get(f"{section}.{key}" if section else key, {})
@@ -217,7 +218,7 @@ class Dialect:
         if section == "datasets" and key == "type" and self._forgiving and not is_dataset_type(value.content):
             self._record(entry, "undecided", reason="Ratel has no such form; the columns of the first row decide")
             return False
-        if entry.written not in INVERSE:
+        if name not in INVERSE:
             note = VALUE_NOTES.get(was, "") if is_translated else ""
             self._record_read(entry, key, value=was, changed=is_alias or is_translated, note=note)
         if section == "storage" and key == "paths" and isinstance(value.content, str):

@@ -5,143 +5,134 @@ Invariant: the adapter that a rewritten config trains is the one that the other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from ratel_cli.config.keys.key_groups import OF_ADAPTER
 from ratel_cli.config.keys.schema import RunConfig
-from ratel_cli.config.yaml.reporting import Entries, Report, made
-from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain, Scalar, plain, show
+from ratel_cli.config.others.row import Code, ForeignKey, Given, adds, forget, move, refuse, sets, split, spread
+from ratel_cli.config.yaml.reporting import Entries, Report
+from ratel_cli.config.yaml.yaml_marks import Plain, plain
 
-_ADAPTER_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
+_SWITCHES: Sequence[str] = ("adapter", "use_peft", "finetuning_type")
 _PREFIXES = ("lora_", "loraplus_", "qlora", "peft_", "adapter", "use_peft")
-_NAMES: Mapping[str, str] = {
-    "lora_rank": "lora_r",
-    "use_rslora": "peft_use_rslora",
-    "use_dora": "peft_use_dora",
-    "additional_target": "lora_modules_to_save",
-    "lora_target": "lora_target_modules",
-    "peft_layers_to_transform": "lora_layers_to_transform",
-}
-"""Names of others, and ours."""
-
-
-def translate_adapter(entries: Entries, report: Report) -> None:
-    """An adapter that a switch of its trainer turns on. Where it turns it off, its settings change nothing, as its
-    trainer ignores them."""
-    for theirs, ours in _NAMES.items():
-        if theirs in entries and ours not in entries:
-            entries[ours] = entries.pop(theirs)
-            report.read_as(entries[ours], f"{ours}: {show(plain(entries[ours].value))}")
-    for name in OF_ADAPTER:
-        if name in entries and entries[name].value.content is None and _OURS[name] is not None:
-            report.drop(entries.pop(name), "it is empty, so its default is used")
-    switches: Entries = {key: entries[key] for key in _ADAPTER_SWITCHES if key in entries}
-    is_off = [entry.value.content in (None, False, "", "full") for entry in switches.values()]
-    if is_off and all(is_off):
-        for key in [key for key in entries if key.startswith(_PREFIXES)]:
-            if key not in _OURS or plain(entries[key].value) != _OURS[key]:
-                report.drop(entries.pop(key), "there is no adapter")
-    elif switches:
-        _adapter_that_is_on(entries, report, switches)
-
-
-def open_mappings(entries: Entries, report: Report) -> None:
-    """What LLaMA-Factory's newer configs have in a mapping: an adapter, and how the model beside it is quantised."""
-    for key, (named, names) in _MAPPINGS.items():
-        content = entries[key].value.content if key in entries else None
-        if not isinstance(content, dict) or "name" not in content or content["name"].value.content not in named:
-            continue
-        entry = entries.pop(key)
-        inner = {names.get(each, each): content[each] for each in content if each != "name"}
-        if key == "peft_config":
-            inner = {**{name: made(entry, value) for name, value in _LORA_IN_MAPPING.items()}, **inner}
-        report.read_as(entry, ", ".join(f"{name}: {show(plain(each.value))}" for name, each in inner.items()))
-        entries.update({name: replace(each, written=name) for name, each in inner.items() if name not in entries})
-
-
-_MAPPINGS: Mapping[str, tuple[Sequence[str], Mapping[str, str]]] = {
-    "peft_config": (
-        ("lora",),
-        {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"},
-    ),
-    "quant_config": (("bnb", "auto"), {"compute_dtype": "bnb_4bit_compute_dtype"}),
-}
-"""By mapping: the names that it may have, and our names of its keys."""
-_LORA_IN_MAPPING: Mapping[str, Scalar] = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
-"""What such an adapter is by default."""
-
-
-def _adapter_that_is_on(entries: Entries, report: Report, switches: Mapping[str, Entry]) -> None:
-    """The switches become `adapter`, and what no key says is as in its trainer."""
-    tool: _Tool = "axolotl"
-    for key, on, of_tool in _TOOLS:
-        if key in switches and switches[key].value.content == on:
-            if on == "qlora" and ("load_in_4bit" not in entries or entries["load_in_4bit"].value.content is not True):
-                report.reject(
-                    switches[key].where,
-                    "`adapter: qlora` without `load_in_4bit: true`",
-                    "adapter",
-                    hint="add it; for a model that is not quantised: `adapter: lora`",
-                )
-            report.read_as(entries.pop(key), "adapter: lora")
-            entries.setdefault("adapter", made(switches[key], "lora"))
-            tool = of_tool
-    if "adapter" not in entries or entries["adapter"].value.content != "lora":
-        return
-    switch = entries["adapter"]
-    _adapted_modules(entries, report, tool)
-    if "lora_alpha" in entries and entries["lora_alpha"].value.content is None:
-        del entries["lora_alpha"]  # so that it has its trainer's default, not ours
-    for key, content in _LORA_DEFAULTS[tool].items():
-        entries.setdefault(key, made(switch, content))
-    rank = entries["lora_r"].value.content if "lora_r" in entries else None
-    if tool == "LLaMA-Factory" and isinstance(rank, int):
-        entries.setdefault("lora_alpha", made(switch, 2 * rank))
-
-
-_Tool: TypeAlias = Literal["axolotl", "LLaMA-Factory", "TRL"]
-_TOOLS: tuple[tuple[str, str | bool, _Tool], ...] = (
-    ("finetuning_type", "lora", "LLaMA-Factory"),
-    ("use_peft", True, "TRL"),
-    ("adapter", "qlora", "axolotl"),
-)
-"""The switch of each, and how it is on."""
-_LORA_DEFAULTS: Mapping[_Tool, Mapping[str, int | float]] = {
-    "axolotl": {},
-    "LLaMA-Factory": {"lora_r": 8},
-    "TRL": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
-}
 _OURS: Mapping[str, Plain] = {
     key: list(default) if isinstance(default := RunConfig.model_fields[key].default, tuple) else default
     for key in ("adapter", "loraplus_lr_ratio", *OF_ADAPTER)
 }
 """Our keys of an adapter, with the values that a config of ours has where it has no adapter."""
+_Tool: TypeAlias = Literal["axolotl", "LLaMA-Factory", "TRL"]
 
 
-def _adapted_modules(entries: Entries, report: Report, tool: _Tool) -> None:
-    """Names of modules; LLaMA-Factory's one string with commas; or a word for all linear layers."""
-    for key in ("lora_target_modules", "lora_modules_to_save"):
-        if tool == "LLaMA-Factory" and key in entries and isinstance(entries[key].value.content, str):
-            _divide(entries, key, report)
-    entry = entries.get("lora_target_modules")
-    if entry is None or entry.value.content is None:
-        if tool == "TRL":
-            report.reject(
-                entries["adapter"].where,
-                "no key names the modules that get an adapter; TRL leaves this to PEFT",
-                "lora_target_modules",
-                hint="name them: `lora_target_modules: [q_proj, v_proj]`",
-            )
-    elif plain(entry.value) in ("all", "all-linear", ["all"], ["all-linear"]):
-        report.drop(entries.pop("lora_target_modules"), "all linear layers have an adapter by default")
+def _tool(given: Given) -> _Tool | None:
+    """The trainer whose adapter is on; None if none is."""
+    if given.value("adapter") not in ("lora", "qlora"):
+        return None
+    if given.value("adapter") == "qlora":
+        return "axolotl"
+    if given.value("use_peft") in (True, 1):
+        return "TRL"
+    return "LLaMA-Factory" if given.value("finetuning_type") == "lora" else "axolotl"
 
 
-def _divide(entries: Entries, key: str, report: Report) -> None:
-    """Make a list of names with commas between them."""
-    entry = entries[key]
-    names = [name.strip() for name in str(entry.value.content).split(",")]
-    content = [Marked(where=entry.value.where, content=name) for name in names]
-    entries[key] = replace(entry, value=Marked(where=entry.value.where, content=content))
-    report.read_as(entry, f"{key}: [{', '.join(names)}]")
+def _of(*tools: _Tool) -> Callable[[Given], bool]:
+    """A condition: the adapter of one of the trainers is on."""
+    return lambda given: _tool(given) in tools
+
+
+def _no(key: str) -> Callable[[Given], bool]:
+    """A condition: our key is not there."""
+    return lambda given: key not in given
+
+
+def _is_text(value: Plain) -> bool:
+    return isinstance(value, str)
+
+
+def _turned_off(entries: Entries, report: Report) -> None:
+    """Where the switches turn an adapter off, its settings change nothing, as its trainer ignores them."""
+    is_off = [entries[key].value.content in (None, False, "", "full") for key in _SWITCHES if key in entries]
+    for key in [key for key in entries if all(is_off) and key.startswith(_PREFIXES)]:
+        if key not in _OURS or plain(entries[key].value) != _OURS[key]:
+            report.drop(entries.pop(key), "there is no adapter")
+
+
+def _twice_the_rank(given: Given) -> Plain:
+    rank = given.value("lora_r")
+    assert isinstance(rank, int)
+    return 2 * rank
+
+
+ADAPTERS = (
+    ForeignKey(
+        theirs="peft_config",
+        how=spread(
+            names={"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"},
+            without="name",
+            more={"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05},
+        ),
+        only=lambda value: isinstance(value, dict) and value.get("name") == "lora",
+    ),
+    ForeignKey(theirs="lora_rank", how=move, ours="lora_r", when=_no("lora_r")),
+    ForeignKey(theirs="use_rslora", how=move, ours="peft_use_rslora", when=_no("peft_use_rslora")),
+    ForeignKey(theirs="use_dora", how=move, ours="peft_use_dora", when=_no("peft_use_dora")),
+    ForeignKey(theirs="additional_target", how=move, ours="lora_modules_to_save", when=_no("lora_modules_to_save")),
+    ForeignKey(theirs="lora_target", how=move, ours="lora_target_modules", when=_no("lora_target_modules")),
+    ForeignKey(
+        theirs="peft_layers_to_transform",
+        how=move,
+        ours="lora_layers_to_transform",
+        when=_no("lora_layers_to_transform"),
+    ),
+    ForeignKey(
+        theirs=" ".join(key for key in OF_ADAPTER if _OURS[key] is not None),
+        how="ignored",
+        only=(None,),
+        why="it is empty, so its default is used",
+    ),
+    ForeignKey(theirs=" ".join(_SWITCHES), how=Code(_turned_off)),
+    ForeignKey(
+        theirs="adapter",
+        how="ignored",
+        only=(None,),
+        when=lambda given: given.value("use_peft") in (True, 1) or given.value("finetuning_type") == "lora",
+        why="it is empty, and another key turns an adapter on",
+    ),
+    # The adapter that a switch turns on, and what no key says of it is as in the switch's trainer.
+    ForeignKey(
+        theirs="adapter",
+        how=refuse("`adapter: qlora` without `load_in_4bit: true`", goes_on=True),
+        hint="add it; for a model that is not quantised: `adapter: lora`",
+        only=("qlora",),
+        when=lambda given: given.value("load_in_4bit") is not True,
+    ),
+    ForeignKey(theirs="finetuning_type", how=adds({"adapter": "lora"}), only=("lora",)),
+    ForeignKey(theirs="use_peft", how=adds({"adapter": "lora"}), only=(True,)),
+    ForeignKey(theirs="lora_target_modules lora_modules_to_save", how=split, only=_is_text, when=_of("LLaMA-Factory")),
+    ForeignKey(
+        theirs="use_peft",
+        how=refuse("no key names the modules that get an adapter; TRL leaves this to PEFT", goes_on=True),
+        ours="lora_target_modules",
+        hint="name them: `lora_target_modules: [q_proj, v_proj]`",
+        when=lambda given: _tool(given) == "TRL" and not given.has("lora_target_modules"),
+    ),
+    ForeignKey(
+        theirs="lora_target_modules",
+        how="ignored",
+        only=("all", "all-linear", ["all"], ["all-linear"]),
+        when=_of("axolotl", "LLaMA-Factory", "TRL"),
+        why="all linear layers have an adapter by default",
+    ),
+    # An empty one has its trainer's default, not ours.
+    ForeignKey(theirs="lora_alpha", how=forget, only=(None,), when=_of("axolotl", "LLaMA-Factory", "TRL")),
+    ForeignKey(theirs="finetuning_type", how=adds({"lora_r": 8}), when=_of("LLaMA-Factory")),
+    ForeignKey(
+        theirs="finetuning_type",
+        how=adds({"lora_alpha": _twice_the_rank}),
+        when=lambda given: _tool(given) == "LLaMA-Factory" and isinstance(given.value("lora_r"), int),
+    ),
+    ForeignKey(theirs="use_peft", how=adds({"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}), when=_of("TRL")),
+    ForeignKey(theirs="finetuning_type", how=sets({"adapter": "lora"}, keep=True), only=("lora",)),
+    ForeignKey(theirs="use_peft", how=sets({"adapter": "lora"}, keep=True), only=(True,)),
+    ForeignKey(theirs="adapter", how=sets({"adapter": "lora"}), only=("qlora",)),
+)

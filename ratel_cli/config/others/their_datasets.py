@@ -6,49 +6,31 @@ without a report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ratel_cli.config.keys.sections import DatasetConfig
 from ratel_cli.config.others.aliases import canonical_key
 from ratel_cli.config.others.dataset_info import FILE_NAME, describe_set, read_dataset_info
+from ratel_cli.config.others.row import SAME, Code, ForeignKey, Given, Site, decide, each_set, sets, translate
 from ratel_cli.config.yaml.reporting import Entries, Report, keys_of_set, made
-from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain, marked, plain, show
-
-
-def translate_datasets(entries: Entries, report: Report) -> None:
-    """Rewrite the entries of a config's top level that are about data."""
-    _reject_several(entries, report)
-    _nested_datasets(entries, report)
-    _one_dataset(entries, report)
+from ratel_cli.config.yaml.yaml_marks import Entry, Marked, marked, plain, show
 
 
 def translate_dataset(entries: Entries, report: Report) -> None:
     """Rewrite the entries of one dataset: the names that TRL and axolotl have for files and messages."""
-    for key in [key for key, entry in entries.items() if entry.value.content is None and entry.where.layer == 0]:
-        field = DatasetConfig.model_fields.get(canonical_key("datasets", key))
-        if field is None or field.default is not None:  # otherwise nothing is what it has by default
-            report.drop(entries.pop(key), "it is empty")
-    files, path = entries.get("data_files"), entries.get("path")
-    if files is not None and isinstance(files.value.content, str) and (path is None or path.value.content in _BUILDERS):
-        del entries["data_files"]
-        entries["path"] = replace(files, written="path")
-        report.read_as(files, f"path: {files.value.content}")
-    _custom_prompt(entries)
-    mappings = {
-        role: entries.pop(key)
-        for key, role in (("message_field_role", "role"), ("message_field_content", "content"))
-        if key in entries
-    }
-    given = {role: entry for role, entry in mappings.items() if entry.value.content is not None}
-    if given and "message_property_mappings" not in entries:
-        first = next(iter(given.values()))
-        value = Marked(where=first.value.where, content=dict(given))
-        entries["message_property_mappings"] = replace(first, written="message_property_mappings", value=value)
-        report.read_as(first, "message_property_mappings")
-    _thinking(entries, report)
+    translate(_OF_A_SET, entries, report)
+
+
+# One set.
+
+
+def _empty_in_set(site: Site) -> None:
+    """An empty key has its default, unless nothing is what it has by default."""
+    field = DatasetConfig.model_fields.get(canonical_key("datasets", site.key))
+    if field is None or field.default is not None:
+        site.report.drop(site.take(), "it is empty")
 
 
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")
@@ -80,12 +62,34 @@ def _thinking(entries: Entries, report: Report) -> None:
         report.read_as(entry, f"message_property_mappings: {{{read}: {named}}}")
 
 
-def _custom_prompt(entries: Entries) -> None:
+def _columns_in_type(site: Site) -> None:
     """The columns in axolotl's `type` as a mapping. As a type it stays an error: its prompt has words of its own, by
     default the instruction and the input with a space behind each."""
-    columns = entries["type"].value.entries if "type" in entries else {}
+    columns = site.entry.value.entries
     for key in sorted(columns.keys() & {"field_instruction", "field_input", "field_output"}):
-        entries.setdefault(key, columns[key])
+        site.entries.setdefault(key, columns[key])
+
+
+_OF_A_SET = (
+    ForeignKey(theirs="*", how=_empty_in_set, only=(None,), when=Given.is_file),
+    ForeignKey(
+        theirs="data_files",
+        how=sets({"path": SAME}),
+        only=lambda value: isinstance(value, str),
+        when=lambda given: given.value("path") in (None, *_BUILDERS),
+        over={"path": "`data_files` names the files"},
+    ),
+    ForeignKey(theirs="type", how=_columns_in_type, only=lambda value: isinstance(value, dict)),
+    ForeignKey(theirs="message_field_role", how=sets({"message_property_mappings.role": SAME})),
+    ForeignKey(theirs="message_field_content", how=sets({"message_property_mappings.content": SAME})),
+    ForeignKey(theirs="field_thinking template_thinking_key", how=Code(_thinking)),
+)
+
+# The names of sets.
+
+
+def _no_sets(given: Given) -> bool:
+    return "datasets" not in given
 
 
 def _reject_several(entries: Entries, report: Report) -> None:
@@ -109,36 +113,27 @@ _NAMES_OF_DATA = (
 )  # fmt: skip
 
 
-def _nested_datasets(entries: Entries, report: Report) -> None:
-    """`dataset_mixture` of the alignment handbook, `dataset_mixer` before it, and axolotl's `pretraining_dataset`."""
-    mixture = entries.get("dataset_mixture")
-    if mixture is not None and isinstance(mixture.value.content, dict) and "datasets" not in entries:
-        del entries["dataset_mixture"]
-        inner = mixture.value.content
-        if "datasets" in inner:
-            entries["datasets"] = replace(mixture, value=inner["datasets"].value)
-            report.read_as(mixture, "datasets")
-        if "test_split_size" in inner and "val_set_size" not in entries:
-            entries["val_set_size"] = replace(inner["test_split_size"], written="test_split_size")
-        for key in [key for key in inner if key not in ("datasets", "test_split_size")]:
-            report.drop(replace(inner[key], written=f"dataset_mixture.{key}"), "Ratel shuffles all data with `seed`")
-    mixer = entries.get("dataset_mixer")
-    if mixer is not None and isinstance(mixer.value.content, dict) and "datasets" not in entries:
-        del entries["dataset_mixer"]
-        sets = [_mixed(mixer, name, share) for name, share in mixer.value.content.items()]
-        for key, ours in (("dataset_splits", "split"), ("dataset_configs", "name")):
-            _one_each(entries, key, ours, sets, report)
-        entries["datasets"] = replace(mixer, value=replace(mixer.value, content=list(sets)))
-        report.read_as(mixer, "datasets")
-    pretraining = entries.get("pretraining_dataset")
-    if pretraining is not None and pretraining.value.content and "datasets" not in entries:
-        entries["datasets"] = entries.pop("pretraining_dataset")
-        steps, streaming = entries.get("max_steps"), entries.get("streaming")
-        is_stream = steps is not None and steps.value.content not in (None, -1) and streaming is None
-        if is_stream:
-            entries["streaming"] = made(pretraining, True)
-        _as_texts(pretraining.value)
-        report.read_as(pretraining, "datasets, streaming: true" if is_stream else "datasets")
+def _mixture(site: Site) -> None:
+    """The alignment handbook's `dataset_mixture`."""
+    mixture = site.take()
+    inner = mixture.value.entries
+    if "datasets" in inner:
+        site.entries["datasets"] = replace(mixture, value=inner["datasets"].value)
+        site.report.read_as(mixture, "datasets")
+    if "test_split_size" in inner and "val_set_size" not in site.entries:
+        site.entries["val_set_size"] = inner["test_split_size"]
+    for key in [key for key in inner if key not in ("datasets", "test_split_size")]:
+        site.report.drop(replace(inner[key], written=f"dataset_mixture.{key}"), "Ratel shuffles all data with `seed`")
+
+
+def _mixer(site: Site) -> None:
+    """`dataset_mixer`, which the alignment handbook had before."""
+    mixer = site.take()
+    sets = [_mixed(mixer, name, share) for name, share in mixer.value.entries.items()]
+    for key, ours in (("dataset_splits", "split"), ("dataset_configs", "name")):
+        _one_each(site.entries, key, ours, sets, site.report)
+    site.entries["datasets"] = replace(mixer, value=replace(mixer.value, content=list(sets)))
+    site.report.read_as(mixer, "datasets")
 
 
 def _mixed(mixer: Entry, name: str, share: Entry) -> Marked:
@@ -162,105 +157,83 @@ def _one_each(entries: Entries, key: str, ours: str, sets: Sequence[Marked], rep
     report.read_as(entry, f"datasets: - {ours}: {', '.join(show(plain(value)) for value in values)}")
 
 
-def _as_texts(value: Marked) -> None:
-    """The sets of axolotl's `pretraining_dataset` are plain texts, whose column has a key of its own."""
-    for each in value.items or [value]:
+def _pretraining(site: Site) -> None:
+    """axolotl's `pretraining_dataset`, whose sets are plain texts with a key of its own for their column."""
+    entries = site.entries
+    pretraining = entries["datasets"] = site.take()
+    is_stream = site.given.value("max_steps") not in (None, -1) and "streaming" not in entries
+    if is_stream:
+        entries["streaming"] = made(pretraining, True)
+    for each in pretraining.value.items or [pretraining.value]:
         keys, texts = keys_of_set(each), Marked(where=each.where, content="completion")
-        keys.setdefault("type", Entry(where=each.where, written="type", value=texts))
+        keys.setdefault("type", Entry(where=each.where, written="", value=texts))
         if "text_column" in keys:
-            keys.setdefault("field", replace(keys.pop("text_column"), written="text_column"))
+            keys.setdefault("field", keys.pop("text_column"))
+    site.report.read_as(pretraining, "datasets, streaming: true" if is_stream else "datasets")
 
 
-def _one_dataset(entries: Entries, report: Report) -> None:
-    """TRL's `dataset_name` with its companions, and the names of LLaMA-Factory's `dataset` and `eval_dataset`."""
-    directory = entries.pop("dataset_dir", None)
-    is_text = "stage" in entries and entries["stage"].value.content == "pt"
-    method = entries["rl"].value.content if "rl" in entries else None
-    described = partial(describe_set, is_text=is_text, method=method)
-    companions = {key: entries.pop(key) for key in _COMPANIONS if key in entries}
-    given = {key: entry for key, entry in companions.items() if entry.value.content is not None}
-    for key in [key for key in companions if key not in given]:
-        report.drop(companions[key], "it is empty")
-    for written, ours in _OURS.items():
-        entry = entries.pop(written, None)
-        if entry is not None and str(entry.value.content).endswith((".yaml", ".yml")):
-            report.decide(entry, "it describes datasets by name; name their files here")
-            continue
-        if entry is None or entry.value.content in (None, ""):
-            if entry is not None:
-                report.drop(entry, "it is empty")
-            continue
-        content, as_written = entry.value.content, entry
-        if isinstance(content, str):
-            names = [replace(entry.value, content=name.strip()) for name in content.split(",") if name.strip()]
-            if written != "dataset_name":
-                found = [_looked_up(entry, name, directory, report, described) for name in names]
-                names = [name for name in found if name is not None]
-            entry = replace(entry, value=replace(entry.value, content=names))
-        entries[ours] = entry
-        report.read_as(as_written, ours)
-    if directory is not None:
-        report.drop(directory, "`datasets` has the paths of the files")
-    _add_to_datasets(entries, given, report)
+def _named_sets(site: Site) -> None:
+    """Names with commas between them; all but TRL's may be in LLaMA-Factory's dataset_info.json."""
+    entry = as_written = site.take()
+    if isinstance(entry.value.content, str):
+        names = [replace(entry.value, content=name.strip()) for name in entry.value.content.split(",") if name.strip()]
+        if site.key != "dataset_name":
+            names = [found for name in names if (found := _looked_up(entry, name, site)) is not None]
+        entry = replace(entry, value=replace(entry.value, content=names))
+    site.entries[site.row.ours] = entry
+    site.report.read_as(as_written, site.row.ours)
 
 
-_OURS: Mapping[str, str] = {
-    "dataset_name": "datasets", "dataset": "datasets", "train_dataset": "datasets", "eval_dataset": "test_datasets",
-}  # fmt: skip
-"""Keys that name the data, and ours."""
-
-
-def _looked_up(
-    entry: Entry,
-    name: Marked,
-    directory: Entry | None,
-    report: Report,
-    describe: Callable[[Mapping[str, Plain], Path], dict[str, Plain] | str],
-) -> Marked | None:
+def _looked_up(entry: Entry, name: Marked, site: Site) -> Marked | None:
     """The set that a name stands for in dataset_info.json; the name as a path if it is not there.
 
     None if it cannot be used, with a finding: the name is no path then.
     """
-    named = None if directory is None else directory.value.content
-    folder = Path(named if isinstance(named, str) else "data")
+    given = site.given
+    directory = given.value("dataset_dir")
+    folder = Path(directory if isinstance(directory, str) else "data")
     try:
         info = read_dataset_info(folder)
     except (OSError, ValueError) as error:
-        report.reject(
-            entry.value.where, f"{folder / FILE_NAME}: cannot be read: {str(error).splitlines()[0]}", "datasets"
-        )
+        message = f"{folder / FILE_NAME}: cannot be read: {str(error).splitlines()[0]}"
+        site.report.reject(entry.value.where, message, "datasets")
         return None
     if info is None or str(name.content) not in info:
         return name
-    described = describe(info[str(name.content)], folder)
+    described = describe_set(
+        info[str(name.content)], folder, is_text=given.value("stage") == "pt", method=given.value("rl")
+    )
     if isinstance(described, str):
-        report.reject(
-            entry.value.where, f"`{entry.written}`: {show(name.content)} cannot be used: {described}", "datasets"
-        )
+        message = f"`{entry.written}`: {show(name.content)} cannot be used: {described}"
+        site.report.reject(entry.value.where, message, "datasets")
         return None
     return marked(described, name.where)
 
 
-_COMPANIONS: Mapping[str, str] = {
-    "dataset_config": "name",
-    "dataset_config_name": "name",
-    "dataset_configs": "name",
-    "dataset_train_split": "split",
-    "train_split": "split",
-    "dataset_text_field": "field",
+_NAMED = "dataset_name dataset train_dataset"
+_OF_ALL_SETS = {
+    "name": "dataset_config dataset_config_name dataset_configs",
+    "split": "dataset_train_split train_split",
+    "field": "dataset_text_field",
     "max_samples": "max_samples",
-    "default_system": "system_prompt",
+    "system_prompt": "default_system",
 }
-"""Keys about all datasets, and our key of each dataset."""
-
-
-def _add_to_datasets(entries: Entries, given: Entries, report: Report) -> None:
-    """Put keys about all datasets into each dataset that has no such key."""
-    datasets = entries.get("datasets")
-    items = [] if datasets is None or not datasets.value.content else datasets.value.items or [datasets.value]
-    for key, written in given.items():
-        several = written.value.items
-        entry = replace(written, value=several[0]) if len(several) == 1 else written
-        for item in items:
-            keys_of_set(item).setdefault(_COMPANIONS[key], entry)
-        report.read_as(entry, f"datasets: - {_COMPANIONS[key]}: {show(plain(entry.value))}")
+"""By our key of each dataset: keys about all datasets."""
+DATASETS = (
+    ForeignKey(theirs=" ".join(("datasets test_datasets eval_dataset", *_NAMES_OF_DATA)), how=Code(_reject_several)),
+    ForeignKey(theirs="dataset_mixture", how=_mixture, only=lambda value: isinstance(value, dict), when=_no_sets),
+    ForeignKey(theirs="dataset_mixer", how=_mixer, only=lambda value: isinstance(value, dict), when=_no_sets),
+    ForeignKey(theirs="pretraining_dataset", how=_pretraining, only=bool, when=_no_sets),
+    ForeignKey(
+        theirs=f"{_NAMED} eval_dataset",
+        how=decide,
+        only=lambda value: str(value).endswith((".yaml", ".yml")),
+        why="it describes datasets by name; name their files here",
+    ),
+    ForeignKey(theirs=f"{_NAMED} eval_dataset", how="ignored", only=(None, ""), why="it is empty"),
+    ForeignKey(theirs=_NAMED, how=_named_sets, ours="datasets"),
+    ForeignKey(theirs="eval_dataset", how=_named_sets, ours="test_datasets"),
+    ForeignKey(theirs="dataset_dir", how="ignored", why="`datasets` has the paths of the files"),
+    ForeignKey(theirs=" ".join(_OF_ALL_SETS.values()), how="ignored", only=(None,), why="it is empty"),
+    *(ForeignKey(theirs=theirs, how=each_set, ours=ours) for ours, theirs in _OF_ALL_SETS.items()),
+)

@@ -6,146 +6,65 @@ Invariant: what a rewritten config trains is what the other trainer would, or th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
+from ratel_cli.config.others.row import Code, ForeignKey, Given, Site, adds, refuse, sets
 from ratel_cli.config.yaml.reporting import Entries, Report, made
-from ratel_cli.config.yaml.yaml_marks import Entry, Marked, plain, show
+from ratel_cli.config.yaml.yaml_marks import Plain
 
 _HINT = "`rl` is dpo, ipo, orpo, simpo or kto"
+_METHODS: Mapping[str, str] = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo"}
+"""By the name of a loss: ours of the method."""
 
 
-def translate_preferences(entries: Entries, report: Report) -> None:
-    """Find the method, by whatever key says it, and rewrite what belongs to it."""
-    _stage(entries, report)
-    _trl_method(entries, report)
-    entry = entries.get("rl")
-    if entry is None or entry.value.content is None:
-        return
-    _loss_type(entries, report, entry)
-    for key, reason in _HARMLESS.items():
-        if key in entries:
-            report.drop(entries.pop(key), reason)
-    smoothing = entries.pop("label_smoothing", None)
-    if smoothing is not None and smoothing.value.content:
-        report.reject(
-            smoothing.where,
-            "`label_smoothing` assumes that some preferences are wrong; no loss of `rl` does",
-            "rl",
-            hint="set it to 0",
-        )
-    elif smoothing is not None:
-        report.drop(smoothing, "it is 0")
-    for each in entries["datasets"].value.items if "datasets" in entries else ():
-        _dataset(each.entries, entries, report)
+def _compares(given: Given) -> bool:
+    return given.has("rl")
 
 
-def _stage(entries: Entries, report: Report) -> None:
-    """LLaMA-Factory's `stage`, with the loss in `pref_loss`."""
-    stage, loss = entries.get("stage"), entries.pop("pref_loss", None)
-    if stage is None or stage.value.content not in ("dpo", "kto"):
-        if loss is not None:
-            report.drop(loss, "this is no preference training")
-        return
-    del entries["stage"]
-    name = "sigmoid" if loss is None else loss.value.content
-    method = "kto" if stage.value.content == "kto" else _LOSSES.get(str(name))
-    if method is None:
-        message = f"`pref_loss: {name}` is another loss than those of `rl`"
-        if name == "orpo":
-            message = "`pref_loss: orpo` counts the cross-entropy of answers only, `rl: orpo` that of prompts too"
-        assert loss is not None
-        report.reject(loss.where, message, "rl", hint=_HINT)
-        return
-    entries["rl"] = replace(made(stage, method), written="rl")
-    report.read_as(stage, f"rl: {method}")
-    if loss is not None:
-        report.read_as(loss, f"rl: {method}")
-    if method == "simpo":
-        entries.setdefault("cpo_alpha", replace(made(stage, 0.0), written="cpo_alpha"))
-    ftx = entries.pop("pref_ftx", None)
-    if ftx is not None and ftx.value.content:
-        report.reject(
-            ftx.where, "`pref_ftx` adds the cross-entropy of each chosen answer to the loss", "rl", hint="set it to 0"
-        )
-    elif ftx is not None:
-        report.drop(ftx, "it is 0")
+def _in_dpo(given: Given) -> bool:
+    return given.value("stage") == "dpo"
 
 
-_LOSSES: Mapping[str, str] = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo"}
+def _by_stage(given: Given) -> bool:
+    """Whether LLaMA-Factory's `stage` has named the method."""
+    return given.written("rl") == "stage"
 
 
-def _trl_method(entries: Entries, report: Report) -> None:
-    """TRL's configs do not say which of its trainers they are for, but by the loss."""
-    if "beta" not in entries or ("rl" in entries and entries["rl"].value.content is not None):
-        return
-    loss = entries.get("loss_type")
-    name = None if loss is None else _only(plain(loss.value))
-    of_cpo = next((entries[key] for key in ("cpo_alpha", "simpo_gamma") if key in entries), None)
-    if of_cpo is not None and name != "simpo":
-        shown = "its default" if name is None else f"`{name}`"
-        report.reject(
-            of_cpo.where,
-            f"`{of_cpo.written}` belongs to TRL's CPO, which with {shown} as its loss has no reference model",
-            "rl",
-            hint=_HINT,
-        )
-        for key in ("beta", "loss_type"):
-            entries.pop(key, None)
-        return
-    if str(name) in _LOSSES:
-        method = _LOSSES[str(name)]
-        entries["rl"] = replace(made(entries["beta"], method), written="rl")
-        return
-    report.reject(
-        entries["beta"].where,
-        "`beta` belongs to preference training, but no key names the method",
-        "rl",
-        hint="write it into the config: `rl: dpo`, `orpo` or `kto`",
-    )
-    del entries["beta"]
+def _method_of_stage(given: Given) -> Plain:
+    return "kto" if given.value("stage") == "kto" else _METHODS[str(given.value("pref_loss") or "sigmoid")]
 
 
-def _loss_type(entries: Entries, report: Report, method: Entry) -> None:
-    """TRL's `loss_type`, and axolotl's `dpo_loss_type`: a name, or a list of them."""
-    for key in ("loss_type", "dpo_loss_type"):
-        entry = entries.get(key)
-        if entry is None:
-            continue
-        name, current = _only(plain(entry.value)), method.value.content
-        if name is None or name == current or (name, current) == ("sigmoid", "dpo"):
-            report.drop(entries.pop(key), f"it is that of `rl: {current}`")
-        elif current == "dpo" and str(name) in _LOSSES:
-            method.value = made(method, _LOSSES[str(name)]).value
-            report.read_as(entries.pop(key), f"rl: {_LOSSES[str(name)]}")
-        else:
-            report.reject(
-                entries.pop(key).where,
-                f"`{key}: {show(plain(entry.value))}` is another loss than that of `rl: {current}`",
-                "rl",
-                hint=_HINT,
-            )
-
-
-def _only(value: object) -> object:
+def _only(value: Plain) -> Plain:
     """The item of a list of one."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-_NO_PADDING = "rows are padded to the longest of their micro-batch"
-_HARMLESS: Mapping[str, str] = {
-    "precompute_ref_log_probs": "reference log-probabilities are computed once, before training",
-    "precompute_ref_batch_size": "reference log-probabilities are computed once, before training",
-    "max_prompt_length": "prompts have no limit of their own; see `sequence_len`",
-    "max_prompt_len": "prompts have no limit of their own; see `sequence_len`",
-    "max_completion_length": "answers have no limit of their own; see `sequence_len`",
-    "generate_during_eval": "Ratel evaluates the loss and the rewards",
-    "dpo_generate_during_eval": "Ratel evaluates the loss and the rewards",
-    "dpo_padding_free": _NO_PADDING,
-    "dpo_use_logits_to_keep": "logits are computed in chunks",
-    "use_logits_to_keep": "logits are computed in chunks",
-    "rl_adapter_ref_model": "the reference is the model before step 1",
-}
-"""Keys that change nothing about preferences, and why."""
+def _method_of_loss(given: Given) -> Plain:
+    """The method that TRL's `loss_type` names; None if it names none."""
+    return _METHODS.get(str(_only(given.value("loss_type"))))
+
+
+def _by_beta_alone(given: Given) -> bool:
+    """Whether this is TRL's preference training, which no key but those of its loss names."""
+    return "beta" in given and not _compares(given)
+
+
+def _loss_of_cpo(given: Given) -> str:
+    name = _only(given.value("loss_type"))
+    return "its default" if name is None else f"`{name}`"
+
+
+def _loss_type(site: Site) -> None:
+    """TRL's `loss_type`, and axolotl's `dpo_loss_type`: a name, or a list of them."""
+    name, current = _only(site.content), site.given.value("rl")
+    method = _METHODS.get(str(name))
+    if name is None or name == current or (name, current) == ("sigmoid", "dpo"):
+        site.report.drop(site.take(), f"it is that of `rl: {current}`")
+    elif current == "dpo" and method is not None:
+        site.entries["rl"].value = made(site.entries["rl"], method).value
+        site.report.read_as(site.take(), f"rl: {method}")
+    else:
+        refuse("`{key}: {value}` is another loss than that of `rl: {rl}`")(site)
+
 
 _OF_TYPES: Mapping[str, Mapping[str, str]] = {
     "default": {},
@@ -165,6 +84,12 @@ _OF_TYPES: Mapping[str, Mapping[str, str]] = {
 _TEMPLATES = ("chatml", "llama3", "chat_template")
 
 
+def _types_of_sets(entries: Entries, report: Report) -> None:
+    """The types of preference data, for each set."""
+    for each in entries["datasets"].value.items:
+        _dataset(each.entries, entries, report)
+
+
 def _dataset(entries: Entries, top: Entries, report: Report) -> None:
     """axolotl's types of preference data: a chat template and columns, or columns of the user's."""
     entry = entries.get("type")
@@ -178,10 +103,10 @@ def _dataset(entries: Entries, top: Entries, report: Report) -> None:
     if template not in _TEMPLATES or not form or form not in _OF_TYPES:
         return
     if template != "chat_template" and "chat_template" not in top:
-        top["chat_template"] = replace(made(entry, template), written="chat_template")
+        top["chat_template"] = made(entry, template)
     columns = {} if template == "chat_template" else _OF_TYPES[form]  # those have the prompt in the answers
     for key, column in columns.items():
-        entries.setdefault(key, replace(made(entry, column), written=key))
+        entries.setdefault(key, made(entry, column))
     entries["type"] = made(entry, "chat_template")
     report.read_as(entry, "type: chat_template")
 
@@ -207,5 +132,133 @@ def _user_defined(entries: Entries, content: Entries, report: Report) -> None:
         report.drop(system, "without `prompt_format` no text has it", quietly=False)
     for key, each in columns.items():
         entries.setdefault(key, each)
-    entries["type"] = replace(made(entry, "completion"), value=Marked(where=entry.value.where, content="completion"))
+    entries["type"] = made(entry, "completion")
     report.read_as(entry, "type: completion")
+
+
+PREFERENCES = (
+    # LLaMA-Factory's `stage`, with the loss in `pref_loss`.
+    ForeignKey(
+        theirs="pref_loss",
+        how="ignored",
+        when=lambda given: given.value("stage") not in ("dpo", "kto"),
+        why="this is no preference training",
+    ),
+    ForeignKey(
+        theirs="pref_loss",
+        how=refuse(
+            "`pref_loss: orpo` counts the cross-entropy of answers only, `rl: orpo` that of prompts too",
+            without=("stage",),
+        ),
+        ours="rl",
+        hint=_HINT,
+        only=("orpo",),
+        when=_in_dpo,
+    ),
+    ForeignKey(
+        theirs="pref_loss",
+        how=refuse("`pref_loss: {text}` is another loss than those of `rl`", without=("stage",)),
+        ours="rl",
+        hint=_HINT,
+        only=lambda value: value is not None and str(value) not in _METHODS,
+        when=_in_dpo,
+    ),
+    ForeignKey(theirs="stage", how=sets({"rl": _method_of_stage}), only=("dpo", "kto")),
+    ForeignKey(
+        theirs="pref_loss",
+        how=adds({"cpo_alpha": 0.0}),
+        when=lambda given: _by_stage(given) and given.value("rl") == "simpo",
+    ),
+    ForeignKey(theirs="pref_loss", how=sets({"rl": lambda given: given.value("rl")}, keep=True), when=_by_stage),
+    ForeignKey(
+        theirs="pref_ftx",
+        how=refuse("`pref_ftx` adds the cross-entropy of each chosen answer to the loss"),
+        ours="rl",
+        hint="set it to 0",
+        only=bool,
+        when=_by_stage,
+    ),
+    ForeignKey(theirs="pref_ftx", how="ignored", when=_by_stage, why="it is 0"),
+    # TRL's configs do not say which of its trainers they are for, but by the loss.
+    ForeignKey(
+        theirs="rl", how="ignored", only=(None,), when=lambda given: "beta" in given, why="the loss names the method"
+    ),
+    ForeignKey(
+        theirs="cpo_alpha simpo_gamma",
+        how=refuse(
+            "`{key}` belongs to TRL's CPO, which with {why} as its loss has no reference model",
+            goes_on=True,
+            without=("beta", "loss_type"),
+        ),
+        ours="rl",
+        hint=_HINT,
+        when=lambda given: _by_beta_alone(given) and _method_of_loss(given) != "simpo",
+        why=_loss_of_cpo,
+    ),
+    ForeignKey(
+        theirs="beta",
+        how=adds({"rl": _method_of_loss}),
+        when=lambda given: _by_beta_alone(given) and _method_of_loss(given) is not None,
+    ),
+    ForeignKey(
+        theirs="beta",
+        how=refuse("`beta` belongs to preference training, but no key names the method"),
+        ours="rl",
+        hint="write it into the config: `rl: dpo`, `orpo` or `kto`",
+        when=_by_beta_alone,
+    ),
+    ForeignKey(theirs="loss_type dpo_loss_type", how=_loss_type, ours="rl", hint=_HINT, when=_compares),
+    # Keys that change nothing about preferences.
+    ForeignKey(
+        theirs="precompute_ref_log_probs precompute_ref_batch_size",
+        how="ignored",
+        when=_compares,
+        why="reference log-probabilities are computed once, before training",
+    ),
+    ForeignKey(
+        theirs="max_prompt_length max_prompt_len",
+        how="ignored",
+        when=_compares,
+        why="prompts have no limit of their own; see `sequence_len`",
+    ),
+    ForeignKey(
+        theirs="max_completion_length",
+        how="ignored",
+        when=_compares,
+        why="answers have no limit of their own; see `sequence_len`",
+    ),
+    ForeignKey(
+        theirs="generate_during_eval dpo_generate_during_eval",
+        how="ignored",
+        when=_compares,
+        why="Ratel evaluates the loss and the rewards",
+    ),
+    ForeignKey(
+        theirs="dpo_padding_free",
+        how="ignored",
+        when=_compares,
+        why="rows are padded to the longest of their micro-batch",
+    ),
+    ForeignKey(
+        theirs="dpo_use_logits_to_keep use_logits_to_keep",
+        how="ignored",
+        when=_compares,
+        why="logits are computed in chunks",
+    ),
+    ForeignKey(
+        theirs="rl_adapter_ref_model",
+        how="ignored",
+        when=_compares,
+        why="the reference is the model before step 1",
+    ),
+    ForeignKey(
+        theirs="label_smoothing",
+        how=refuse("`label_smoothing` assumes that some preferences are wrong; no loss of `rl` does"),
+        ours="rl",
+        hint="set it to 0",
+        only=bool,
+        when=_compares,
+    ),
+    ForeignKey(theirs="label_smoothing", how="ignored", when=_compares, why="it is 0"),
+    ForeignKey(theirs="datasets", how=Code(_types_of_sets), when=_compares),
+)

@@ -1,6 +1,7 @@
 """What the translations of other trainers' keys share: the entries that they rewrite, and whom they tell.
 
-Invariant: an entry that a translation makes keeps the place of the key that the user wrote.
+Invariant: an entry that a translation makes keeps the place of the key that the user wrote, and its name. A mapping
+that is made around it has no name, as nobody wrote it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Scalar, Where
+from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain, Where, marked
 
 Entries = dict[str, Entry]
 
@@ -39,6 +40,6 @@ def keys_of_set(item: Marked) -> Entries:
     return item.entries
 
 
-def made(entry: Entry, content: Scalar) -> Entry:
+def made(entry: Entry, value: Plain) -> Entry:
     """The entry with another value, at the same place."""
-    return replace(entry, value=Marked(where=entry.value.where, content=content))
+    return replace(entry, value=marked(value, entry.value.where))

@@ -68,7 +68,7 @@ def locate(root: Marked, location: Location) -> KeyPlace:
         content = node.content
         if isinstance(content, dict) and step in content:
             entry = content[str(step)]
-            names.append(entry.written)
+            names.append(entry.written or (str(step) if step == location[-1] else ""))
             node, key = entry.value, entry.where
         elif isinstance(content, list) and isinstance(step, int):
             names.append(str(step))
@@ -76,7 +76,7 @@ def locate(root: Marked, location: Location) -> KeyPlace:
             key = node.where
         else:
             names.append(str(step))
-    return KeyPlace(name=".".join(names), key=key, value=node.where, node=node)
+    return KeyPlace(name=".".join(filter(None, names)), key=key, value=node.where, node=node)
 
 
 def is_written(root: Marked, location: Location) -> bool:

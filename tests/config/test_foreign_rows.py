@@ -1,0 +1,108 @@
+"""The tables of other trainers' keys: what is reported of a key is about what the user wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ratel_cli.config.importing import Imported, import_config
+from ratel_cli.config.load import examine_text
+from ratel_cli.config.others.foreign import LISTED
+from ratel_cli.errors import BadInput
+
+AXOLOTL = {"base_model": "m", "datasets": [{"path": "d.jsonl", "type": "chat_template"}]}
+TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "max_length": 512}
+LLAMA_FACTORY = {"model_name_or_path": "m", "dataset": "d.jsonl", "stage": "sft", "finetuning_type": "full"}
+
+
+def imported(tmp_path: Path, config: dict[str, object]) -> Imported:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return import_config(path)
+
+
+def ours(tmp_path: Path, config: dict[str, object]) -> dict[str, object]:
+    content = yaml.safe_load(imported(tmp_path, config).text)
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**AXOLOTL, "use_muon": True, "optimizer": "adamw"},
+        {**AXOLOTL, "wandb_project": "p"},
+        {**AXOLOTL, "use_cpu": 1},
+        {**AXOLOTL, "batch_size": 8, "micro_batch_size": 2},
+        {**AXOLOTL, "optimizer": "lion_pytorch"},
+        {**AXOLOTL, "lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1},
+        {**AXOLOTL, "logging_steps": 5, "eval_strategy": "steps", "val_set_size": 0.1},
+        {**AXOLOTL, "datasets": [{"path": "d.jsonl", "message_field_role": "from"}]},
+        {**AXOLOTL, "datasets": [{"path": "json", "data_files": "d.jsonl", "type": "completion"}]},
+        {**TRL, "eos_token": "x"},
+        {**TRL, "use_peft": True, "adapter": None, "lora_target_modules": ["q_proj"]},
+        {**LLAMA_FACTORY, "stage": "dpo", "pref_loss": "simpo"},
+        {**LLAMA_FACTORY, "finetuning_type": "lora", "quantization_bit": 4, "bf16": True},
+    ],
+)
+def test_each_key_that_the_user_wrote_is_reported_and_no_other(tmp_path: Path, config: dict[str, object]) -> None:
+    sets = config.get("datasets")
+    written = {*config, *(f"datasets.{key}" for each in (sets if isinstance(sets, list) else []) for key in each)}
+    named = {each.written for each in imported(tmp_path, config).outcomes if each.where.line > 1 or each.value}
+    assert named - {"datasets.path"} == written - {"datasets.path"} and ("datasets.path" in named or "dataset" in named)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({**AXOLOTL, "datasets": [{"path": "d.jsonl", "message_field_role": 5}]}, "datasets.0.message_field_role"),
+        ({**TRL, "use_peft": True, "lora_target_modules": ["q"], "lora_rank": "x"}, "lora_rank"),
+        ({**AXOLOTL, "lr_scheduler": "cosine", "cosine_min_lr_ratio": -1}, "cosine_min_lr_ratio"),
+        (
+            {**AXOLOTL, "adapter": "lora", "load_in_4bit": True, "bnb_config_kwargs": {"load_in_8bit": 3}},
+            "load_in_8bit",
+        ),
+    ],
+)
+def test_an_error_names_the_key_as_the_user_wrote_it(config: dict[str, object], key: str) -> None:
+    findings = examine_text(yaml.safe_dump(config, sort_keys=False), Path("c.yaml")).findings
+    assert any(f"`{key}` " in each.message for each in findings), findings
+
+
+def test_import_names_all_that_is_impossible_at_once(tmp_path: Path) -> None:
+    wrong = {"rl": "grpo", "trl": {"vllm": True}, "kd_alpha": 1, "optimizer": "adafactor", "lr_scheduler": "x"}
+    with pytest.raises(BadInput) as raised:
+        imported(tmp_path, {**AXOLOTL, **wrong})
+    messages = [str(each) for each in (raised.value, *raised.value.others)]
+    assert all(any(f"`{key}`" in message for message in messages) for key in wrong), messages
+
+
+def test_an_empty_switch_does_not_hide_another(tmp_path: Path) -> None:
+    assert ours(tmp_path, {**TRL, "adapter": None, "use_peft": True, "lora_target_modules": ["q"]})["adapter"] == "lora"
+    assert ours(tmp_path, {**TRL, "rl": None, "beta": 0.1, "loss_type": "sigmoid"})["rl"] == "dpo"
+
+
+def test_an_empty_method_of_quantisation_is_bitsandbytes(tmp_path: Path) -> None:
+    config = {**LLAMA_FACTORY, "finetuning_type": "lora", "quantization_bit": 4, "quantization_method": None}
+    assert ours(tmp_path, config)["load_in_4bit"] is True
+
+
+def test_options_of_a_schedule_and_mappings_of_messages_stay_beside_what_is_added(tmp_path: Path) -> None:
+    added = {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "lr_scheduler_kwargs": {"num_cycles": 0.4}}
+    assert ours(tmp_path, {**AXOLOTL, **added})["lr_scheduler_kwargs"] == {"num_cycles": 0.4, "min_lr_rate": 0.1}
+    each = {**AXOLOTL["datasets"][0], "message_property_mappings": {"content": "text"}, "message_field_role": "from"}  # type: ignore[dict-item]
+    sets = ours(tmp_path, {**AXOLOTL, "datasets": [each]})["datasets"]
+    assert isinstance(sets, list) and sets[0]["message_property_mappings"] == {"content": "text", "role": "from"}
+
+
+def test_a_list_of_losses_is_none_of_the_methods(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no key names the method"):
+        imported(tmp_path, {**TRL, "beta": 0.1, "loss_type": ["sigmoid", "ipo"]})
+
+
+def test_no_key_has_two_fates() -> None:
+    rows = {id(row): row for row in LISTED.values()}.values()
+    names = [name for row in rows for name in row.theirs.split()]
+    assert len(names) == len(set(names)) == len(LISTED)
