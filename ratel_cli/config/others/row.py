@@ -25,6 +25,8 @@ class Given:
     """What a config says, by their or our keys."""
 
     entries: Entries
+    target: Entries
+    """What is made of them: the same, where ours are put beside theirs."""
 
     def __contains__(self, key: str) -> bool:
         return key in self.entries
@@ -99,12 +101,6 @@ class ForeignKey:
             return "ignored"
         return self.fate
 
-    def fits(self, content: Plain) -> bool:
-        """Whether the row is about this value."""
-        if self.only is None or callable(self.only):
-            return self.only is None or self.only(content)
-        return content in self.only
-
     def keys_in(self, entries: Entries) -> list[str]:
         """The row's keys that are there."""
         names, starts, nested = _names(self.theirs)
@@ -119,7 +115,8 @@ def _names(theirs: str) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...
     """The names of a row: whole ones, beginnings, and those in a mapping."""
     names = theirs.split()
     whole = frozenset(each for each in names if "." not in each and each[-1] != "*")
-    return whole, tuple(each[:-1] for each in names if each[-1] == "*"), tuple(each for each in names if "." in each)
+    nested = tuple(each for each in names if "." in each and each[-1] != "*")
+    return whole, tuple(each[:-1] for each in names if each[-1] == "*"), nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +127,8 @@ class Site:
     key: str
     entries: Entries
     report: Report
+    target: Entries
+    """Where ours go."""
 
     @property
     def entry(self) -> Entry:
@@ -146,12 +145,18 @@ class Site:
     @property
     def given(self) -> Given:
         """What the config says."""
-        return Given(self.entries)
+        return Given(self.entries, self.target)
 
     @property
     def why(self) -> str:
         """The row's reason for this config."""
         return self.row.why if isinstance(self.row.why, str) else self.row.why(self.given)
+
+    def is_met(self) -> bool:
+        """Whether the row is about this value, beside these other keys."""
+        only, when = self.row.only, self.row.when
+        is_about = only is None or (only(self.content) if callable(only) else self.content in only)
+        return is_about and (when is None or when(self.given))
 
     def take(self) -> Entry:
         """Take the key out; a mapping around it goes with its last key."""
@@ -181,13 +186,23 @@ def translate(rows: Sequence[ForeignKey], entries: Entries, report: Report) -> N
     """Apply the rows to the entries of a mapping, one after another."""
     for row in rows:
         for key in row.keys_in(entries):
-            entry = entry_at(entries, key)
-            if entry is None or not row.fits(plain(entry.value)) or not (row.when is None or row.when(Given(entries))):
+            site = Site(row, key, entries, report, entries)
+            if entry_at(entries, key) is None or not site.is_met():
                 continue
             if isinstance(row.how, Code):
                 row.how.function(entries, report)
                 break
-            _apply(Site(row, key, entries, report))
+            _apply(site)
+
+
+def translate_in_order(rows: Sequence[ForeignKey], entries: Entries, target: Entries, report: Report) -> None:
+    """Apply to each key the first row that is about it. Ours go into `target`, in the order of the keys."""
+    for key, entry in entries.items():
+        sites = (Site(row, key, dict(entries), report, target) for row in rows if row.keys_in({key: entry}))
+        for site in sites:
+            if site.is_met():
+                _apply(site)
+                break
 
 
 def _apply(site: Site) -> None:
@@ -211,15 +226,16 @@ HERE: Final = ""
 Value = Plain | Callable[[Given], Plain]
 
 
-def sets(values: Mapping[str, Value], *, keep: bool = False) -> How:
-    """Theirs becomes these of ours. `keep`: a key of ours that is there already stays."""
+def sets(values: Mapping[str, Value], *, keep: bool = False, remark: Callable[[Given], str] = lambda given: "") -> How:
+    """Theirs becomes these of ours. `keep`: a key of ours that is there already stays. `remark`: what is reported
+    behind them."""
 
     def how(site: Site) -> None:
         found = _entries_of(values, site)
-        entry = site.entry if HERE in found else site.take()
-        site.report.read_as(entry, _lines(found, site.row.ours))
+        words = _lines(found, site.row.ours) + remark(site.given)
+        site.report.read_as(site.entry if HERE in found else site.take(), words)
         for ours, each in found.items():
-            put(site.entries, ours or site.key, each, keep=keep)
+            put(site.target, ours or site.key, each, keep=keep)
 
     return how
 
@@ -229,7 +245,7 @@ def adds(values: Mapping[str, Value]) -> How:
 
     def how(site: Site) -> None:
         for ours, each in _entries_of(values, site).items():
-            put(site.entries, ours, each, keep=True)
+            put(site.target, ours, each, keep=True)
 
     return how
 
@@ -259,6 +275,18 @@ def put(entries: Entries, ours: str, entry: Entry, *, keep: bool = False) -> Non
     around = entries.get(outer, replace(entry, written=""))
     content = {**around.value.entries, inner: entry}
     entries[outer] = replace(around, value=Marked(where=around.value.where, content=content))
+
+
+def unpack(*ours: str) -> How:
+    """The items of a list are these of ours."""
+
+    def how(site: Site) -> None:
+        entry = site.take()
+        found = {key: replace(entry, value=item) for key, item in zip(ours, entry.value.items, strict=True)}
+        site.report.read_as(entry, _lines(found, ""))
+        site.target.update(found)
+
+    return how
 
 
 def move(site: Site) -> None:
@@ -328,7 +356,7 @@ def refuse(message: str, *, at_value: bool = False, goes_on: bool = False, witho
         words = {
             "key": entry.written,
             "value": value,
-            "text": value.strip("'"),
+            "text": site.content if isinstance(site.content, str) else value,
             "rl": site.given.value("rl"),
             "why": site.why,
         }

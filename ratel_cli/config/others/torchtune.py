@@ -1,7 +1,7 @@
 """A torchtune config as entries with names of ours.
 
-torchtune names Python objects (`_component_`) and nests their arguments. What Ratel needs of them is flattened here;
-the rest has an outcome with its reason.
+torchtune names Python objects (`_component_`) and nests their arguments. Its keys are flat here, with dotted names, and
+`_ROWS` says what becomes of each; the sets of data have a module of their own.
 
 Invariant: every key of the file is either read or reported.
 """
@@ -9,14 +9,26 @@ Invariant: every key of the file is either read or reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ratel_cli.config.keys.topics import instead_of
+from ratel_cli.config.others.row import (
+    SAME,
+    ForeignKey,
+    Given,
+    Site,
+    decide,
+    refuse,
+    sets,
+    translate_in_order,
+    unpack,
+)
 from ratel_cli.config.others.torchtune_data import translate_sets
 from ratel_cli.config.yaml.reporting import Entries, Report, made
 from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain, Scalar, plain, show
 
+MOMENTS_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
 _READ: Mapping[str, str] = {
     "checkpointer.checkpoint_dir": "base_model",
     "tokenizer.max_seq_len": "sequence_len",
@@ -59,21 +71,6 @@ _HARMLESS = (
     "optimizer.differentiable", "optimizer.is_paged",
 )  # fmt: skip
 """Keys inside other keys, about files, speed and memory, which change no number."""
-_DEFAULTS_OF_8_BIT: Mapping[str, Plain] = {"optimizer.min_8bit_size": 4096, "optimizer.block_wise": True}
-"""Defaults of bitsandbytes' 8-bit classes: with other values the moments are others."""
-_ROUNDS = "optimizer.bf16_stochastic_round"
-_OF_OPTIMIZER = ("optimizer._component_", "optimizer.betas", "optimizer.optim_bits", _ROUNDS, *_DEFAULTS_OF_8_BIT)
-MOMENTS_IN_FP32 = "Ratel keeps its moments in fp32, on NVMe"
-_UNDECIDED: Mapping[str, str] = {
-    "model": "Ratel takes the model as its config.json describes it",
-    "tokenizer": "Ratel takes the tokenizer, and its chat template, as its files describe it",
-    "prompt_template": "Ratel takes the tokenizer, and its chat template, as its files describe it",
-    "loss": "Ratel's cross-entropy has no settings",
-    "collate_fn": "Ratel packs samples itself",
-    "mixed_precision": "Ratel computes in `dtype`",
-    "moe_router_topk": "Ratel takes the model as its config.json describes it",
-}
-"""By the first part of a key: why it is left to the user."""
 _OF_REWARDS = (
     "policy_model", "reward_and_value_model", "value_checkpointer", "reward_checkpointer", "reward_functions",
     "ref_policy_checkpointer", "teacher_model", "teacher_checkpointer", "kd_loss", "postprocessing", "training",
@@ -86,11 +83,7 @@ _WRITES_TURNS = ("llama3", "llama4", "phi3", "phi4", "qwen2", "qwen3")
 _WRITES_BRACKETS = ("llama2", "mistral")
 """Beginnings of the names of tokenizers whose `prompt_template` puts words of a user between brackets, unless it is
 null."""
-_ADAPTER_HINT = "name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`"
-_QUANTISER_HINT = "remove it; with an adapter, use `load_in_4bit` or `load_in_8bit`"
-_COMPARED_HINT = "import a config without it, and write `rl` and the preference data into the new file"
 _KEY = re.compile(r"\$\{([\w.]+)\}")
-_NO_KEY = "Ratel has no such key"
 _SETS = {"dataset": "datasets", "dataset_val": "test_datasets"}
 
 
@@ -107,37 +100,20 @@ def translate_torchtune(entries: Entries, report: Report) -> Entries:
     flat = {name: replace(entry, written=name) for name, entry in _flat(entries)}
     _interpolate(flat, flat)
     translated: Entries = {}
-    types = _translate_data(entries, flat, translated, report)
-    for name, entry in flat.items():
-        if name.partition(".")[0] in _SETS:
-            continue
-        if name in _OF_OPTIMIZER:
-            _optimizer(name, entry, flat, translated, report)
-        elif name.endswith("_component_") and name.count(".") < 2:
-            _component(name, entry, flat, translated, report, types)
-        elif name == "max_steps_per_epoch":
-            _steps_per_epoch(entry, flat.get("epochs"), translated, report)
-        elif name not in _READ:
-            _leftover(name, entry, report)
-        elif name == "tokenizer.max_seq_len" and entry.value.content is None and "sequence_len" not in translated:
-            report.decide(entry, "torchtune then truncates nothing; Ratel truncates at `sequence_len`")
-        elif entry.value.content is None:
-            report.drop(entry, "it is empty")
-        else:
-            _read(name, entry, translated, report)
+    _translate_data(entries, flat, translated, report)
+    rest = {name: entry for name, entry in flat.items() if name.partition(".")[0] not in _SETS}
+    translate_in_order(_ROWS, rest, translated, report)
     return translated
 
 
-def _translate_data(entries: Entries, flat: Entries, translated: Entries, report: Report) -> set[Plain]:
-    """Put the sets into `translated`, and what they say about all data. Returns the types of the sets."""
-    types: set[Plain] = set()
+def _translate_data(entries: Entries, flat: Entries, translated: Entries, report: Report) -> None:
+    """Put the sets into `translated`, and what they say about all data."""
     for key, ours in _SETS.items():
         if key not in entries:
             continue
         if entries[key].value.content is None:
             report.drop(entries[key], "it is empty")
         found = translate_sets(list(_sets_in(key, entries[key], flat)), report)
-        types |= {plain(each.content["type"].value) for each in found.sets if isinstance(each.content, dict)}
         if found.sets:
             where = entries[key].where
             translated[ours] = replace(entries[key], value=Marked(where=where, content=list(found.sets)))
@@ -146,7 +122,6 @@ def _translate_data(entries: Entries, flat: Entries, translated: Entries, report
         if key == "dataset":
             _of_all_sets(found.packed, "sample_packing", translated, report)
             _of_all_sets(found.lengths, "sequence_len", translated, report)
-    return types
 
 
 def _of_all_sets(entries: Sequence[Entry], name: str, translated: Entries, report: Report) -> None:
@@ -170,51 +145,6 @@ def _sets_in(key: str, entry: Entry, flat: Entries) -> Iterator[Entries]:
             arguments = {name: replace(one, written=prefix + name) for name, one in _flat(each.content)}
             _interpolate(arguments, flat)
             yield arguments
-
-
-def _steps_per_epoch(entry: Entry, epochs: Entry | None, translated: Entries, report: Report) -> None:
-    """torchtune ends each epoch after this number of steps; with one epoch that is the end of the run."""
-    steps, number = entry.value.content, None if epochs is None else epochs.value.content
-    if steps is None:
-        report.drop(entry, "it is empty")
-    elif number == 1:
-        translated["max_steps"] = entry
-        report.read_as(entry, f"max_steps: {steps}")
-    else:
-        is_known = isinstance(number, int) and isinstance(steps, int)
-        several = number * steps if isinstance(number, int) and isinstance(steps, int) else None
-        total = f"`max_steps: {several}`" if is_known else "`max_steps` to this times `num_epochs`"
-        report.decide(entry, f"torchtune ends each epoch after these steps, and Ratel only the run: set {total}")
-
-
-def _betas(entry: Entry, translated: Entries, report: Report) -> None:
-    values = entry.value.content
-    if isinstance(values, list) and len(values) == 2:
-        for key, value in zip(("adam_beta1", "adam_beta2"), values, strict=True):
-            translated[key] = replace(entry, value=value)
-        first, second = map(plain, values)
-        report.read_as(entry, f"adam_beta1: {first}, adam_beta2: {second}")
-    elif values is None:
-        report.drop(entry, "it is empty")
-    else:
-        report.decide(entry, "two numbers are expected")
-
-
-def _read(name: str, entry: Entry, translated: Entries, report: Report) -> None:
-    """Put an entry where its key of ours belongs."""
-    ours, content = _READ[name], entry.value.content
-    section, _, key = ours.rpartition(".")
-    if name == "device" and content != "cpu":
-        report.drop(entry, "`device: auto` takes the GPU if there is one")
-        return
-    if section:
-        others = translated[section].value.content if section in translated else None
-        options: Entries = {**(others if isinstance(others, dict) else {}), key: replace(entry, written=key)}
-        translated[section] = replace(entry, written=section, value=Marked(where=entry.where, content=options))
-    else:
-        translated[ours] = entry
-    shown = show(plain(entry.value)).strip("'")
-    report.read_as(entry, f"{ours}: {shown}")
 
 
 def _flat(entries: Entries, prefix: str = "") -> Iterator[tuple[str, Entry]]:
@@ -252,93 +182,14 @@ def _text_of(values: Entries, match: re.Match[str]) -> str:
     return match[0] if found is None or isinstance(found.value.content, dict | list) else str(found.value.content)
 
 
-def _component(name: str, entry: Entry, flat: Entries, translated: Entries, report: Report, types: set[Plain]) -> None:
-    """Read the name of a Python object."""
-    path = _named(entry)
-    last = path.rpartition(".")[2]
-    match name.partition(".")[0]:
-        case "lr_scheduler":
-            name_of_ours = last.removeprefix("get_").removesuffix("_schedule_with_warmup")
-            translated["lr_scheduler"] = made(entry, name_of_ours)
-            report.read_as(entry, f"lr_scheduler: {name_of_ours}")
-        case "tokenizer":
-            template = flat.get("tokenizer.prompt_template", entry)
-            brackets = () if template.value.content is None else _WRITES_BRACKETS
-            writes_turns = last.startswith((*_WRITES_TURNS, *brackets))
-            _tokenizer(last, entry, translated, report, types, writes_turns=writes_turns)
-        case "model" if last.startswith(("lora_", "qlora_", "dora_")):
-            report.reject(entry.where, f"`{path}` trains an adapter", name, hint=_ADAPTER_HINT)
-        case "quantizer":
-            report.reject(entry.where, f"`{path}` quantises the model", name, hint=_QUANTISER_HINT)
-        case _ if name.partition(".")[0] in _OF_REWARDS:
-            report.reject(
-                entry.where,
-                f"`{path}` belongs to reinforcement learning or distillation",
-                name,
-                hint=instead_of("grpo"),
-            )
-        case "loss" if any(part in last for part in _PREFERENCES):
-            report.reject(entry.where, f"`{path}` belongs to preference training", name, hint=_COMPARED_HINT)
-        case "loss" if "CrossEntropy" not in last and "CE" not in last:
-            report.reject(
-                entry.where,
-                f"`{path}` is another loss",
-                name,
-                hint="remove it; other losses are `use_dft_loss` and `rl`",
-            )
-        case "loss":
-            report.drop(entry, "it is the cross entropy, as here")
-        case "model" | "checkpointer":
-            report.drop(entry, "Ratel takes the model as its directory describes it")
-        case _:
-            _leftover(name, entry, report)
-
-
-def _optimizer(name: str, entry: Entry, flat: Entries, translated: Entries, report: Report) -> None:
-    """Read a key of the optimizer that is more than a number with another name."""
-    content = entry.value.content
-    if name == "optimizer._component_":
-        _class(entry, flat.get("optimizer.optim_bits"), translated, report)
-    elif name == "optimizer.betas":
-        _betas(entry, translated, report)
-    elif name == "optimizer.optim_bits":
-        report.drop(entry, "the optimizer's name says here how many bits its moments have")
-    elif name == _ROUNDS and not content:
-        report.drop(entry, "it is the default")
-    elif name == _ROUNDS and content is True:
-        translated["bf16_master"] = made(entry, "stochastic")
-        report.read_as(entry, "bf16_master: stochastic")
-    elif content is None or content == _DEFAULTS_OF_8_BIT.get(name):
-        report.drop(entry, "Ratel does the same")
-    else:
-        report.decide(entry, _NO_KEY)
-
-
-def _class(entry: Entry, bits: Entry | None, translated: Entries, report: Report) -> None:
-    """Read the class of the optimizer; those of bitsandbytes have an argument for the bits of their moments."""
-    last = class_of(entry)
-    is_8bit = last.endswith("8bit") or (bits is not None and bits.value.content == 8)
-    found, remark = last, ""
-    if "AdamW" in last:
-        found = "adamw_8bit" if is_8bit else "adamw"
-        remark = f" ({MOMENTS_IN_FP32})" if last.endswith(("4bit", "Fp8")) else ""
-    elif last in ("Lion", "PagedLion", "Lion32bit", "PagedLion32bit", "Lion8bit", "PagedLion8bit"):
-        found, remark = "lion", f" ({MOMENTS_IN_FP32})" if is_8bit else ""
-    elif last == "SGD" and not is_8bit:
-        found = "sgd"
-    translated["optimizer"] = made(entry, found)
-    report.read_as(entry, f"optimizer: {found}{remark}")
-
-
 def class_of(component: Entry) -> str:
     """The name of a Python class, without its module."""
-    return _named(component).rpartition(".")[2]
+    return _last(plain(component.value))
 
 
-def _named(component: Entry) -> str:
-    """The name of a Python object, or what stands in its place."""
-    content = component.value.content
-    return content if isinstance(content, str) else show(plain(component.value))
+def _last(content: Plain) -> str:
+    """The name of a Python object without its module, or what stands in its place."""
+    return (content if isinstance(content, str) else show(content)).rpartition(".")[2]
 
 
 def defaults_of_optimizer(theirs: Marked) -> Mapping[str, Scalar]:
@@ -352,29 +203,183 @@ def defaults_of_optimizer(theirs: Marked) -> Mapping[str, Scalar]:
     return {"adam_beta2": 0.99} if "Lion" in last else {}
 
 
-def _tokenizer(
-    last: str, entry: Entry, translated: Entries, report: Report, types: set[Plain], *, writes_turns: bool
-) -> None:
+# What the rows say of values and of other keys.
+
+
+def _is_entropy(content: Plain) -> bool:
+    return "CrossEntropy" in _last(content) or "CE" in _last(content)
+
+
+def _compares(content: Plain) -> bool:
+    """Whether a loss compares answers."""
+    return any(part in _last(content) for part in _PREFERENCES)
+
+
+def _is_off(content: Plain) -> bool:
+    return content is None or content is False
+
+
+def _optimizer(given: Given) -> str:
+    return _last(given.value("optimizer._component_"))
+
+
+def _is_8_bit(given: Given) -> bool:
+    """Those of bitsandbytes have an argument for the bits of their moments, too."""
+    return _optimizer(given).endswith("8bit") or given.value("optimizer.optim_bits") == 8
+
+
+def _rule(given: Given) -> str:
+    """Our name of the optimizer."""
+    name = _optimizer(given)
+    if "AdamW" in name:
+        return "adamw_8bit" if _is_8_bit(given) else "adamw"
+    if name in ("Lion", "PagedLion", "Lion32bit", "PagedLion32bit", "Lion8bit", "PagedLion8bit"):
+        return "lion"
+    return "sgd" if name == "SGD" and not _is_8_bit(given) else name
+
+
+def _smaller_moments(given: Given) -> str:
+    is_small = _optimizer(given).endswith(("4bit", "Fp8")) if "AdamW" in _optimizer(given) else _is_8_bit(given)
+    return f" ({MOMENTS_IN_FP32})" if is_small and _rule(given) in ("adamw", "lion") else ""
+
+
+def _schedule(given: Given) -> str:
+    return _last(given.value("lr_scheduler._component_")).removeprefix("get_").removesuffix("_schedule_with_warmup")
+
+
+def _ends_each_epoch(given: Given) -> str:
+    number, steps = given.value("epochs"), given.value("max_steps_per_epoch")
+    total = "`max_steps` to this times `num_epochs`"
+    if isinstance(number, int) and isinstance(steps, int):
+        total = f"`max_steps: {number * steps}`"
+    return f"torchtune ends each epoch after these steps, and Ratel only the run: set {total}"
+
+
+def _tokenizer(site: Site) -> None:
     """The tokenizers of torchtune write the turns of a conversation by themselves, without a chat template."""
+    last, entry, types = class_of(site.entry), site.entry, _types(site.target)
+    template = site.given.value("tokenizer.prompt_template", "tokenizer._component_")
+    brackets = () if template is None else _WRITES_BRACKETS
     if last.startswith("llama3") and "chat_template" in types:
-        translated["chat_template"] = made(entry, "llama3")
-        report.read_as(entry, "chat_template: llama3")
-    if writes_turns and "alpaca" in types:
-        report.decide(entry, "torchtune writes the Alpaca prompt as a turn of this tokenizer; here it is plain text")
-    elif "chat_template" not in translated:
-        report.drop(entry, "Ratel takes the tokenizer, and its chat template, as its files describe it")
+        site.target["chat_template"] = made(entry, "llama3")
+        site.report.read_as(entry, "chat_template: llama3")
+    if last.startswith((*_WRITES_TURNS, *brackets)) and "alpaca" in types:
+        why = "torchtune writes the Alpaca prompt as a turn of this tokenizer; here it is plain text"
+        site.report.decide(entry, why)
+    elif "chat_template" not in site.target:
+        site.report.drop(entry, _AS_FILES)
 
 
-def _leftover(name: str, entry: Entry, report: Report) -> None:
-    """Report a key that has no counterpart: what may change what is trained is left to the user."""
-    top, content = name.partition(".")[0], entry.value.content
-    if content is None or content is False:
-        report.drop(entry, "it is off or empty")
-    elif name == "enable_fp8_training":
-        report.drop(entry, "Ratel computes in `dtype`, which is more exact", quietly=False)
-    elif top in _DROPPED or name in _HARMLESS:
-        report.drop(entry, "it is about files, speed or memory; Ratel has its own")
-    elif name.endswith("._component_") and top == "mixed_precision":
-        report.drop(entry, "`mixed_precision.enabled` decides")
-    else:
-        report.decide(entry, _UNDECIDED.get(top, _NO_KEY))
+def _types(target: Entries) -> set[Plain]:
+    """The types of the sets."""
+    sets_of = [target[key].value.items for key in _SETS.values() if key in target]
+    return {plain(each.entries["type"].value) for several in sets_of for each in several if "type" in each.entries}
+
+
+def _begins(*starts: str) -> Callable[[Plain], bool]:
+    return lambda content: _last(content).startswith(starts)
+
+
+def _all_of(names: Sequence[str]) -> str:
+    """Names of keys, with whatever they contain."""
+    return " ".join(f"{name} {name}.*" for name in names)
+
+
+_AS_CONFIG = "Ratel takes the model as its config.json describes it"
+_AS_FILES = "Ratel takes the tokenizer, and its chat template, as its files describe it"
+_NO_KEY = "Ratel has no such key"
+_ROUNDS = "optimizer.bf16_stochastic_round"
+_ROWS: tuple[ForeignKey, ...] = (
+    # The optimizer.
+    ForeignKey(theirs="optimizer._component_", how=sets({"optimizer": _rule}, remark=_smaller_moments)),
+    ForeignKey(
+        theirs="optimizer.betas",
+        how=unpack("adam_beta1", "adam_beta2"),
+        only=lambda value: isinstance(value, list) and len(value) == 2,
+    ),
+    ForeignKey(theirs="optimizer.betas", how="ignored", only=(None,), why="it is empty"),
+    ForeignKey(theirs="optimizer.betas", how=decide, why="two numbers are expected"),
+    ForeignKey(
+        theirs="optimizer.optim_bits",
+        how="ignored",
+        why="the optimizer's name says here how many bits its moments have",
+    ),
+    ForeignKey(theirs=_ROUNDS, how="ignored", only=lambda value: not value, why="it is the default"),
+    ForeignKey(theirs=_ROUNDS, how=sets({"bf16_master": "stochastic"}), only=lambda value: value is True),
+    # Defaults of bitsandbytes' 8-bit classes: with other values the moments are others.
+    ForeignKey(theirs="optimizer.min_8bit_size", how="ignored", only=(4096, None), why="Ratel does the same"),
+    ForeignKey(theirs="optimizer.block_wise", how="ignored", only=(True, None), why="Ratel does the same"),
+    ForeignKey(theirs=f"{_ROUNDS} optimizer.min_8bit_size optimizer.block_wise", how=decide, why=_NO_KEY),
+    # Other objects.
+    ForeignKey(theirs="lr_scheduler._component_", how=sets({"lr_scheduler": _schedule})),
+    ForeignKey(theirs="tokenizer._component_", how=_tokenizer),
+    ForeignKey(
+        theirs="model._component_",
+        how=refuse("`{text}` trains an adapter"),
+        hint="name the model without an adapter, and write the adapter's keys into the new file: `adapter: lora`",
+        only=_begins("lora_", "qlora_", "dora_"),
+    ),
+    ForeignKey(
+        theirs="quantizer._component_",
+        how=refuse("`{text}` quantises the model"),
+        hint="remove it; with an adapter, use `load_in_4bit` or `load_in_8bit`",
+    ),
+    ForeignKey(
+        theirs=" ".join(f"{name}._component_" for name in _OF_REWARDS),
+        how=refuse("`{text}` belongs to reinforcement learning or distillation"),
+        hint=instead_of("grpo"),
+    ),
+    ForeignKey(
+        theirs="loss._component_",
+        how=refuse("`{text}` belongs to preference training"),
+        hint="import a config without it, and write `rl` and the preference data into the new file",
+        only=_compares,
+    ),
+    ForeignKey(theirs="loss._component_", how="ignored", only=_is_entropy, why="it is the cross entropy, as here"),
+    ForeignKey(
+        theirs="loss._component_",
+        how=refuse("`{text}` is another loss"),
+        hint="remove it; other losses are `use_dft_loss` and `rl`",
+    ),
+    ForeignKey(
+        theirs="model._component_ checkpointer._component_",
+        how="ignored",
+        why="Ratel takes the model as its directory describes it",
+    ),
+    # Steps, lengths, and what has another name.
+    ForeignKey(theirs="max_steps_per_epoch", how="ignored", only=(None,), why="it is empty"),
+    ForeignKey(
+        theirs="max_steps_per_epoch", how=sets({"max_steps": SAME}), when=lambda given: given.value("epochs") == 1
+    ),
+    ForeignKey(theirs="max_steps_per_epoch", how=decide, why=_ends_each_epoch),
+    ForeignKey(
+        theirs="tokenizer.max_seq_len",
+        how=decide,
+        only=(None,),
+        when=lambda given: "sequence_len" not in given.target,
+        why="torchtune then truncates nothing; Ratel truncates at `sequence_len`",
+    ),
+    ForeignKey(theirs=" ".join(_READ), how="ignored", only=(None,), why="it is empty"),
+    ForeignKey(
+        theirs="device",
+        how="ignored",
+        only=lambda value: value != "cpu",
+        why="`device: auto` takes the GPU if there is one",
+    ),
+    *(ForeignKey(theirs=theirs, how=sets({ours: SAME})) for theirs, ours in _READ.items()),
+    # What has no counterpart: what may change what is trained is left to the user.
+    ForeignKey(theirs="*", how="ignored", only=_is_off, why="it is off or empty"),
+    ForeignKey(theirs="enable_fp8_training", how="noted", why="Ratel computes in `dtype`, which is more exact"),
+    ForeignKey(
+        theirs=" ".join((_all_of(_DROPPED), *_HARMLESS)),
+        how="ignored",
+        why="it is about files, speed or memory; Ratel has its own",
+    ),
+    ForeignKey(theirs="mixed_precision._component_", how="ignored", why="`mixed_precision.enabled` decides"),
+    ForeignKey(theirs=_all_of(("model", "moe_router_topk")), how=decide, why=_AS_CONFIG),
+    ForeignKey(theirs=_all_of(("tokenizer", "prompt_template")), how=decide, why=_AS_FILES),
+    ForeignKey(theirs=_all_of(("loss",)), how=decide, why="Ratel's cross-entropy has no settings"),
+    ForeignKey(theirs=_all_of(("collate_fn",)), how=decide, why="Ratel packs samples itself"),
+    ForeignKey(theirs=_all_of(("mixed_precision",)), how=decide, why="Ratel computes in `dtype`"),
+    ForeignKey(theirs="*", how=decide, why=_NO_KEY),
+)
