@@ -25,7 +25,7 @@ from ratel_cli.config.others.aliases import (
     is_dataset_type,
     section_in,
 )
-from ratel_cli.config.others.foreign import foreign_key
+from ratel_cli.config.others.foreign import fate_of, foreign_key
 from ratel_cli.config.others.their_datasets import each_file, translate_dataset
 from ratel_cli.config.others.translations import translate_top_level
 from ratel_cli.config.yaml.reporting import keys_of_set
@@ -238,7 +238,7 @@ class Dialect:
     def _drop_foreign(self, section: str, entry: Entry) -> None:
         """Drop a key that is not one of ours: silently if it changes nothing, otherwise with a finding."""
         foreign = foreign_key(section, entry.written)
-        fate: Fate = "undecided" if foreign is None else foreign.fate_of(entry.value)
+        fate: Fate = "undecided" if foreign is None else fate_of(section, entry.written, entry.value)
         reason = "Ratel has no such key" if foreign is None else foreign.reason
         if foreign is None and self._forgiving and entry.value.content is None:
             fate, reason = "ignored", "it is empty"

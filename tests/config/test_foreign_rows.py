@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ import yaml
 
 from ratel_cli.config.importing import Imported, import_config
 from ratel_cli.config.load import examine_text
-from ratel_cli.config.others.foreign import LISTED
+from ratel_cli.config.others.foreign import LISTED, fate_of, foreign_key
+from ratel_cli.config.yaml.yaml_marks import Plain, Where, marked
 from ratel_cli.errors import BadInput
+from scripts.foreign_keys import table_of
+from scripts.write_fates import CONFIGS
 
 AXOLOTL = {"base_model": "m", "datasets": [{"path": "d.jsonl", "type": "chat_template"}]}
 TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "max_length": 512}
@@ -100,6 +105,58 @@ def test_options_of_a_schedule_and_mappings_of_messages_stay_beside_what_is_adde
 def test_a_list_of_losses_is_none_of_the_methods(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no key names the method"):
         imported(tmp_path, {**TRL, "beta": 0.1, "loss_type": ["sigmoid", "ipo"]})
+
+
+def tables() -> dict[str, list[dict[str, str]]]:
+    """By key that a row has a fate for, and that no other row reads: what the tools' tables say of it."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for tool in CONFIGS:
+        for row in table_of(tool) if tool != "torchtune" else ():
+            found.setdefault(row["key"], []).append(row)
+    return {key: rows for key, rows in found.items() if foreign_key(*split(key)) is not None}
+
+
+def split(key: str) -> tuple[str, str]:
+    section, _, name = key.rpartition(".")
+    return section, name
+
+
+def fate(key: str, value: Plain) -> str:
+    return fate_of(*split(key), marked(value, Where(layer=0, line=1, column=1, origin="c.yaml")))
+
+
+def test_what_a_key_is_by_default_changes_nothing() -> None:
+    """In every tool that has it: written or not, there is no difference."""
+    checked = 0
+    for key, rows in tables().items():
+        defaults = {row["default"] for row in rows}
+        try:
+            value = ast.literal_eval(*defaults)
+        except (SyntaxError, TypeError, ValueError):  # computed, or the tools differ
+            continue
+        if foreign_key(*split(key)).fate in ("undecided", "impossible"):  # type: ignore[union-attr]
+            assert fate(key, list(value) if isinstance(value, tuple) else value) == "ignored", (key, value)
+            checked += 1
+    assert checked > 200
+
+
+def test_zero_of_a_number_is_off_only_where_a_table_says_so() -> None:
+    """`0` and `0.0` mean the same: nothing where it is the default or turns the key off, and a number elsewhere."""
+    checked = 0
+    for key, rows in tables().items():
+        row = foreign_key(*split(key))
+        is_number = all(re.fullmatch(r"-?[\d.]+", each["example"]) for each in rows)
+        if row is None or row.fate not in ("undecided", "impossible") or not is_number or 0 in row.harmless:
+            continue
+        is_off = all(each["zero"].startswith("off") or each["default"] in ("0", "0.0") for each in rows)
+        assert fate(key, 0) == fate(key, 0.0) == ("ignored" if is_off else row.fate), key
+        checked += 1
+    assert checked > 50
+
+
+def test_zero_of_a_switch_is_false() -> None:
+    assert fate("use_galore", 0) == fate("use_galore", False) == "ignored" and fate("use_galore", 1) == "impossible"
+    assert fate("enable_thinking", 0) == fate("enable_thinking", False) == "undecided"
 
 
 def test_no_key_has_two_fates() -> None:

@@ -15,23 +15,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ratel_cli.config.keys.topics import instead_of
-from ratel_cli.config.others.row import ForeignKey
-from ratel_cli.config.yaml.yaml_marks import Plain
+from ratel_cli.config.others.recorded import changes_nothing
+from ratel_cli.config.others.row import Fate, ForeignKey
+from ratel_cli.config.yaml.yaml_marks import Marked, Plain, plain
 
 
-def _with(
-    row: ForeignKey, harmless: Mapping[str, tuple[Plain, ...]], *, defaults: Mapping[str, Plain] | None = None
-) -> Iterator[ForeignKey]:
-    """A row, and others with its fate for keys that have harmless values or defaults of their own."""
+def _with(row: ForeignKey, harmless: Mapping[str, tuple[Plain, ...]]) -> Iterator[ForeignKey]:
+    """A row, and others with its fate for keys that have harmless values of their own."""
     yield row
     for names, values in harmless.items():
         yield replace(row, theirs=names, harmless=values)
-    for name, default in (defaults or {}).items():
-        yield replace(row, theirs=name, default=default)
 
 
-_OFF = (0,)
-"""What turns off a loss that is added to another one, or mixed into it: its weight."""
 _ROWS: tuple[ForeignKey, ...] = (
     ForeignKey(
         theirs="""model_type tokenizer_type processor_type is_llama_derived_model is_falcon_derived_model
@@ -213,7 +208,6 @@ _ROWS: tuple[ForeignKey, ...] = (
         how="undecided",
         why="Ratel packs whole samples, which do not attend to each other, and truncates longer ones",
         hint="remove it; see `sample_packing`",
-        default=True,
     ),
     *_with(
         ForeignKey(
@@ -241,7 +235,6 @@ _ROWS: tuple[ForeignKey, ...] = (
         how="undecided",
         why="padding has no loss here",
         hint="remove it",
-        default=True,
     ),
     ForeignKey(
         theirs="resize_token_embeddings_to_32x shrink_embeddings",
@@ -407,7 +400,7 @@ _ROWS: tuple[ForeignKey, ...] = (
             why="it trains a part of the weights; Ratel has `unfrozen_parameters` for that",
             hint="remove it, and set `unfrozen_parameters`; without it Ratel trains every weight",
         ),
-        {"freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules": (True,)},
+        {"freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules": (True, False)},
     ),
     ForeignKey(
         theirs="""use_galore use_apollo use_adam_mini use_lomo optim_target_modules adam_beta3 adam_epsilon2
@@ -427,7 +420,7 @@ _ROWS: tuple[ForeignKey, ...] = (
         generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches total_episodes
         kl_coef cliprange vf_coef cliprange_value whiten_rewards response_length epsilon_high
         importance_sampling_level mask_truncated_completions off_policy_mask_threshold
-        top_entropy_quantile entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target
+        top_entropy_quantile entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target
         use_adaptive_entropy use_bias_correction_kl max_tool_calling_iterations sapo_temperature_neg
         sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
         center_rewards_coefficient train_on_last_step_only use_vllm
@@ -438,7 +431,7 @@ _ROWS: tuple[ForeignKey, ...] = (
             why="it belongs to reinforcement learning, or to a reward model",
             hint=instead_of("grpo"),
         ),
-        {"stage": ("sft", "pt", 0), "entropy_coef": _OFF},
+        {"stage": ("sft", "pt", 0)},
     ),
     ForeignKey(
         theirs="""diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_online_server relora
@@ -448,16 +441,13 @@ _ROWS: tuple[ForeignKey, ...] = (
         why="it is a training method that Ratel does not have",
         hint="remove the key, and train without this method",
     ),
-    *_with(
-        ForeignKey(
-            theirs="""pref_loss reference_free dpo_use_weighting use_weighting loss_weights f_divergence_type
-        discopop_tau dpo_* kto_*""",
-            how="impossible",
-            why="Ratel does not have this preference loss",
-            hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
-        ),
-        {"rpo_alpha pref_ftx pref_bco_weight dpo_label_smoothing": _OFF},
-        defaults={"ld_alpha": None, "f_alpha_divergence_coef": 0.5},
+    ForeignKey(
+        theirs="""rpo_alpha pref_loss pref_ftx pref_bco_weight dpo_label_smoothing reference_free
+        dpo_use_weighting use_weighting loss_weights ld_alpha f_divergence_type
+        f_alpha_divergence_coef discopop_tau dpo_* kto_*""",
+        how="impossible",
+        why="Ratel does not have this preference loss",
+        hint="remove it; `rl` has the losses dpo, ipo, orpo, simpo and kto",
     ),
     ForeignKey(
         theirs="""ref_model ref_model_name_or_path ref_model_adapters ref_model_quantization_bit
@@ -469,14 +459,14 @@ _ROWS: tuple[ForeignKey, ...] = (
     *_with(
         ForeignKey(
             theirs="""use_eaft_loss use_eaft eaft_alpha eaft_k use_asft_loss asft_alpha use_dft dft_loss eaft
-        liger_use_token_scaling""",
+        liger_use_token_scaling router_aux_loss_coef moe_aux_loss_coef""",
             how="impossible",
             why="Ratel does not have this loss",
             hint="remove it; there are `use_dft_loss`, `label_smoothing_factor` and the losses of `rl`",
         ),
         {
             "loss_type": ("nll", "chunked_nll", "cross_entropy", "ce"),
-            "router_aux_loss_coef moe_aux_loss_coef aux_loss_coef": _OFF,
+            "aux_loss_coef": (0,),
         },
     ),
     ForeignKey(
@@ -490,7 +480,6 @@ _ROWS: tuple[ForeignKey, ...] = (
         how="undecided",
         why="the tokenizer's chat template decides how answers without reasoning are rendered",
         hint="remove it, or set a template that writes an empty reasoning block: `chat_template_jinja: FILE`",
-        default=True,
     ),
     ForeignKey(
         theirs="""tokens added_tokens_overrides add_tokens add_special_tokens new_special_tokens resize_vocab
@@ -548,7 +537,6 @@ _ROWS: tuple[ForeignKey, ...] = (
         how="undecided",
         why="Ratel has no delay: earlier evaluations count for the best step and the patience, too",
         hint="remove it",
-        default=0,
     ),
     ForeignKey(
         theirs="max_packed_sequence_len",
@@ -591,3 +579,16 @@ def foreign_key(section: str, key: str) -> ForeignKey | None:
     if listed is not None or section:
         return listed
     return next((each for name, each in LISTED.items() if name[-1] == "*" and key.startswith(name[:-1])), None)
+
+
+def fate_of(section: str, key: str, value: Marked) -> Fate:
+    """What becomes of another trainer's key with this value. The tables in `config/fates` have what it is by default
+    and what 0 means there."""
+    row, content = foreign_key(section, key), plain(value)
+    assert row is not None
+    if content in (None, "", [], {}):
+        return "ignored"
+    if row.fate in ("ignored", "noted"):
+        return "ignored" if content == 0 and not isinstance(content, float) else row.fate
+    is_harmless = content in row.harmless or changes_nothing(f"{section}.{key}" if section else key, content)
+    return "ignored" if is_harmless else row.fate

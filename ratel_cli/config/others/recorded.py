@@ -1,16 +1,20 @@
-"""What `ratel import` does with each key of other trainers, as the tables in `config/fates` record it.
+"""The tables of other trainers' keys in `config/fates`: a key's default there, what 0 means, and what becomes of it.
 
-Invariant: a row is what `ratel import` did with its example; nothing is decided here (`scripts/write_fates.py`).
+Invariant: the columns `fate`, `ours` and `why` are what `ratel import` did with the row's example, and nothing is
+decided by them (`scripts/write_fates.py`). `default` and `zero` are facts about the other trainer.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from ratel_cli.config.yaml.yaml_marks import Plain
 
 TABLES = Path(__file__).parents[1] / "fates"
 
@@ -43,29 +47,51 @@ class RecordedOutcome:
 def outcomes_of(key: str) -> dict[RecordedOutcome, list[str]]:
     """What becomes of a key of other trainers, each with those that have it; empty if none does."""
     found: dict[RecordedOutcome, list[str]] = {}
-    for tool, row in _rows():
-        if row["key"] == key:
-            outcome = RecordedOutcome(
-                fate=row["fate"],
-                written=_line(key, json.loads(row["example"])),
-                given=", ".join(_line(*each) for each in json.loads(row["given"] or "{}").items()),
-                ours=row["ours"],
-                why=row["why"],
-            )
-            found.setdefault(outcome, []).append(tool)
+    for tool, row in _rows().get(key, ()):
+        outcome = RecordedOutcome(
+            fate=row["fate"],
+            written=_line(key, json.loads(row["example"])),
+            given=", ".join(_line(*each) for each in json.loads(row["given"] or "{}").items()),
+            ours=row["ours"],
+            why=row["why"],
+        )
+        found.setdefault(outcome, []).append(tool)
     return found
 
 
+def changes_nothing(key: str, value: Plain) -> bool:
+    """Whether a key of other trainers with this value is as if it were not there: it is off or has its default, in each
+    that has the key."""
+    rows = [row for tool, row in _rows().get(key, ()) if tool != "torchtune"]  # its keys are never by themselves
+    defaults = [_literal(row["default"]) for row in rows]
+    values = [*defaults, *(json.loads(row["example"]) for row in rows)] if rows else [value]
+    is_number = any(isinstance(each, float) or (type(each) is int and rows) for each in values)
+    if value is False or (value == 0 and not is_number):  # 0 is false
+        return True not in defaults
+    if value == 0:
+        return bool(rows) and all(
+            row["zero"].startswith("off") or each == 0 for row, each in zip(rows, defaults, strict=True)
+        )
+    return bool(rows) and all(each == value and isinstance(each, bool) == isinstance(value, bool) for each in defaults)
+
+
+def _literal(source: str) -> object:
+    """A default; its source text if Python computes it."""
+    try:
+        return ast.literal_eval(source)
+    except (SyntaxError, ValueError):
+        return f"source: {source}"
+
+
 @cache
-def _rows() -> tuple[tuple[str, dict[str, str]], ...]:
-    return tuple(_read())
-
-
-def _read() -> Iterator[tuple[str, dict[str, str]]]:
+def _rows() -> Mapping[str, Sequence[tuple[str, dict[str, str]]]]:
+    """By key: the rows of each tool."""
+    found: dict[str, list[tuple[str, dict[str, str]]]] = {}
     for path in sorted(TABLES.glob("*.tsv")):
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-                yield path.stem.replace("-v1", " v1"), row
+                found.setdefault(row["key"], []).append((path.stem.replace("-v1", " v1"), row))
+    return found
 
 
 def _line(key: str, value: object) -> str:

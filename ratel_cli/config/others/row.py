@@ -73,10 +73,8 @@ class ForeignKey:
     """What the other keys must say."""
     over: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Keys that have no meaning then, and why."""
-    default: Plain = False
-    """What the other trainer has if the key is not there. Like an empty value, it changes nothing."""
     harmless: tuple[Plain, ...] = ()
-    """Other values that change nothing."""
+    """Values that change nothing, beside empty ones and the key's default there."""
 
     @property
     def fate(self) -> Fate:
@@ -89,17 +87,6 @@ class ForeignKey:
         """Why, for a row whose reason is the same in every config."""
         assert isinstance(self.why, str)
         return self.why
-
-    def fate_of(self, value: Marked) -> Fate:
-        """What becomes of the key with this value."""
-        content = plain(value)
-        # 0 may stand for false, 0.0 is a number.
-        default = None if self.default is False and isinstance(content, float) else self.default
-        if content in (default, None, "", [], {}):
-            return "ignored"
-        if self.fate in ("undecided", "impossible") and content in self.harmless:
-            return "ignored"
-        return self.fate
 
     def keys_in(self, entries: Entries) -> list[str]:
         """The row's keys that are there."""
