@@ -107,9 +107,7 @@ def _rejected_rows() -> Iterator[str]:
     keys: dict[ForeignKey, list[str]] = {}
     for key, foreign in LISTED.items():
         if not key.startswith("datasets."):
-            keys.setdefault(replace(foreign, theirs="", harmless=()), []).append(
-                f"`{key.replace('*', '…')}`"
-            )
+            keys.setdefault(replace(foreign, theirs="", harmless=()), []).append(f"`{key.replace('*', '…')}`")
     for foreign, names in sorted(keys.items(), key=lambda row: list(_FATES).index(row[0].fate)):
         yield f"| {', '.join(names)} | {_FATES[foreign.fate]} | {foreign.reason} | {foreign.hint} |"
 
