@@ -11,7 +11,7 @@ from pathlib import Path
 from ratel_cli.commands import command
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.files.run_directory import find_run, place_of
+from ratel_cli.run.files.run_directory import find_run, store_at
 
 
 def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrite: bool) -> None:
@@ -29,4 +29,4 @@ def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrit
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
     resumes = command("finetune", path, *overrides)
-    log.say(f"restored step {step} from {snapshot} to {place_of(config)}; {resumes} resumes from it")
+    log.say(f"restored step {step} from {snapshot} to {store_at(config)}; {resumes} resumes from it")

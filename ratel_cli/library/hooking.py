@@ -315,7 +315,7 @@ class Hooked(HasState):
             optimizer=_NO_ADAMW if optimizer is None else optimizer.settings,
             updates=UpdateSettings(
                 max_grad_norm=None if optimizer is None else optimizer.max_grad_norm,
-                hold=False,
+                holds_all=False,
                 held_in_memory_bytes=plan.memory.held_gradients if plan.num_spilled else None,
             ),
             placement=plan.placement,

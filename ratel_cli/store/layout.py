@@ -295,7 +295,7 @@ class Geometry:
         ), "a chunk is whole pages in every field"
 
     @property
-    def in_place(self) -> bool:
+    def overwrites(self) -> bool:
         """True if the store has one slot, which steps overwrite."""
         return self.num_slots == 1
 

@@ -263,7 +263,7 @@ def _geometry_row(geometry: Geometry) -> dict[str, object]:
         "num_slots": geometry.num_slots,
         "shares": geometry.shares,
         "stripe_bytes": geometry.stripe_bytes,
-        "in_place": geometry.in_place,
+        "in_place": geometry.overwrites,
         "chunk_elements": geometry.chunk_elements,
         "slice": [geometry.rank_slice.rank, geometry.rank_slice.size],
         "list_bytes": geometry.list_bytes,

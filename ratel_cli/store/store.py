@@ -108,7 +108,7 @@ class Store(Closing):
         """Which part of each block of the model that is."""
         self.num_slots = geometry.num_slots
         """Generations that the store can hold, the shadow included."""
-        self.in_place = geometry.in_place
+        self.overwrites = geometry.overwrites
         """True if the store has one slot. A step that fails while it writes then loses the store."""
         self.chunk_elements = geometry.chunk_elements
         """Elements of a field that share a checksum. 0: the store has no checksums."""
@@ -298,7 +298,7 @@ class Store(Closing):
         self._commits.check_usable()
         assert self._phase is _Phase.READY
         slot, step = self._commits.manifest.slot, self.progress.step + 1
-        if self.in_place:
+        if self.overwrites:
             self._publish(replace(self._commits.manifest, step_in_place=step))
         else:
             slot = min(self._free_slots())
@@ -321,7 +321,7 @@ class Store(Closing):
         self._commits.check_usable()
         assert self._phase is _Phase.STEPPING
         self._shadow.check_written()
-        before = None if self.in_place else self._commits.manifest.current
+        before = None if self.overwrites else self._commits.manifest.current
         return self._stage(replace(self._commits.manifest, progress=progress, step_in_place=None, before=before))
 
     def publish(self, staged: Staged) -> None:
@@ -355,7 +355,7 @@ class Store(Closing):
         self._commits.check_usable()
         assert self._phase in (_Phase.STEPPING, _Phase.STAGED)
         self._files.settle()  # nothing is written to base files
-        if self.in_place:
+        if self.overwrites:
             if self._shadow.submitted_bytes:
                 self._commits.stop()
                 raise IntegrityFailure(

@@ -107,7 +107,7 @@ def block_rates(
 
     Counts three times the operations of a forward, as for a whole step.
     """
-    model.place(device)
+    model.move_to(device)
     with torch.no_grad(), bound(model, 0, device):
         embedded = model.begin(batch.to(device))
     leaf = embedded.hidden.detach().requires_grad_()

@@ -140,7 +140,7 @@ class ClippingBench:
             updates=UpdateSettings(
                 max_grad_norm=max_grad_norm,
                 speculation=speculation,
-                hold=False,
+                holds_all=False,
                 held_in_memory_bytes=None,
             ),
             placement=_PLACEMENT,

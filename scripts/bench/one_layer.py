@@ -159,7 +159,7 @@ def one_layer(
         inject(skeleton, AdapterSettings(rank=case.lora, alpha=2 * case.lora))
     model = find_blocks(skeleton, name="layer")
     traits = measured_traits(model)
-    model.place(device)
+    model.move_to(device)
     change(model)
     ids = torch.randint(_NUM_WORDS, (case.rows, case.row_tokens), device=device)
     positions = position_ids(case.rows, case.row_tokens, case.samples).to(device)

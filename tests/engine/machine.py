@@ -396,7 +396,7 @@ def machine(
         optimizer=settings_of(recipe),
         updates=UpdateSettings(
             max_grad_norm=recipe.max_grad_norm,
-            hold=hold or in_place,
+            holds_all=hold or in_place,
             held_in_memory_bytes=held_in_memory_bytes,
             overlap=overlap,
         ),

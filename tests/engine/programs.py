@@ -136,7 +136,7 @@ class NetProgram:
         shape, dtype = (1, num_tokens, self.spec.hidden_size), DTYPES[self.spec.dtype]
         return NetBatch(*(torch.zeros(shape, dtype=dtype) for _ in range(3)))
 
-    def place(self, device: torch.device) -> None: ...
+    def move_to(self, device: torch.device) -> None: ...
 
     def bind(
         self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None

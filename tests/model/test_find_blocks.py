@@ -286,9 +286,9 @@ def test_buffers_and_placeholders_move_to_the_device(architecture: str) -> None:
     shapes = {name: parameter.shape for name, parameter in model.skeleton.named_parameters()}
     buffers = dict(model.skeleton.named_buffers())
     assert not any(buffer.is_meta for buffer in buffers.values())
-    model.place(torch.device("cpu"))
+    model.move_to(torch.device("cpu"))
     assert all(buffer is buffers[name] for name, buffer in model.skeleton.named_buffers())
-    model.place(torch.device("meta"))
+    model.move_to(torch.device("meta"))
     assert all(buffer.is_meta for buffer in model.skeleton.buffers())
     assert all(parameter.is_meta for parameter in model.skeleton.parameters())
     assert {name: parameter.shape for name, parameter in model.skeleton.named_parameters()} == shapes

@@ -131,10 +131,10 @@ def test_the_limit_on_held_gradients_is_what_stays_in_memory(holds_gradients: bo
 
 def test_one_slot_is_written_in_place_and_never_before_all_gradients_are_there() -> None:
     made = plan(holds_gradients=True, num_slots=1, limit_bytes=ROOMY)
-    assert made.decisions.in_place
+    assert made.decisions.overwrites
     assert made.placement.deferred == frozenset()
     assert (made.traffic.backward_written_bytes, made.time.backward.optimizer) == (0, 0)
-    assert not plan().decisions.in_place
+    assert not plan().decisions.overwrites
     with pytest.raises(AssertionError, match="cannot be taken back"):
         plan(num_slots=1)
 

@@ -59,7 +59,7 @@ class Driver:
     def discard(self) -> None:
         self._serial += 1
         self.store.begin_step()
-        if not self.store.in_place:
+        if not self.store.overwrites:
             write_generation(self.store, self._serial)
         self.store.discard()
 
@@ -89,7 +89,7 @@ class Driver:
         chance = random.Random(seed)
         for _ in range(num_operations):
             choices = [self.step] * 5 + [self.discard, self.skip]
-            if not self.store.in_place:
+            if not self.store.overwrites:
                 choices += self._with_pins(chance)
             chance.choice(choices)()
 

@@ -205,7 +205,7 @@ class ActivationOffloader:
         self._pool = pool
         self._scratch = scratch
         self._spilled_units = placement.spilled_units
-        self._in_place_from = placement.spilled_units if device.is_host else placement.gpu_units_from
+        self._stays_from = placement.spilled_units if device.is_host else placement.gpu_units_from
         """Units from this one on stay where they were computed; None: no unit does."""
         self._units = None if device.is_host else placement.gpu_units
         self._made_bytes = 0
@@ -215,7 +215,7 @@ class ActivationOffloader:
         self._micro_batch_elements = micro_batch_elements
         self._order: list[tuple[int, int]] = []
         """Keys (block, micro-batch) of the units that were put and not fetched yet. Backward fetches the last first."""
-        self._in_place: dict[tuple[int, int], Unit] = {}
+        self._staying: dict[tuple[int, int], Unit] = {}
         self._packed: dict[tuple[int, int], _PackedUnit] = {}
         self._to_write: _PackedUnit | None = None
         """A spilled unit whose write has not begun; its download may still be running."""
@@ -251,13 +251,13 @@ class ActivationOffloader:
         key = block, micro_batch
         number = self._num_skipped + len(self._order)
         is_spilled = number < self._spilled_units
-        stays_in_place = self._in_place_from is not None and number >= self._in_place_from
+        stays = self._stays_from is not None and number >= self._stays_from
         self._order.append(key)
         self.put_bytes += unit.num_bytes
         self._made_bytes = 0
         self._start_writing()
-        if stays_in_place:
-            self._in_place[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
+        if stays:
+            self._staying[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
             return
         packed = self._packed[key] = _PackedUnit(block, unit, self._end if is_spilled else None)
         if is_spilled:
@@ -281,7 +281,7 @@ class ActivationOffloader:
         key = block, micro_batch
         assert self._order.pop() == key, "units are fetched in the opposite order of `put`"
         self._start_writing()
-        unit = self._in_place.pop(key, None)
+        unit = self._staying.pop(key, None)
         if unit is not None:
             self._read_ahead()
             self._prepare()
@@ -355,7 +355,7 @@ class ActivationOffloader:
                 packed.lease.release()
         self._made_bytes = 0
         self._order.clear()
-        self._in_place.clear()
+        self._staying.clear()
         self._packed.clear()
         self._to_write = None
         self._window.clear()

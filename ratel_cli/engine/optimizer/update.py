@@ -61,7 +61,7 @@ class UpdateSettings:
 
     max_grad_norm: float | None
     """Clip the global gradient norm to this; None does not clip."""
-    hold: bool
+    holds_all: bool
     """Hold every gradient until the step is decided, even if nothing can be clipped."""
     held_in_memory_bytes: int | None
     """Host memory for held gradients. The first gradient that does not fit goes to the scratch file, and so do all
@@ -342,15 +342,15 @@ class Updates:
         """Give all memory back; a step that is not settled is lost. Idempotent."""
         self._held.extend(self._deferred.values())
         self._deferred = {}
-        if self._store.in_place and self._started:
+        if self._store.overwrites and self._started:
             self._pipeline.cancel(frozenset(self._started))  # what was written in place cannot be discarded
             self._is_writing = False
         self._is_decided = False
         self.abandon()
 
     def _choose_mode(self) -> Literal["eager", "deferred", "speculative"]:
-        settings = self._settings
-        if self._learning_rate is None or settings.hold or settings.overlap == "separate" or self._store.in_place:
+        settings, overwrites = self._settings, self._store.overwrites
+        if self._learning_rate is None or settings.holds_all or settings.overlap == "separate" or overwrites:
             return "deferred"
         if settings.max_grad_norm is None:
             return "eager"

@@ -50,7 +50,7 @@ class BoundModel(Protocol):
     parameter_names: tuple[str, ...]
     """All parameters, in the order in which the norms of their gradients are added up."""
 
-    def place(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move what no block has to the device that computes."""
 
     def bind(

@@ -95,7 +95,7 @@ class BlockProfiler(Generic[AnyBatch]):
     ) -> None:
         """`pool`: host memory for sums of gradients. `chunk_tokens`: tokens whose logits are computed at once; None: as
         many as have 64 MiB of logits."""
-        program.place(device.torch_device)
+        program.move_to(device.torch_device)
         self._program = program
         self._pool = pool
         self._sums = sums

@@ -113,8 +113,8 @@ class _TimingRecorder(Recorder):
             ),
             saved=frozenset(self.saved | self.opaque),
             saved_bytes=self.saved_bytes,
-            replay_bytes=self._most_bytes(held=False),
-            replay_held_bytes=self._most_bytes(held=True),
+            replay_bytes=self._most_bytes(saved_stays=False),
+            replay_held_bytes=self._most_bytes(saved_stays=True),
         )
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -131,12 +131,12 @@ class _TimingRecorder(Recorder):
         self._changes.append((serial, num_bytes))
         self._alive[serial] = weakref.ref(storage, lambda _: self._changes.append((serial, -num_bytes)))
 
-    def _most_bytes(self, *, held: bool) -> int:
-        """The most bytes that are alive at once when this is run again, and what autograd saves never ends. `held`:
-        all that it saves is there from the beginning."""
-        live = most = self.saved_bytes if held else 0
+    def _most_bytes(self, *, saved_stays: bool) -> int:
+        """The most bytes that are alive at once when this is run again, and what autograd saves never ends.
+        `saved_stays`: all that it saves is there from the beginning."""
+        live = most = self.saved_bytes if saved_stays else 0
         for serial, num_bytes in self._changes:
-            if serial not in self.saved or (num_bytes > 0 and not held):
+            if serial not in self.saved or (num_bytes > 0 and not saved_stays):
                 live += num_bytes
                 most = max(most, live)
         return most

@@ -126,7 +126,7 @@ class UpdatingParts(Closing):
         self._exchange: GradientExchange | None = None
         self._updates: Updates | None = None
         self._gradients: Scratch | None = None
-        model.place(device.torch_device)
+        model.move_to(device.torch_device)
 
     def follow(self, settings: EngineSettings) -> Following:
         """What follows these settings. What followed others must not be used any more.

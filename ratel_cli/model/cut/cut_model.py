@@ -92,7 +92,7 @@ class CutModel(ABC, Generic[ModelBatch]):
         """A layer, counted from 0."""
         return self.layer_runner.layers[index]
 
-    def place(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""
         if device == self._device:
             return

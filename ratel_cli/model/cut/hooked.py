@@ -139,7 +139,7 @@ class HookedModule:
             ),
         )
 
-    def place(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move the buffers."""
         for module in self.module.modules():
             for name, buffer in module._buffers.items():

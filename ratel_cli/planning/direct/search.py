@@ -39,7 +39,7 @@ _LINK_WORTHS = (0.0, 0.3, 0.6, 1.0)
 """Seconds of a step that a second of the link may save."""
 _MOST_STEPS = 2_000_000
 """Layers that are computed to improve a plan change by change: some seconds."""
-_LEAST_GAIN = 1e-9
+_ROUNDING = 1e-9
 """The share of a step by which a plan must be faster than uploading everything: less is rounding."""
 
 _Chain = tuple[AccessMode, "_Chain"] | None
@@ -78,7 +78,7 @@ def plan_direct(layers: Sequence[DirectLayer], *, width: int | None = None) -> D
         found = [_improved(layers, modes) for modes in found]
     for modes in (printed_plan(layers), *found):
         time = timeline(layers, modes)
-        if time.fits and time.total < best_time.total * (1 - _LEAST_GAIN):
+        if time.fits and time.total < best_time.total * (1 - _ROUNDING):
             best, best_time = modes, time
     return DirectPlan(modes=best, time=best_time, uploaded=without, is_exact=is_exact)
 
@@ -212,7 +212,7 @@ def _improved(layers: Sequence[DirectLayer], modes: Sequence[AccessMode]) -> tup
             for place, mode in change:
                 chosen[place] = mode
             time = timeline(layers, chosen)
-            if time.fits and time.total < best * (1 - _LEAST_GAIN):
+            if time.fits and time.total < best * (1 - _ROUNDING):
                 best, is_better = time.total, True
             else:
                 for place, mode in before:

@@ -191,7 +191,7 @@ class RatelForecaster:
             hardware=setting.share,
             decisions=replace(
                 decisions,
-                holds_gradients=decisions.in_place or (decisions.holds_gradients and setting.clips),
+                holds_gradients=decisions.overwrites or (decisions.holds_gradients and setting.clips),
                 host_limit_bytes=limit_bytes,
                 device_limit_bytes=device_limit_bytes,
                 wear=setting.wear,

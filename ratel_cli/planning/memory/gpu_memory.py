@@ -31,7 +31,7 @@ from functools import cached_property, partial
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.memory.gpu_gradients import least_leaving_bytes
-from ratel_cli.planning.memory.gpu_uses import Held, Uses
+from ratel_cli.planning.memory.gpu_uses import StaysOnGpu, Uses
 from ratel_cli.planning.profile.activations import LargestUnit, OffloadedActivations, lookup_sum_bytes
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import (
@@ -84,7 +84,7 @@ class GpuMemory:
         segments = {*spec.segments, looked_up(spec, most_rows(spec, workload))}
         self._windows = sorted({cut for segment in segments for cut in segment.cuts})
         """Bytes of all windows that differ: none, some or all parameters of a segment."""
-        self._known_uses: dict[Held, Uses] = {}
+        self._known_uses: dict[StaysOnGpu, Uses] = {}
         # Asked for by the optimizer thread, whatever else is there.
         self._directions_bytes = max(
             block.direction_bytes + block.products_bytes(is_in_fp32=False) for block in spec.blocks
@@ -104,7 +104,7 @@ class GpuMemory:
         of the head's. `window_bytes`: what weights of the next block may take while one computes. `units`: what units
         may take on their way; None: two of them.
         """
-        uses = self._uses(Held(holds_sums, holds_head, window_bytes))
+        uses = self._uses(StaysOnGpu(holds_sums, holds_head, window_bytes))
         return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + self._directions_bytes + uses.peak_bytes(largest, units)
 
     def takes_no_more_than(
@@ -114,7 +114,7 @@ class GpuMemory:
 
         Only their heads differ. `holds_head`: what `needed_bytes` may be asked about.
         """
-        keys = itertools.starmap(Held, itertools.product((False, True), holds_head, self._windows))
+        keys = itertools.starmap(StaysOnGpu, itertools.product((False, True), holds_head, self._windows))
         return all(
             self._uses(key).peak_bytes(largest, LEAST_UNITS) <= other._uses(key).peak_bytes(largest, LEAST_UNITS)
             for key in keys
@@ -132,13 +132,13 @@ class GpuMemory:
         sums += [False] if not sums or self._workload.num_micro_batches > 1 else []
         found = []
         for holds_sums in sums:
-            held = Held(holds_sums, holds_head, 0)
-            for window_bytes, is_whole in self._windows_for(held, largest, limit_bytes):
+            stays = StaysOnGpu(holds_sums, holds_head, 0)
+            for window_bytes, is_whole in self._windows_for(stays, largest, limit_bytes):
                 resident = partial(
                     self._resident,
                     unit_bytes,
                     largest,
-                    held._replace(window_bytes=window_bytes),
+                    stays._replace(window_bytes=window_bytes),
                     limit_bytes=limit_bytes,
                     is_whole=is_whole,
                 )
@@ -147,7 +147,7 @@ class GpuMemory:
                     found.append(resident(may_hold_lookup=False))
         return found
 
-    def _windows_for(self, held: Held, largest: LargestUnit, limit_bytes: int) -> list[tuple[int, bool]]:
+    def _windows_for(self, stays: StaysOnGpu, largest: LargestUnit, limit_bytes: int) -> list[tuple[int, bool]]:
         """Windows for weights that are worth trying, and whether two whole units are to be next to them.
 
         The largest that fits with two units. If that is not all of a block, or if there is none, the largest that fits
@@ -155,7 +155,7 @@ class GpuMemory:
         """
 
         def largest_window(units: UnitsOnGpu | None) -> int | None:
-            peaks = ((each, self._uses(held._replace(window_bytes=each))) for each in reversed(self._windows))
+            peaks = ((each, self._uses(stays._replace(window_bytes=each))) for each in reversed(self._windows))
             free_bytes = limit_bytes - GPU_CONTEXT_BYTES - _WORKSPACE_BYTES
             return next((each for each, uses in peaks if uses.peak_bytes(largest, units) <= free_bytes), None)
 
@@ -173,7 +173,7 @@ class GpuMemory:
         self,
         unit_bytes: Sequence[int],
         largest: LargestUnit,
-        held: Held,
+        stays: StaysOnGpu,
         *,
         limit_bytes: int,
         may_hold_lookup: bool,
@@ -184,12 +184,12 @@ class GpuMemory:
         `is_whole`: there is memory for two whole units. The first unit never stays: the gradients that the step before
         downloads last are held until the first unit is downloaded (engine/device/gpu.py).
         """
-        uses = self._uses(held)
+        uses = self._uses(stays)
         free_bytes = limit_bytes - GPU_CONTEXT_BYTES - _WORKSPACE_BYTES
         units = None if is_whole else uses.units(largest, free_bytes)
         taken_bytes = uses.peak_bytes(largest, units)
         available_bytes = int(_RESIDENT_SHARE * max(0, free_bytes - taken_bytes))
-        holds_lookup = may_hold_lookup and held.head and 0 < self._lookup_bytes <= available_bytes
+        holds_lookup = may_hold_lookup and stays.head and 0 < self._lookup_bytes <= available_bytes
         available_bytes -= self._lookup_bytes if holds_lookup else 0
         least_bytes = self._layers_leaving_bytes
         layer_bytes = max(layer.gradient_bytes for layer in self._spec.layers)
@@ -213,8 +213,8 @@ class GpuMemory:
         return GpuResident(
             units_from=max(1 + num_skipped, units_from),
             weights=frozenset(weights),
-            window_bytes=held.window_bytes,
-            holds_sums=held.sums,
+            window_bytes=stays.window_bytes,
+            holds_sums=stays.sums,
             leaving_bytes=least_bytes + more_bytes,
             holds_lookup=holds_lookup,
             units=units,
@@ -226,14 +226,14 @@ class GpuMemory:
         waiting = self._lookup_bytes if placement.gpu_holds_lookup else 0
         return weight_bytes + waiting + max(0, placement.gpu_leaving_bytes - self._layers_leaving_bytes)
 
-    def _uses(self, key: Held) -> Uses:
+    def _uses(self, key: StaysOnGpu) -> Uses:
         if key not in self._known_uses:
             self._known_uses[key] = Uses(
                 self._spec,
                 self._workload,
                 self._profile,
                 self._differing_positions,
-                held=key,
+                stays=key,
             )
         return self._known_uses[key]
 

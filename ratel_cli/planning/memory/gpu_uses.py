@@ -44,7 +44,7 @@ _ROWS_BYTES = 16
 """Bytes of the distinct ids and of the index, for one token."""
 
 
-class Held(NamedTuple):
+class StaysOnGpu(NamedTuple):
     """What is on the GPU next to what every step has there."""
 
     sums: bool
@@ -85,16 +85,16 @@ class Uses:
         profile: ModelProfile,
         positions: Sequence[int],
         *,
-        held: Held,
+        stays: StaysOnGpu,
     ) -> None:
         """`positions` of the schedule are looked at; the other uses take no more."""
         self._positions = positions
         self._spec = spec
         self._workload = workload
         self._profile = profile
-        self._holds_sums = held.sums
-        self._holds_head = held.head
-        self._window_bytes = held.window_bytes
+        self._holds_sums = stays.sums
+        self._holds_head = stays.head
+        self._window_bytes = stays.window_bytes
         self._looked_up = looked_up(spec, most_rows(spec, workload))
         self._schedule = [self._looked_up if use.looks_up else use.segment for use in step_uses(spec.segments)]
         """The segments as the GPU gets them."""
@@ -104,7 +104,7 @@ class Uses:
         self._hidden_bytes = workload.tokens * (spec.passed_bytes + spec.carried_bytes)
         """Hidden states or their gradients; what is carried besides, and its gradients."""
         rows_bytes = min(2, workload.num_micro_batches) * lookup_rows_bytes(spec, workload)
-        self._waiting_bytes = rows_bytes + (spec.lent.sum_bytes if held.head else 0)
+        self._waiting_bytes = rows_bytes + (spec.lent.sum_bytes if stays.head else 0)
         """The gradient of a matrix that the head borrows, and rows of it."""
 
     def peak_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:

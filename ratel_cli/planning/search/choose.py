@@ -48,7 +48,7 @@ are alike; a second one evens out embedding and head."""
 _MOST_PENDING = 4
 """Blocks whose updates may be pending where a GPU computes: it does not wait for a burst of the optimizer at the end of
 backward (two blocks cost 13B about a second of each step, by a reading of the code)."""
-_LEAST_GAIN = 0.02
+_GAIN_OF_DEFERRAL = 0.02
 """The share of a step's time that deferral must save."""
 _AS_GOOD = 1.005
 _MOST_GROUP_ELEMENTS = 1 << 24
@@ -220,7 +220,7 @@ def _least_cost(problem: Problem, objective: Objective) -> Evaluation:
         if begun is not None:
             found = _best_level(problem, begun, objective)
             best = min(best, found, key=lambda each: _cost(problem, objective, each))
-    gains = _cost(problem, objective, best).is_within(1 - _LEAST_GAIN, _cost(problem, objective, plain))
+    gains = _cost(problem, objective, best).is_within(1 - _GAIN_OF_DEFERRAL, _cost(problem, objective, plain))
     return best if gains else plain
 
 
@@ -277,7 +277,7 @@ def _defer(problem: Problem, chosen: Evaluation, objective: Objective) -> Evalua
         if more is None:
             return chosen
         before, after = (_cost(problem, objective, each) for each in (chosen, more))
-        if after.gain_over(before) < _LEAST_GAIN * share * before.seconds:
+        if after.gain_over(before) < _GAIN_OF_DEFERRAL * share * before.seconds:
             return chosen
         chosen = more
     return chosen

@@ -18,7 +18,7 @@ from ratel_cli.planning.search.problem import Evaluation, Problem
 from ratel_cli.planning.time.wear import TIME_PER_WEAR, WearPolicy
 
 _TIME_PER_WEAR: Final[dict[WearPolicy, float]] = {"save": inf, "balanced": TIME_PER_WEAR, "ignore": 0.0}
-_LEAST_GAIN = 0.01
+_GAIN_OF_SPECULATION = 0.01
 """The share of a step's time that is worth speculating for."""
 
 
@@ -59,14 +59,14 @@ def speculation_costs(problem: Problem, chosen: Evaluation) -> SpeculationCosts 
     """The costs for a placement. None if speculating gains less than 1 % of an unclipped step, or if the engine never
     does it while it holds gradients (engine/optimizer/update.py)."""
     decisions, placement = problem.decisions, chosen.placement
-    is_possible = decisions.holds_gradients and not decisions.in_place and decisions.overlap != "separate"
+    is_possible = decisions.holds_gradients and not decisions.overwrites and decisions.overlap != "separate"
     if not is_possible or chosen.spilled_segments:
         return None
     eager = replace(problem, decisions=replace(decisions, holds_gradients=False))
     offloaded, num_outputs = chosen.offloaded, chosen.swap.num_outputs
     traffic = eager.traffic(placement, offloaded)
     unclipped = eager.time(placement, traffic, offloaded, num_outputs=num_outputs)
-    if unclipped.total >= (1 - _LEAST_GAIN) * chosen.time.total:
+    if unclipped.total >= (1 - _GAIN_OF_SPECULATION) * chosen.time.total:
         return None
     # What was resident of a block that was updated in vain is read again.
     bare = replace(placement, resident_weights=frozenset(), resident_states=frozenset())

@@ -117,7 +117,7 @@ def make_plan(problem: Problem, *, trades: bool = True) -> Plan:
     `trades`: with what the other rules for wear would choose, which takes a search for each.
     """
     spec, workload, profile, decisions = problem.spec, problem.workload, problem.profile, problem.decisions
-    assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
+    assert decisions.holds_gradients or not decisions.overwrites, "what is written in place cannot be taken back"
     choice = weigh(problem)
     problem, chosen = choice.problem, choice.best
     check_device_memory(chosen.memory, decisions.device_limit_bytes)

@@ -72,7 +72,7 @@ class Decisions:
     """GPU memory that the run may take in addition: segments of torch's allocator are rarely full."""
 
     @property
-    def in_place(self) -> bool:
+    def overwrites(self) -> bool:
         """Whether the only generation is overwritten, so that nothing is written before the step is decided."""
         return self.num_slots == 1
 

@@ -359,7 +359,7 @@ def _memory(plan: Plan) -> str:
         held = f"{format_bytes(plan.memory.held_gradients)} of gradients"
         if plan.spilled_bytes:
             held += f" and {format_bytes(plan.spilled_bytes)} more on NVMe"
-        parts.append(f"{held} held {'until the step is complete' if plan.decisions.in_place else 'for clipping'}")
+        parts.append(f"{held} held {'until the step is complete' if plan.decisions.overwrites else 'for clipping'}")
     return "; ".join(parts)
 
 

@@ -45,12 +45,12 @@ from ratel_cli.run.files.run_directory import (
     TRACE_NAME,
     log_name,
     paths_in,
-    place_of,
     rank_directory,
     record_name,
     recorded_config,
     run_directory,
     same_places,
+    store_at,
     store_hint,
 )
 from ratel_cli.run.files.run_files import forget_missing, is_run_output, own_run_files
@@ -209,8 +209,8 @@ def _reject_lost_store(config: RunConfig) -> None:
         return
     if not same_places(recorded.storage.paths, paths):
         raise BadInput(
-            f"nothing was deleted: the store of the run in {config.output_dir} is in {place_of(recorded)}, "
-            f"not in {place_of(config)}",
+            f"nothing was deleted: the store of the run in {config.output_dir} is in {store_at(recorded)}, "
+            f"not in {store_at(config)}",
             f"name the run by its output directory: {command('clean', config.output_dir)}",
         )
     missing = [path for path in paths if not os.path.lexists(path / DATA_FILE_NAME)]

@@ -23,9 +23,9 @@ from ratel_cli.model.files.marker import DeletedStore, Marker, check_output, hol
 from ratel_cli.run.files.run_directory import (
     METRICS_NAME,
     is_output_of_run,
-    place_of,
     recorded_config,
     run_directory,
+    store_at,
     store_hint,
     with_own_store,
 )
@@ -86,7 +86,7 @@ def no_store(config: RunConfig) -> BadInput:
     if owner is None:
         return BadInput(missing_store(config), _hint_for_deleted(config) or store_hint(config))
     return BadInput(
-        f"the store in {place_of(config)} belongs to the run in {owner.run}",
+        f"the store in {store_at(config)} belongs to the run in {owner.run}",
         f"name that run by its output directory, {owner.run}",
     )
 
@@ -95,8 +95,8 @@ def missing_store(config: RunConfig) -> str:
     """The clause about a store that is not there, or not all of it, for messages."""
     deleted = deleted_store(config)
     if deleted is None:
-        return f"there is no store in {place_of(config)}"
-    return f"the store in {place_of(config)} was deleted by `ratel clean --store` ({printable(deleted.when)})"
+        return f"there is no store in {store_at(config)}"
+    return f"the store in {store_at(config)} was deleted by `ratel clean --store` ({printable(deleted.when)})"
 
 
 def deleted_store(config: RunConfig) -> DeletedStore | None:

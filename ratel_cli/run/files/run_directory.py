@@ -84,7 +84,7 @@ def log_name(tracker: str) -> str:
     return f"{tracker}.log"
 
 
-def place_of(config: RunConfig) -> str:
+def store_at(config: RunConfig) -> str:
     """The store's directories, for messages."""
     return ", ".join(map(str, config.storage.paths))
 

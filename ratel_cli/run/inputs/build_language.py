@@ -89,7 +89,7 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         labels=labels,
     )
     if config.base_storage == "in_place":
-        model.spec = _in_place(base, config)
+        model.spec = _left_in_files(base, config)
     return base
 
 
@@ -105,7 +105,7 @@ def _name_padding(skeleton: PreTrainedModel, config: RunConfig, directory: Path)
     text.pad_token_id = next(each for each in known if each is not None)
 
 
-def _in_place(base: LanguageBase, config: RunConfig) -> ModelSpec:
+def _left_in_files(base: LanguageBase, config: RunConfig) -> ModelSpec:
     """The model with what stays in the base model's files. If these are not here, all that is frozen: a plan needs
     config.json alone. Raises BadInput if there is nothing."""
     spec = base.model.spec

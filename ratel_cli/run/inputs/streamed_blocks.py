@@ -145,7 +145,7 @@ def open_reader(
     resident: frozenset[int] = frozenset(),
 ) -> BlockReader:
     """The reader of the model's blocks; the context closes it. `resident`: blocks that stay in host memory."""
-    streamed.base.model.place(context.device)
+    streamed.base.model.move_to(context.device)
     spec = streamed.spec
     context.pool.limit_bytes = weights_bytes(spec, resident=resident, reads_ahead=memory.reads_ahead)
     return context.resources.enter_context(

@@ -30,7 +30,7 @@ NUM_STEPS: Final = 3
 _DEPARTURE = 0.15
 _LEAST_SECONDS = 0.25
 """A departure of less than this is not worth a plan, whatever share of a step it is."""
-_LEAST_GAIN = 0.03
+_GAIN_OF_NEW_PLAN = 0.03
 _FIRST_WAIT = 8
 """Typical steps after the first new plan until there may be another one."""
 
@@ -95,7 +95,7 @@ class Adaptation:
         self._planner, self.profile = self._planner.refined(self.profile, self.plan, steps)
         now = predicted_again(self.plan, self._planner.problem(self.profile, self.plan.decisions))
         best = make_plan(self._planner.problem(self.profile, self.plan.decisions))
-        is_changed = _seconds(best, clipped) < (1 - _LEAST_GAIN) * _seconds(now, clipped)
+        is_changed = _seconds(best, clipped) < (1 - _GAIN_OF_NEW_PLAN) * _seconds(now, clipped)
         self.plan = best if is_changed else now
         return Adapted(
             plan=self.plan,

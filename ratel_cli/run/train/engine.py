@@ -59,7 +59,7 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
         updates=UpdateSettings(
             max_grad_norm=config.max_grad_norm,
             speculation=plan.speculation,
-            hold=plan.decisions.in_place,
+            holds_all=plan.decisions.overwrites,
             held_in_memory_bytes=plan.held_in_memory_bytes,
             overlap=plan.decisions.overlap,
         ),

@@ -41,7 +41,7 @@ from ratel_cli.report.words.run import base_row, opening
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.origin import Origin, OriginRecord, check_same_origin, read_origin
 from ratel_cli.run.files.output import claim_output, reject_lost_store
-from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, place_of
+from ratel_cli.run.files.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, store_at
 from ratel_cli.run.files.run_files import files_of_training, forget_missing, write_run_files
 from ratel_cli.run.inputs.filling import note_filling
 from ratel_cli.run.inputs.inputs import Inputs, facts_of, identity_of, read_inputs
@@ -74,7 +74,7 @@ from ratel_cli.run.train.snapshots import find_snapshot, make_snapshot, space_ro
 from ratel_cli.run.train.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.train.split import plan_split, report_better_split, shaped_by_plan
 from ratel_cli.run.train.start import GoBack, Resume, Start
-from ratel_cli.run.train.store import as_stored, check_decay, find_store, make_store, resume_store
+from ratel_cli.run.train.store import as_resumed, check_decay, find_store, make_store, resume_store
 from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.run.train.train import Training
 from ratel_cli.run.train.trial import tried_profile
@@ -211,7 +211,7 @@ def _find(
     leaves to the plan, once and for all steps."""
     written, start = config, begins.start
     change = Resharding.of(config, ranks, before=begins.ranks_before, dry_run=dry_run)
-    config = with_shape_of_first(ranks, as_stored(config if change is None else change.shaped(config), start), written)
+    config = with_shape_of_first(ranks, as_resumed(config if change is None else change.shaped(config), start), written)
     with first_rank_first(ranks):
         inputs = read_inputs(
             config, resources, log, num_ranks=ranks.size, dry_run=dry_run or ranks.rank > 0, overwrite=overwrite
@@ -236,7 +236,7 @@ def _find(
         counted = num_steps(config, inputs.data.steps_per_epoch, rounds_up=False)
         inputs = replace(inputs, num_steps=counted, rounds_up=False)
     if store is not None and store.rank_slice != ranks.slice:
-        raise BadInput(f"{place_of(config)} holds the store of another rank, or of another number of them", START_OVER)
+        raise BadInput(f"{store_at(config)} holds the store of another rank, or of another number of them", START_OVER)
     branch = _branch(context, inputs, store, origin)
     first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
     snapshot = find_snapshot(context, identity, start, has_store=store is not None)
@@ -295,7 +295,7 @@ def _export(
     log.remark(f"exported {what} to {config.output_dir}; {inputs.base.how_to_load}")
     delete = command("clean", config.output_dir, "--store")
     log.remark(
-        f"the training state remains in {place_of(config)}; {delete} deletes it, after which the run cannot be resumed"
+        f"the training state remains in {store_at(config)}; {delete} deletes it, after which the run cannot be resumed"
     )
 
 

@@ -30,10 +30,10 @@ from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.files.output import forget_deleted_store
 from ratel_cli.run.files.run_directory import (
     paths_in,
-    place_of,
     rank_directory,
     recorded_config,
     same_places,
+    store_at,
     store_of_rank,
 )
 from ratel_cli.run.inputs.base import check_model
@@ -143,7 +143,7 @@ def _is_restored(context: RunContext, snapshot: Store, step: int) -> bool:
 def _reject_loss(context: RunContext, snapshot: Store, to_step: int) -> None:
     """Raise BadInput unless the existing store belongs to the snapshot's run and is at an earlier step."""
     paths = context.config.storage.paths
-    where, hint = place_of(context.config), "use --overwrite to replace it with the snapshot"
+    where, hint = store_at(context.config), "use --overwrite to replace it with the snapshot"
     try:
         with context.open_store(paths) as existing:
             identity, step = existing.identity, existing.progress.step

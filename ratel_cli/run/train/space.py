@@ -26,7 +26,7 @@ from ratel_cli.model.files.marker import space_for_export
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.forecast.ratel_forecast import more_space
 from ratel_cli.planning.time.traffic import store_bytes
-from ratel_cli.run.files.run_directory import place_of
+from ratel_cli.run.files.run_directory import store_at
 from ratel_cli.run.inputs.settings import num_slots
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.units import format_bytes
@@ -135,7 +135,7 @@ def check_store_space(
     hint = f"free some space; or {more_space(spec, num_ranks=layout.num_ranks, has_files=not config.random_init)}"
     if need_bytes > available_bytes:
         raise NotEnoughSpace(
-            f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "
+            f"not enough space for the store: it needs {format_bytes(need_bytes)} in {store_at(config)}, "
             f"{format_bytes(available_bytes)} available",
             hint,
         )

@@ -35,10 +35,10 @@ from ratel_cli.run.files.run_directory import (
     CONFIG_NAME,
     decay_of,
     default_store,
-    place_of,
     recorded_decay,
     run_directory,
     same_places,
+    store_at,
 )
 from ratel_cli.run.inputs.inputs import Inputs, changed_settings
 from ratel_cli.run.inputs.settings import DECIDES_THE_STATE, as_recorded, new_geometry, num_slots, settings_hash
@@ -53,7 +53,7 @@ from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
 
 
-def as_stored(config: RunConfig, start: Start) -> RunConfig:
+def as_resumed(config: RunConfig, start: Start) -> RunConfig:
     """The config with what the store of its run decides, unless the run starts over.
 
     Raises BadInput if the store belongs to another run, and `start` does not replace it.
@@ -126,7 +126,7 @@ def reject_restoring_over_other_run(config: RunConfig) -> None:
 
 def _of_other_run(config: RunConfig, owner: RunRecord, hint: str) -> BadInput:
     store = describe_store(config, config.storage.paths)
-    return BadInput(f"{place_of(config)} holds {store}, whose output directory is {owner.run}", hint)
+    return BadInput(f"{store_at(config)} holds {store}, whose output directory is {owner.run}", hint)
 
 
 def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreIdentity) -> None:
@@ -212,8 +212,8 @@ def _for_a_new_run(config: RunConfig, changed: Sequence[str] = ()) -> str:
 def _check_fits(store: Store, config: RunConfig, start: Start) -> None:
     """Raise BadInput unless the store, as it was created, can do what the config asks for now."""
     wanted = num_slots(config)
-    if store.in_place != (wanted == 1):
-        made = "none" if store.in_place else "step"
+    if store.overwrites != (wanted == 1):
+        made = "none" if store.overwrites else "step"
         raise BadInput(
             f"the store was made with storage.durability: {made}",
             f"set storage.durability: {made} to resume, or start over with --resume no",
