@@ -117,7 +117,7 @@ def machine(
             read_bytes_per_second=read_bytes_per_second,
             write_bytes_per_second=write_bytes_per_second,
             mixed_bytes_per_second=mixed_bytes_per_second or one_at_a_time,
-            weights=(1,),
+            shares=(1,),
             free_bytes=free_bytes,
         ),
         host=Host(
