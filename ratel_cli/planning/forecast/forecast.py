@@ -12,10 +12,7 @@ from typing import Literal, Protocol
 
 from ratel_cli.hardware.shares import ONE_RANK, RankLayout, share_of
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.papers.endurance import StepWrites
-from ratel_cli.planning.papers.in_memory import InMemoryModel
-from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.profile.placement import ActivationPolicy, Workload
+from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.planning.search.prediction import Prediction
 from ratel_cli.planning.search.split import SplitRate
 from ratel_cli.planning.time.wear import WearPolicy
@@ -141,8 +138,9 @@ class Forecast:
     def drive_seconds(self) -> float | None:
         """How long such steps can go on until the drives' rated endurance is used up; None if that is not known."""
         rated = self.setting.share.nvme.endurance_tb_written
-        writes = StepWrites(num_bytes=self.prediction.traffic.written_bytes, seconds=self.prediction.time.total)
-        return None if rated is None else writes.drive_seconds(rated * 1e12, rated_amplification=1.0)
+        if rated is None:
+            return None
+        return rated * 1e12 * self.prediction.time.total / self.prediction.traffic.written_bytes
 
     def to_json(self) -> dict[str, object]:
         """The content of `ratel plan --json`."""
@@ -187,14 +185,6 @@ class Forecast:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Depth:
-    """The number of layers of a model with another depth, and its parameters."""
-
-    num_layers: int
-    num_parameters: int
-
-
 class Forecaster(Protocol):
     """One model under one cost model: makes a forecast for any setting."""
 
@@ -203,15 +193,3 @@ class Forecaster(Protocol):
 
     def rate(self, setting: Setting) -> SplitRate:
         """Return the part of the forecast that decides between settings."""
-
-    def with_activations(self, activations: ActivationPolicy) -> Forecaster:
-        """Return this forecaster with this choice of what is swapped in place of the config's."""
-
-    def deepest(self, setting: Setting) -> Depth | None:
-        """The model of this width with the most layers that fit; None if not even one layer does."""
-
-    def equations(self, setting: Setting) -> Equations:
-        """This cost model in the form with which other systems' choices are compared (planning/papers)."""
-
-    def in_memory(self, setting: Setting) -> InMemoryModel:
-        """The model for systems that keep it in memory, with this cost model's times of computing."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from ratel_cli.errors import BadInput
 from ratel_cli.model.values.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.direct.costs import weight_uses
-from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
+from ratel_cli.planning.direct.forecast import DirectForecast, direct_forecast
+from ratel_cli.planning.forecast.forecast import Forecast, Setting, Tier
 from ratel_cli.planning.papers.in_memory import InMemoryModel
-from ratel_cli.planning.papers.largest import TierBytes, deepest, need
+from ratel_cli.planning.papers.largest import Depth, TierBytes, deepest, need
 from ratel_cli.planning.papers.paper import (
     STATE_BYTES,
     WEIGHT_BYTES,
@@ -93,7 +94,7 @@ class PaperForecaster:
         return Forecast(prediction=prediction, setting=setting, tiers=self._tiers(shape, setting, kept_bytes))
 
     def with_activations(self, activations: ActivationPolicy) -> PaperForecaster:
-        """See `Forecaster`."""
+        """Return this forecaster with this choice of what is swapped."""
         return replace(self, activations=activations)
 
     def equations(self, setting: Setting) -> PaperEquations:
@@ -131,6 +132,11 @@ class PaperForecaster:
             gpu_bytes=self._gpu_bytes(setting),
             host_bytes=_host_bytes(setting),
         )
+
+    def direct(self, setting: Setting) -> DirectForecast | None:
+        """What reading weights in place would give by MemFerry's equations; None where the CPU computes."""
+        spec, profile, workload = self.as_spec(setting)
+        return direct_forecast(spec, profile, workload, setting.hardware, is_paper=True)
 
     def as_spec(self, setting: Setting) -> tuple[ModelSpec, ModelProfile, Workload]:
         """The shape as a model with parameters, its costs, and the step: one batch of all rows."""

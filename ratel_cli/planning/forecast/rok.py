@@ -10,6 +10,7 @@ and `activations: swap_all`, and one point is the plan itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -49,11 +50,12 @@ class RokPoint:
         return self.gpu_bytes + self.host_bytes
 
 
-def rok_curve(forecaster: Forecaster, forecast: Forecast) -> tuple[RokPoint, ...]:
-    """The points for the setting of `forecast`, which is the plan of `forecaster`. Raises BadInput as `forecast`."""
+def rok_curve(forced: Callable[[ActivationPolicy], Forecaster], forecast: Forecast) -> tuple[RokPoint, ...]:
+    """The points for the setting of `forecast`, which is the plan. `forced`: the model's forecaster with this choice in
+    place of the config's. Raises BadInput as `Forecaster.forecast`."""
 
     def point(strategy: RokStrategy, activations: ActivationPolicy) -> RokPoint:
-        return _point(strategy, forecaster.with_activations(activations).forecast(forecast.setting))
+        return _point(strategy, forced(activations).forecast(forecast.setting))
 
     ends = (point("recompute", "recompute"), point("offload", "swap_all"), point("keep", "keep"))
     points = {each.swap_coefficient: each for each in (_point("planned", forecast), ends[0], ends[1])}

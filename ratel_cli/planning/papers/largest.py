@@ -40,6 +40,14 @@ class TierBytes:
     nvme_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depth:
+    """The number of layers of a model with another depth, and its parameters."""
+
+    num_layers: int
+    num_parameters: int
+
+
 def need(shape: PaperShape) -> TierBytes:
     """What it takes to train the shape at all."""
     h = shape.hidden_size

@@ -6,20 +6,25 @@ Each answer has lines for people and content for `--json`. docs/planning.md says
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.errors import BadInput
 from ratel_cli.planning.forecast.advice import with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
+from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
+from ratel_cli.planning.forecast.rok import rok_curve
 from ratel_cli.planning.papers.in_memory import compare_in_memory
 from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
+from ratel_cli.planning.papers.own_model import OwnModel
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
 from ratel_cli.planning.search.prediction import CostModel
+from ratel_cli.report.page.rok import draw_rok, rok_content, rok_lines
+from ratel_cli.report.words.direct import NO_LINK, direct_lines
 from ratel_cli.report.words.plan import aligned
 from ratel_cli.run.ask.answer import Answer
-from ratel_cli.run.ask.direct_question import direct_answer
-from ratel_cli.run.ask.rok_question import rok_answer
 from ratel_cli.units import (
     counted,
     format_bytes,
@@ -29,6 +34,8 @@ from ratel_cli.units import (
     format_token_rate,
 )
 
+_AskedModel = PaperForecaster | OwnModel
+"""A model under either cost model."""
 _DRIVE_COUNTS = (1, 2, 3, 6, 12)
 """The numbers of SSDs in the paper's servers."""
 
@@ -55,24 +62,33 @@ def reject_questions(questions: Questions, cost_model: CostModel) -> None:
 
 def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) -> list[Answer]:
     """The answers to all questions that the user asks."""
-    asked = (
-        (questions.compare, _compare),
-        (questions.direct, direct_answer),
-        (questions.largest, _largest),
-        (questions.prices, _prices),
-        (questions.rok, rok_answer),
+    model = _asked_model(forecaster)
+    asked: tuple[tuple[bool, Callable[[], Answer]], ...] = (
+        (questions.compare, lambda: _compare(model, forecast)),
+        (questions.direct, lambda: _direct(model, forecast)),
+        (questions.largest, lambda: _largest(model, forecast)),
+        (questions.prices, lambda: _prices(forecaster, forecast)),
+        (questions.rok, lambda: _rok(model, forecast)),
     )
-    return [answer(forecaster, forecast) for is_asked, answer in asked if is_asked]
+    return [answer() for is_asked, answer in asked if is_asked]
 
 
-def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
+def _asked_model(forecaster: Forecaster) -> _AskedModel:
+    """The forecaster's model as the papers' questions see it."""
+    if isinstance(forecaster, PaperForecaster):
+        return forecaster
+    assert isinstance(forecaster, RatelForecaster)
+    return OwnModel(forecaster)
+
+
+def _compare(model: _AskedModel, forecast: Forecast) -> Answer:
     """Other strategies by the forecast's cost model, those that keep the model in memory, and the largest model of
     FlashNeuron.
 
     Ratel's own row is the plan, unless the equations find better: they split units and look at time alone, and the plan
     does neither.
     """
-    ours, *others = compare(forecaster.equations(forecast.setting))
+    ours, *others = compare(model.equations(forecast.setting))
     prediction = forecast.prediction
     planned = Point(
         swapped_bytes=prediction.offloaded.total_bytes,
@@ -81,7 +97,7 @@ def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
         seconds=prediction.time.total,
     )
     best = min(planned, ours.point, key=lambda point: point.seconds)
-    outcomes = (replace(ours, point=best), *others, *compare_in_memory(forecaster.in_memory(forecast.setting)))
+    outcomes = (replace(ours, point=best), *others, *compare_in_memory(model.in_memory(forecast.setting)))
     tokens = prediction.workload.tokens
     titles = ("strategy", "step", "tokens/s", "vs ratel", "offloaded", "on NVMe", "")
     rows = [titles, *(_strategy_row(outcome, best.seconds, tokens) for outcome in outcomes)]
@@ -124,7 +140,15 @@ def _strategy_json(outcome: Outcome, tokens: int) -> dict[str, object]:
     return {"strategy": outcome.strategy, "tokens_per_second": tokens / seconds, **point}
 
 
-def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
+def _direct(model: _AskedModel, forecast: Forecast) -> Answer:
+    """What a GPU would gain that reads weights in host memory, by the cost model's equations. With `cost_model: paper`
+    all rows of a step are in one batch."""
+    found = model.direct(forecast.setting)
+    lines, content = ([NO_LINK], {"why_not": NO_LINK}) if found is None else (direct_lines(found), found.to_json())
+    return Answer(key="direct", title="weights read in place, in host memory (MemFerry)", lines=lines, content=content)
+
+
+def _largest(model: _AskedModel, forecast: Forecast) -> Answer:
     setting = forecast.setting
     hardware, workload = setting.hardware, setting.workload
     have = TierBytes(
@@ -135,7 +159,7 @@ def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
     models = paper_models(batch_size=workload.micro_batch_size, sequence_len=workload.sequence_len)
     best = largest(models.values(), have)
     family = next((name for name, shape in models.items() if shape is best), None)
-    deepest = forecaster.deepest(setting)
+    deepest = model.deepest(setting)
     return Answer(
         key="largest",
         title="the largest model that can be trained here",
@@ -190,4 +214,16 @@ def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
         title=f"price and speed with one {machine.gpu.name}, by the prices of the hardware file",
         lines=aligned(rows),
         content=content,
+    )
+
+
+def _rok(model: _AskedModel, forecast: Forecast) -> Answer:
+    """What recomputing, offloading and keeping of activations take and give (SSDTrain): the plan is one point."""
+    points = rok_curve(model.with_activations, forecast)
+    return Answer(
+        key="rok",
+        title="recompute, offload or keep: where activations are at their peak, and how fast a step is",
+        lines=rok_lines(points),
+        content=rok_content(points),
+        draw=lambda path: draw_rok(points, forecast.prediction.model_name, path),
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.hardware.spec import HardwareProfile, margin_bytes
+from ratel_cli.hardware.spec import margin_bytes
 from ratel_cli.model.values.spec import LayerTraits
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
 from ratel_cli.planning.profile.analytic import analytic_profile
@@ -16,9 +16,6 @@ from ratel_cli.planning.search.problem import Problem
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.forecasters import paper_machine, ratel_forecaster, setting
-
-NOTES_BYTES = 64 * MIB
-"""More than what a step notes of some hundred layers."""
 
 
 def test_a_forecast_is_the_plan_of_a_run() -> None:
@@ -151,59 +148,3 @@ def test_the_optimizer_after_backward_counts_as_backward() -> None:
     assert forecast.prediction.time.backward.optimizer == plan.time.update.optimizer > 0
     assert forecast.prediction.time.backward.total == plan.time.backward.total + plan.time.update.total
     assert forecast.prediction.time.total == pytest.approx(plan.time.total, rel=1e-12)
-
-
-def least_memory(machine: HardwareProfile, *, holds_gradients: bool) -> tuple[int, int]:
-    """Bytes of GPU and host memory in which the forecaster's model just fits, where nothing stays that can be on NVMe,
-    and the GPU keeps nothing."""
-    gpu_bytes = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(machine)).prediction.gpu_bytes
-    gpu_bytes += gpu_bytes // 24 + 1
-    small = ratel_forecaster(holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes)
-    return gpu_bytes, small.forecast(setting(machine, host_limit_bytes=MIB)).prediction.host_bytes
-
-
-@pytest.mark.parametrize("holds_gradients", [True, False])
-def test_the_deepest_fits_and_a_deeper_one_does_not(holds_gradients: bool) -> None:
-    machine = paper_machine()
-    machine = replace(machine, nvme=replace(machine.nvme, free_bytes=20 * GIB))
-    gpu_bytes, limit_bytes = least_memory(machine, holds_gradients=holds_gradients)
-    asked = setting(machine, host_limit_bytes=limit_bytes + NOTES_BYTES)
-    small = ratel_forecaster(holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes)
-    depth = small.deepest(asked)
-    assert depth is not None
-    at, beyond = (
-        ratel_forecaster(
-            num_layers=depth.num_layers + more, holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes
-        )
-        for more in (0, 1)
-    )
-    assert at.spec.num_parameters == depth.num_parameters
-    assert at.forecast(asked).fits
-    if holds_gradients:
-        assert not beyond.forecast(asked).fits
-
-
-@pytest.mark.full
-def test_memory_for_what_is_noted_of_each_layer_bounds_the_depth() -> None:
-    machine = paper_machine()
-    gpu_bytes, limit_bytes = least_memory(machine, holds_gradients=True)
-    small = ratel_forecaster(holds_gradients=True, device_limit_bytes=gpu_bytes)
-    least = small.deepest(setting(machine, host_limit_bytes=limit_bytes))
-    assert least is not None and least.num_layers == small.spec.num_layers
-    asked = setting(machine, host_limit_bytes=limit_bytes + NOTES_BYTES)
-    depth = small.deepest(asked)
-    assert depth is not None
-    at, beyond = (
-        ratel_forecaster(num_layers=depth.num_layers + more, holds_gradients=True, device_limit_bytes=gpu_bytes)
-        for more in (0, 1)
-    )
-    assert at.forecast(asked).fits
-    assert not beyond.forecast(asked).fits
-
-
-def test_no_depth_fits_where_memory_or_space_is_short() -> None:
-    machine = paper_machine()
-    no_space = replace(machine, nvme=replace(machine.nvme, free_bytes=MIB))
-    assert ratel_forecaster().deepest(setting(no_space)) is None
-    assert ratel_forecaster().deepest(setting(host_limit_bytes=MIB)) is None
-    assert ratel_forecaster(device_limit_bytes=MIB).deepest(setting()) is None

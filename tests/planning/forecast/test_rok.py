@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
+from ratel_cli.planning.forecast.forecast import Forecast, Setting
 from ratel_cli.planning.forecast.rok import RokPoint, RokStrategy, rok_curve
+from ratel_cli.planning.papers.own_model import OwnModel
 from ratel_cli.planning.profile.placement import ActivationPolicy
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
@@ -29,8 +30,14 @@ CASES: list[Case] = [
 """Cost model, machine, rows of a micro-batch, and GiB of host memory."""
 
 
-def forecaster_for(name: str, rows: int) -> Forecaster:
-    return paper_forecaster() if name == "paper" else ratel_forecaster(rows=rows)
+def curve_of(name: str, asked: Setting) -> tuple[Forecast, tuple[RokPoint, ...]]:
+    """The plan and the curve."""
+    if name == "paper":
+        forecast = paper_forecaster().forecast(asked)
+        return forecast, rok_curve(paper_forecaster().with_activations, forecast)
+    forecaster = ratel_forecaster(rows=asked.workload.micro_batch_size)
+    forecast = forecaster.forecast(asked)
+    return forecast, rok_curve(OwnModel(forecaster).with_activations, forecast)
 
 
 def forced(name: str, asked: Setting, activations: ActivationPolicy) -> Forecast:
@@ -49,8 +56,7 @@ def named(points: tuple[RokPoint, ...], strategy: RokStrategy) -> RokPoint:
 def test_the_curve(case: Case) -> None:
     name, machine, rows, host = case
     asked = setting(machine, rows=rows, host_limit_bytes=host * GIB)
-    forecast = forecaster_for(name, rows).forecast(asked)
-    points = rok_curve(forecaster_for(name, rows), forecast)
+    forecast, points = curve_of(name, asked)
     shares = [each.swap_coefficient for each in points]
     assert shares == sorted(shares) and (shares[0], shares[-1]) == (0.0, 1.0)
 
@@ -91,8 +97,7 @@ def test_a_point_of_the_plan_s_share_is_the_plan(case: Case) -> None:
     """Forced to swap what the plan swaps, a plan is as fast, within what counts as equal."""
     name, machine, rows, host = case
     asked = setting(machine, rows=rows, host_limit_bytes=host * GIB)
-    forecast = forecaster_for(name, rows).forecast(asked)
-    planned = named(rok_curve(forecaster_for(name, rows), forecast), "planned")
+    planned = named(curve_of(name, asked)[1], "planned")
     again = forced(name, asked, planned.swap_coefficient)
     assert again.prediction.time.total == pytest.approx(planned.seconds, rel=0.005)
 
@@ -102,9 +107,7 @@ def test_memory_decides_where_all_of_it_goes() -> None:
     """With little host memory, what is offloaded goes to NVMe, and keeping does not fit."""
     asked = setting(WITHOUT_GPU, rows=16, host_limit_bytes=4 * GIB)
     ample = replace(asked, host_limit_bytes=64 * GIB)
-    little, much = (
-        rok_curve(ratel_forecaster(rows=16), ratel_forecaster(rows=16).forecast(each)) for each in (asked, ample)
-    )
+    little, much = (curve_of("ratel", each)[1] for each in (asked, ample))
     assert named(little, "offload").nvme_bytes > 0 == named(much, "offload").nvme_bytes
     assert named(little, "keep").shortfall_bytes > 0 == named(much, "keep").shortfall_bytes
     kept, offloaded = named(much, "keep"), named(much, "offload")
@@ -113,8 +116,7 @@ def test_memory_decides_where_all_of_it_goes() -> None:
 
 def test_the_paper_s_model_holds_34_bytes_of_a_layer() -> None:
     """By hand: 40 layers of 32 x 1024 tokens of 5120; 34 b s h is one layer's, and 32 of 34 is what inputs are not."""
-    forecaster, asked = paper_forecaster(), setting(rows=32, host_limit_bytes=None)
-    points = rok_curve(forecaster, forecaster.forecast(asked))
+    _, points = curve_of("paper", setting(rows=32, host_limit_bytes=None))
     tokens_times_width = 32 * 1024 * 5120
     assert {each.gpu_bytes for each in points} == {34 * tokens_times_width}
     assert named(points, "recompute").nvme_bytes == 40 * 2 * tokens_times_width

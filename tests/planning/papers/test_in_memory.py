@@ -13,9 +13,9 @@ from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.planning.direct.costs import WeightUse
 from ratel_cli.planning.direct.gradients import OffloadedGradient
 from ratel_cli.planning.direct.timeline import DirectLayer
-from ratel_cli.planning.forecast.forecast import Forecaster
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.papers.in_memory import InMemoryModel, compare_in_memory
+from ratel_cli.planning.papers.own_model import OwnModel
 from ratel_cli.planning.papers.paper import PaperShape
 from ratel_cli.planning.papers.strategies import Outcome, Strategy
 from ratel_cli.units import GIB
@@ -144,20 +144,20 @@ def test_the_gpu_has_weights_a_layer_s_gradients_or_all_and_activations() -> Non
 
 def test_without_a_gpu_there_is_nothing_to_offload_from() -> None:
     assert [each.why_not for each in compare_in_memory(model(WITHOUT_GPU))] == ["there is no GPU"] * 2
-    of_plan = ratel_forecaster().in_memory(setting(WITHOUT_GPU))
+    of_plan = OwnModel(ratel_forecaster()).in_memory(setting(WITHOUT_GPU))
     assert [each.why_not for each in compare_in_memory(of_plan)] == ["there is no GPU"] * 2
 
 
 @pytest.mark.parametrize(
-    "forecaster",
-    [paper_forecaster("gpt-13b"), ratel_forecaster(num_layers=40, hidden_size=5120)],
+    "asked",
+    [paper_forecaster("gpt-13b"), OwnModel(ratel_forecaster(num_layers=40, hidden_size=5120))],
     ids=["paper", "ratel"],
 )
-def test_a_model_that_is_larger_than_ram_does_not_fit(forecaster: Forecaster) -> None:
+def test_a_model_that_is_larger_than_ram_does_not_fit(asked: PaperForecaster | OwnModel) -> None:
     """13B takes 182 GB and more."""
-    found = compare_in_memory(forecaster.in_memory(setting(AMPLE, host_limit_bytes=128 * GIB)))
+    found = compare_in_memory(asked.in_memory(setting(AMPLE, host_limit_bytes=128 * GIB)))
     assert all((each.why_not or "").startswith("the model does not fit into RAM (short by ") for each in found)
-    ample = forecaster.in_memory(setting(AMPLE, host_limit_bytes=512 * GIB))
+    ample = asked.in_memory(setting(AMPLE, host_limit_bytes=512 * GIB))
     assert outcomes(replace(ample, uses=ample.uses[:9]))["memferry"].why_not is None
 
 
@@ -179,7 +179,7 @@ def test_by_the_paper_s_counts() -> None:
 
 def test_by_ratel_s_counts() -> None:
     forecaster, asked = ratel_forecaster(num_layers=6, hidden_size=1024), setting(rows=4, number=3)
-    found, spec = forecaster.in_memory(asked), forecaster.spec
+    found, spec = OwnModel(forecaster).in_memory(asked), forecaster.spec
     assert found.weight_bytes == found.updated_bytes == found.gradient_bytes == 2 * spec.trained_elements
     assert found.state_bytes == 12 * spec.trained_elements
     assert found.largest_gradient_bytes == 2 * max(12 * 1024**2 + 2 * 1024, 5000 * 1024)
@@ -235,7 +235,7 @@ def test_a_faster_link_is_hardly_slower_in_a_large_model() -> None:
     for times in (1, 2, 4, 8):
         rate = usual.link.to_gpu_bytes_per_second * times
         link = Link(to_gpu_bytes_per_second=rate, from_gpu_bytes_per_second=rate, both_bytes_per_second=2 * rate)
-        step = ratel_forecaster(num_layers=8).in_memory(setting(replace(usual, link=link)))
+        step = OwnModel(ratel_forecaster(num_layers=8)).in_memory(setting(replace(usual, link=link)))
         found.append(seconds(step))
     for (zero_offload, memferry), (next_zero_offload, next_memferry) in pairwise(found):
         assert next_zero_offload <= zero_offload
