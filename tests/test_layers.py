@@ -1,7 +1,7 @@
 """Four rules hold the house together, and every file's syntax tree is held against them.
 
 1. A part imports itself and the parts below it in `PARTS`, nothing above; so do the wings of a part in `WINGS`. No
-   modules import each other in a circle, imports inside functions included.
+   modules import each other in a circle, imports inside functions included. `papers` is a room that few may enter.
 2. The config and the console stop at `run`: what is below takes plain values and plain callables. pydantic, which
    reads a person's text, stays in `config`.
 3. What `ratel --help` or a planner loads is light: nothing that `cli` or `planning` imports when it is imported
@@ -23,24 +23,26 @@ PACKAGE = Path(__file__).parents[1] / "ratel_cli"
 PARTS = (
     "errors", "units", "sizes", "dataset_keys", "closing", "json_fields", "commands", "neighbours", "openmp",
     "progress", "input_files", "console", "_native", "config", "io", "store", "schedule",
-    "hardware", "data", "model", "planning", "engine", "training", "report", "run", "library", "cli",
+    "hardware", "data", "model", "planning", "engine", "training", "papers", "report", "run", "library", "cli",
 )  # fmt: skip
 """From the ground up."""
 WINGS = {
     "config": ("yaml", "keys", "others"),
     "data": ("files", "samples", "text", "pairs", "sources", "batches"),
     "model": ("values", "files", "cut", "export"),
-    "planning": ("profile", "time", "memory", "search"),
+    "planning": ("profile", "time", "memory", "search", "forecast"),
     "engine": ("measure", "device", "reading", "cache"),
     "report": ("words", "page"),
     "run": ("context", "files", "inputs", "train", "ask", "start"),
 }
 """Of parts that have any, from the ground up. What else is in the part is above them."""
 STOP_AT_RUN = ("config", "console")
+ASK_PAPERS = ("papers", "report", "run.ask", "cli")
+"""What may import `papers`: the question side of a plan. Training knows nothing of them."""
 DECODERS = tuple(f"model.cut.{name}" for name in ("decoder", "find_blocks", "layer_runner", "around_layers", "probe"))
-WITHOUT_DECODERS = ("schedule", "planning", "engine", "training")
+WITHOUT_DECODERS = ("schedule", "planning", "engine", "training", "papers")
 IN_CONFIG = ("pydantic", "pydantic_core")
-LIGHT = ("cli", "planning")
+LIGHT = ("cli", "planning", "papers")
 HEAVY = ("torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "safetensors", "ratel_cli._native")
 """Modules that take long to import, as in `sys.modules`."""
 
@@ -113,7 +115,8 @@ def forbidden(source: str, module: str) -> list[str]:
         is_below = PARTS.index(part) < PARTS.index(own)
         stopped = part in STOP_AT_RUN and PARTS.index(own) < PARTS.index("run")
         is_in_wing_above = part == own and wing_of(name.removeprefix("ratel_cli.")) > wing_of(module)
-        if is_decoder or is_in_wing_above or (part != own and (stopped or not is_below)):
+        asks_not = part == "papers" and not f"{module}.".startswith(tuple(f"{each}." for each in ASK_PAPERS))
+        if is_decoder or is_in_wing_above or asks_not or (part != own and (stopped or not is_below)):
             wrong.append(name.removeprefix("ratel_cli."))
     return wrong
 
@@ -199,6 +202,9 @@ def test_commands_and_planning_load_nothing_heavy() -> None:
             ["model.cut.decoder.DecoderModel"],
         ),
         ("errors", "from ratel_cli import units", ["units"]),
+        ("planning.forecast.forecast", "from ratel_cli.papers.ratel import need", ["papers.ratel.need"]),
+        ("run.train.planner", "from ratel_cli.papers.ratel import need", ["papers.ratel.need"]),
+        ("run.ask.plan_questions", "from ratel_cli.papers.ratel import need", []),
         ("training.loop", "from ratel_cli.config.keys.schema import RunConfig", ["config.keys.schema.RunConfig"]),
         ("report.words.run", "from ratel_cli.console import RunLog", ["console.RunLog"]),
         ("run.train.finetune", "from ratel_cli.store.store import Store", []),

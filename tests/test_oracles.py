@@ -19,8 +19,8 @@ ORACLES: dict[str, tuple[str, ...]] = {
     "tests/config/json_schema_oracle.py": (),
     "tests/data/mistral_oracle.py": (),
     "tests/data/turn_oracle.py": (),
-    "tests/planning/direct/direct_oracle.py": (),
-    "tests/planning/direct/direct_program.py": (),
+    "tests/papers/memferry_oracle.py": (),
+    "tests/papers/memferry_program.py": (),
     "tests/kernels/oracle.py": ("ratel_cli._native",),  # the kernels that are judged
     "tests/store/format_reader.py": (),
     "tests/store/power.py": (

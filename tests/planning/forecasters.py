@@ -1,4 +1,4 @@
-"""Models under either cost model, for tests of forecasts."""
+"""Models under Ratel's cost model, and settings, for tests of forecasts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.values.spec import LayerTraits
 from ratel_cli.planning.forecast.forecast import Setting
-from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.profile.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.search.problem import Decisions
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import GIB
-from tests.planning.papers.paper_profiles import paper_shape
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -69,7 +67,3 @@ def ratel_forecaster(
         ),
         process_bytes=GIB // 2,
     )
-
-
-def paper_forecaster(name: str = "gpt-13b", *, gpu_limit_bytes: int | None = None) -> PaperForecaster:
-    return PaperForecaster(name=name, shape=paper_shape(name, batch_size=1), gpu_limit_bytes=gpu_limit_bytes)

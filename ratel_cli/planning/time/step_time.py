@@ -1,6 +1,6 @@
 """Predicted times as values: the seconds of each resource in one stage and in one step. Pure.
 
-Every cost model gives these: Ratel's own (planning/time/costs.py) and the paper's (planning/papers/paper.py).
+Every cost model gives these: Ratel's own (planning/time/costs.py) and the paper's (papers/ratel.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from ratel_cli.planning.forecast.rok import RokPoint, RokStrategy
+from ratel_cli.papers.ssdtrain import RokPoint, RokStrategy
 from ratel_cli.report.page.plot import save_picture
 from ratel_cli.report.words.plan import aligned, percent
 from ratel_cli.units import byte_unit, format_bytes, format_rate_number

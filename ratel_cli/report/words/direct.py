@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from ratel_cli.planning.direct.costs import TILE_TOKENS
-from ratel_cli.planning.direct.forecast import DirectForecast, UseGroup
-from ratel_cli.planning.direct.timeline import DirectTime
+from ratel_cli.papers.memferry_costs import TILE_TOKENS
+from ratel_cli.papers.memferry_forecast import DirectForecast, UseGroup
+from ratel_cli.papers.memferry_timeline import DirectTime
 from ratel_cli.report.words.plan import aligned, percent
 from ratel_cli.units import counted, format_bytes, format_seconds
 

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.errors import BadInput
+from ratel_cli.papers.in_memory import compare_in_memory
+from ratel_cli.papers.largest import TierBytes, largest, paper_models
+from ratel_cli.papers.own_model import OwnModel
+from ratel_cli.papers.paper_forecast import PaperForecaster
+from ratel_cli.papers.prefix import Point
+from ratel_cli.papers.rivals import Outcome, compare, flash_neuron_parameters
+from ratel_cli.papers.ssdtrain import rok_curve
 from ratel_cli.planning.forecast.advice import with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
-from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.forecast.rok import rok_curve
-from ratel_cli.planning.papers.in_memory import compare_in_memory
-from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
-from ratel_cli.planning.papers.own_model import OwnModel
-from ratel_cli.planning.papers.prefix import Point
-from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
 from ratel_cli.planning.search.prediction import CostModel
 from ratel_cli.report.page.rok import draw_rok, rok_content, rok_lines
 from ratel_cli.report.words.direct import NO_LINK, direct_lines

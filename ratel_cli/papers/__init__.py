@@ -1,0 +1,1 @@
+"""What papers would plan, and their rivals: asked by `ratel plan` alone, nothing that trains imports it."""

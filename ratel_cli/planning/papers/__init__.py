@@ -1,1 +1,0 @@
-"""The papers' cost model, and their rivals."""
