@@ -1,4 +1,4 @@
-"""What each parameter of a model takes in each mode of `timeline.py`, by shapes and rates. Pure.
+"""What each parameter of a model takes in each mode of MemFerry, by shapes and rates. Pure.
 
 Reading in place moves, over the link to the GPU, for each micro-batch:
 
@@ -22,17 +22,16 @@ as Ratel trains where it does not read them in place.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.model.values.spec import ModelSpec, is_matrix, name_in_layer
-from ratel_cli.papers.memferry_gradients import OffloadedGradient
-from ratel_cli.papers.memferry_timeline import DirectLayer
+from ratel_cli.papers.memferry import DirectLayer, OffloadedGradient
 from ratel_cli.planning.profile.analytic import head_sum_bytes
 from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.profile.placement import Workload, most_rows, num_looked_up
+from ratel_cli.planning.profile.placement import AccessMode, Workload, most_rows, num_looked_up
 from ratel_cli.planning.time.costs import ComputeSeconds, compute_seconds
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.segments import Segment
@@ -45,14 +44,17 @@ TILE_TOKENS = 256
 class WeightUse:
     """One parameter where a segment uses it."""
 
-    parameter: str
-    """Its name, within the layer if it is in one."""
     weight_bytes: int
     """What the GPU holds of it if it is uploaded."""
     layer: DirectLayer
-    """What it takes in each mode."""
+    """What it takes in each mode; its name is the parameter's, within the layer if it is in one."""
     gradient: OffloadedGradient
     """What its gradient takes, with the weights on the GPU."""
+
+
+def kept_weight_bytes(uses: Sequence[WeightUse], modes: Sequence[AccessMode]) -> int:
+    """Weights that stay on the GPU from their upload to backward: those that are not read in place in both."""
+    return sum(use.weight_bytes for use, mode in zip(uses, modes, strict=True) if mode != "DHA")
 
 
 def weight_uses(
@@ -243,7 +245,6 @@ class _Costs:
             backward_link=0.0 if self.is_paper else backward_link,
         )
         return WeightUse(
-            parameter=name,
             weight_bytes=weight_bytes,
             layer=layer,
             gradient=self._gradient(num_elements * block.gradient_dtype_bytes if block.is_trained else 0, backward),

@@ -14,11 +14,16 @@ from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.papers.memferry import printed_plan
-from ratel_cli.papers.memferry_costs import WeightUse, weight_uses
-from ratel_cli.papers.memferry_gradients import GradientFront
+from ratel_cli.papers.memferry import (
+    DirectLayer,
+    DirectTime,
+    GradientFront,
+    KeptGradients,
+    printed_plan,
+    timeline,
+)
+from ratel_cli.papers.memferry_costs import WeightUse, kept_weight_bytes, weight_uses
 from ratel_cli.papers.memferry_search import DirectPlan, plan_direct
-from ratel_cli.papers.memferry_timeline import DirectLayer, DirectTime, timeline
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import ACCESS_MODES, AccessMode, Workload
 
@@ -29,11 +34,10 @@ RESERVE_FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0)
 class UseGroup:
     """Parameters that are alike."""
 
-    parameter: str
     weight_bytes: int
     """Bytes of the weights of one of them."""
     layer: DirectLayer
-    """What one of them takes in each mode."""
+    """What one of them takes in each mode; its name is the parameter's."""
     modes: Mapping[AccessMode, int]
     """How many have each mode; modes that none has are left out."""
 
@@ -46,23 +50,12 @@ class UseGroup:
         """A part of `ratel plan --direct --json`."""
         seconds = {f"{name}_seconds": value for name, value in asdict(self.layer).items() if name != "name"}
         return {
-            "parameter": self.parameter,
+            "parameter": self.layer.name,
             "count": self.count,
             "weight_bytes": self.weight_bytes,
             **seconds,
             "modes": dict(self.modes),
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptGradients:
-    """What one reserve factor of GO-MemFerry takes."""
-
-    reserve_factor: float
-    kept_bytes: int
-    """Gradients that stay on the GPU until they are downloaded."""
-    added_seconds: float
-    """What the gradients that are written straight into host memory add to backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +98,21 @@ class DirectForecast:
 def direct_forecast(
     spec: ModelSpec, profile: ModelProfile, workload: Workload, hardware: HardwareProfile, *, is_paper: bool
 ) -> DirectForecast | None:
-    """The forecast; None where the CPU computes. `profile` is that of a micro-batch; `is_paper` as in `costs.py`."""
+    """The forecast; None where the CPU computes. `profile` is that of a micro-batch; `is_paper` as in `weight_uses`."""
     uses = weight_uses(spec, profile, workload, hardware, is_paper=is_paper)
     if not uses:
         return None
     layers = [use.layer for use in uses]
-    plan = plan_direct(layers)
+    plan, front = plan_direct(layers), GradientFront([use.gradient for use in uses])
     return DirectForecast(
         groups=_groups(uses, plan.modes),
         plan=plan,
         printed=timeline(layers, printed_plan(layers)),
-        kept_bytes=sum(use.weight_bytes for use, mode in zip(uses, plan.modes, strict=True) if mode != "DHA"),
+        kept_bytes=kept_weight_bytes(uses, plan.modes),
         uploaded_bytes=sum(use.weight_bytes for use in uses),
         gpu_bytes=hardware.gpu.memory_bytes,
         num_tokens=workload.micro_batch_tokens,
-        gradients=_gradients(uses),
+        gradients=tuple(front.kept(reserve) for reserve in RESERVE_FACTORS),
         is_paper=is_paper,
     )
 
@@ -131,22 +124,11 @@ def _groups(uses: Sequence[WeightUse], modes: Sequence[AccessMode]) -> tuple[Use
         found.setdefault((use.weight_bytes, alone), Counter())[mode] += 1
     return tuple(
         UseGroup(
-            parameter=layer.name,
             weight_bytes=weight_bytes,
             layer=layer,
             modes={mode: counts[mode] for mode in ACCESS_MODES if counts[mode]},
         )
         for (weight_bytes, layer), counts in found.items()
-    )
-
-
-def _gradients(uses: Sequence[WeightUse]) -> tuple[KeptGradients, ...]:
-    front = GradientFront([use.gradient for use in uses])
-    least = sum(use.gradient.backward for use in uses)
-    plans = [(reserve, front.plan(reserve)) for reserve in RESERVE_FACTORS]
-    return tuple(
-        KeptGradients(reserve_factor=reserve, kept_bytes=plan.kept_bytes, added_seconds=max(0.0, plan.seconds - least))
-        for reserve, plan in plans
     )
 
 

@@ -1,4 +1,4 @@
-"""The modes with which a step is shortest (`timeline.py`), in place of MemFerry's Algorithm 1 and its greedy. Pure.
+"""The modes with which a step of MemFerry is shortest, in place of its own planner (`memferry.py`). Pure.
 
 The search goes through the layers in the order of forward. Of the choices so far three numbers matter to what follows:
 the seconds spent, those of backward included; how far the link is ahead; and the uploads for backward that still need a
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import combinations
 
-from ratel_cli.papers.memferry import printed_plan
-from ratel_cli.papers.memferry_timeline import (
+from ratel_cli.papers.memferry import (
     DirectLayer,
     DirectTime,
     after_forward,
     backward_seconds,
     fits_window,
+    printed_plan,
     timeline,
     until_first_gradient,
 )

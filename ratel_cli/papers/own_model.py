@@ -16,11 +16,11 @@ from itertools import accumulate
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.papers.in_memory import InMemoryModel
-from ratel_cli.papers.largest import Depth
 from ratel_cli.papers.memferry_costs import weight_uses
 from ratel_cli.papers.memferry_forecast import DirectForecast, direct_forecast
 from ratel_cli.papers.prefix import SwappableOperator
+from ratel_cli.papers.ratel import Depth
+from ratel_cli.papers.rivals import InMemoryModel
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
 from ratel_cli.planning.memory.capacity import check_device_memory, notes_bytes
@@ -159,7 +159,7 @@ def _spillable_units(problem: Problem) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RatelEquations:
-    """The `Equations` (papers/prefix.py) of one problem."""
+    """The `Equations` (`prefix.py`) of one problem."""
 
     problem: Problem
     placement: Placement

@@ -10,18 +10,11 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.values.spec import LayerTraits, ModelSpec
-from ratel_cli.papers.in_memory import InMemoryModel
-from ratel_cli.papers.largest import Depth, TierBytes, deepest, need
 from ratel_cli.papers.memferry_costs import weight_uses
 from ratel_cli.papers.memferry_forecast import DirectForecast, direct_forecast
 from ratel_cli.papers.prefix import Search, SwappableOperator, search
-from ratel_cli.papers.ratel import (
-    STATE_BYTES,
-    WEIGHT_BYTES,
-    PaperEquations,
-    PaperHardware,
-    PaperShape,
-)
+from ratel_cli.papers.ratel import Depth, PaperEquations, PaperHardware, PaperShape, TierBytes, deepest, need
+from ratel_cli.papers.rivals import InMemoryModel
 from ratel_cli.planning.forecast.forecast import Forecast, Setting, Tier
 from ratel_cli.planning.profile.activations import offload_bytes
 from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
@@ -62,10 +55,11 @@ class PaperForecaster:
             recomputed_flops=point.recomputed_flops,
         )
         needed = need(shape)
-        weight_bytes, state_bytes = WEIGHT_BYTES * shape.num_parameters, STATE_BYTES * shape.num_parameters
         offloaded = offload_bytes(point.swapped_bytes, spilled_bytes=point.spilled_bytes)
         traffic = Traffic(
-            forward_read_bytes=weight_bytes, backward_read_bytes=state_bytes, backward_written_bytes=state_bytes
+            forward_read_bytes=shape.weight_bytes,
+            backward_read_bytes=shape.state_bytes,
+            backward_written_bytes=shape.state_bytes,
         )
         prediction = Prediction(
             cost_model="paper",
@@ -107,10 +101,9 @@ class PaperForecaster:
     def in_memory(self, setting: Setting) -> InMemoryModel:
         """The model by the paper's counts: 2 bytes of weights and of gradients for each of P parameters, 34 b s h of
         activations in the layer that computes. All operators are recomputed, as Eq. 5 has it."""
-        shape = self.equations(setting).shape
+        shape, have = self.equations(setting).shape, self._have(setting)
         spec, profile, workload = self.as_spec(setting)
         all_recomputed = tuple(replace(each, flops_recomputed=each.flops_forward) for each in profile.profiles)
-        weight_bytes = WEIGHT_BYTES * shape.num_parameters
         return InMemoryModel(
             uses=weight_uses(
                 spec,
@@ -123,14 +116,14 @@ class PaperForecaster:
             hardware=setting.hardware,
             num_micro_batches=1,
             num_trained=shape.num_parameters,
-            weight_bytes=weight_bytes,
-            updated_bytes=weight_bytes,
-            gradient_bytes=weight_bytes,
+            weight_bytes=shape.weight_bytes,
+            updated_bytes=shape.weight_bytes,
+            gradient_bytes=shape.weight_bytes,
             largest_gradient_bytes=max(segment.gradient_bytes for segment in spec.segments),
             activation_bytes=shape.inter_block_bytes + shape.activation_bytes // shape.num_layers,
             recomputed_flops=sum(each.flops * len(each.blocks) for each in shape.operators),
-            gpu_bytes=self._gpu_bytes(setting),
-            host_bytes=_host_bytes(setting),
+            gpu_bytes=have.gpu_bytes,
+            host_bytes=have.host_bytes,
         )
 
     def direct(self, setting: Setting) -> DirectForecast | None:
@@ -152,43 +145,47 @@ class PaperForecaster:
         return spec, analytic_profile(spec, step, traits=traits), step
 
     def deepest(self, setting: Setting) -> Depth | None:
-        """The depth by the rules of papers/largest.py."""
-        shape = self.equations(setting).shape
-        have = {tier.name: tier.have_bytes for tier in self._tiers(shape, setting)}
-        found = deepest(shape, TierBytes(gpu_bytes=have["GPU"], host_bytes=have["RAM"], nvme_bytes=have["NVMe"]))
+        """The depth by the rules of `ratel.py`."""
+        found = deepest(self.equations(setting).shape, self._have(setting))
         return None if found is None else Depth(num_layers=found.num_layers, num_parameters=found.num_parameters)
 
     def _tiers(self, shape: PaperShape, setting: Setting, kept_bytes: int = 0) -> tuple[Tier, ...]:
         """`kept_bytes`: activations that are to stay in host memory and do not fit into what it has for them."""
-        hardware, needed = setting.hardware, need(shape)
-        host_bytes = _host_bytes(setting)
+        have, needed = self._have(setting), need(shape)
         return (
             Tier(
                 name="GPU",
                 need_bytes=needed.gpu_bytes,
-                have_bytes=self._gpu_bytes(setting),
+                have_bytes=have.gpu_bytes,
                 remedy="lower micro_batch_size or sequence_len",
             ),
             Tier(
                 name="RAM",
-                need_bytes=max(needed.host_bytes, host_bytes) + kept_bytes if kept_bytes else needed.host_bytes,
-                have_bytes=host_bytes,
+                need_bytes=max(needed.host_bytes, have.host_bytes) + kept_bytes if kept_bytes else needed.host_bytes,
+                have_bytes=have.host_bytes,
                 remedy="raise limits.host_memory",
             ),
             Tier(
                 name="NVMe",
                 need_bytes=needed.nvme_bytes,
-                have_bytes=hardware.nvme.free_bytes,
+                have_bytes=have.nvme_bytes,
                 remedy="add drives",
             ),
         )
 
-    def _gpu_bytes(self, setting: Setting) -> int:
-        return self.gpu_limit_bytes or setting.hardware.gpu.memory_bytes
+    def _have(self, setting: Setting) -> TierBytes:
+        have = tier_bytes(setting)
+        return replace(have, gpu_bytes=self.gpu_limit_bytes or have.gpu_bytes)
 
 
-def _host_bytes(setting: Setting) -> int:
-    return setting.host_limit_bytes or setting.hardware.host.memory_bytes
+def tier_bytes(setting: Setting) -> TierBytes:
+    """What the machine has in each tier, within the limit on host memory."""
+    hardware = setting.hardware
+    return TierBytes(
+        gpu_bytes=hardware.gpu.memory_bytes,
+        host_bytes=setting.host_limit_bytes or hardware.host.memory_bytes,
+        nvme_bytes=hardware.nvme.free_bytes,
+    )
 
 
 def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ratel_cli.papers.memferry_timeline import DirectLayer
+from ratel_cli.papers.memferry import DirectLayer
 from ratel_cli.planning.profile.placement import ACCESS_MODES, AccessMode
 from tests.papers.memferry_oracle import Network, random_network
 

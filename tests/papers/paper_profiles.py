@@ -78,7 +78,6 @@ MACHINES = st.builds(
     read_bytes_per_second=rates(1e9, 4e10),
     write_bytes_per_second=rates(5e8, 3e10),
     available_bytes=st.integers(0, 1 << 32),
-    adam_parameters_per_second=st.none() | rates(1e8, 1e11),
 )
 SHAPES = st.builds(
     PaperShape,

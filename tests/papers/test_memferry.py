@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratel_cli.papers.memferry import greedy_backward, printed_forward
-from ratel_cli.papers.memferry_timeline import DirectLayer, timeline
+from ratel_cli.papers.memferry import DirectLayer, greedy_backward, printed_forward, timeline
 from tests.papers.memferry_oracle import algorithm_1
 from tests.papers.networks import layers_of, mode_names, random_networks
 

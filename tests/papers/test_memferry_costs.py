@@ -38,7 +38,7 @@ def uses(
 
 
 def named(found: list[WeightUse], name: str) -> WeightUse:
-    return next(each for each in found if each.parameter == name)
+    return next(each for each in found if each.layer.name == name)
 
 
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (256, 1), (257, 2), (1024, 4)])
@@ -132,7 +132,7 @@ def test_uploads_are_all_weights() -> None:
     assert len(found) == 1 + 6 * LAYERS + 2
     rows = 100 * H
     assert sum(each.weight_bytes for each in found) == 2 * (SPEC.num_parameters + rows)
-    assert [each.parameter for each in found[-2:]] == ["norm.weight", "embedding.weight (head)"]
+    assert [each.layer.name for each in found[-2:]] == ["norm.weight", "embedding.weight (head)"]
 
 
 def test_gradients_come_down_for_each_micro_batch() -> None:

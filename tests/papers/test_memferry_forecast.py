@@ -29,7 +29,7 @@ def forecast(tokens: int, *, is_paper: bool) -> DirectForecast:
 @pytest.mark.parametrize("tokens", [64, 2048])
 def test_groups_are_all_parameters(tokens: int, is_paper: bool) -> None:
     found = forecast(tokens, is_paper=is_paper)
-    assert [(group.parameter, group.count) for group in found.groups] == [
+    assert [(group.layer.name, group.count) for group in found.groups] == [
         ("embedding.weight", 1),
         ("norm1.weight", LAYERS),
         ("qkv.weight", LAYERS),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ratel_cli.model.values.spec import LayerTraits
-from ratel_cli.papers.memferry import printed_plan
+from ratel_cli.papers.memferry import printed_plan, timeline
 from ratel_cli.papers.memferry_costs import weight_uses
 from ratel_cli.papers.memferry_search import EXACT_LAYERS, plan_direct
-from ratel_cli.papers.memferry_timeline import timeline
 from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.profile.placement import Workload
 from tests.hardware.profiles import WITH_GPU

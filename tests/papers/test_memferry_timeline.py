@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ratel_cli.papers.memferry_timeline import DirectLayer, timeline
+from ratel_cli.papers.memferry import DirectLayer, timeline
 from tests.papers.memferry_oracle import Simulation
 from tests.papers.networks import layers_of, mode_names, random_networks
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.errors import BadInput
-from ratel_cli.papers.largest import need
+from ratel_cli.papers.ratel import need
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITHOUT_GPU
 from tests.papers.paper_profiles import paper_forecaster

@@ -62,14 +62,12 @@ def test_time_never_rises_with_main_memory(equations: PaperEquations, more_bytes
 @thousand
 def test_all_rates_times_k_divide_the_time_by_k(equations: PaperEquations, factor: float) -> None:
     once = equations.hardware
-    adam = once.adam_parameters_per_second
     scaled = replace(
         once,
         flops_per_second=factor * once.flops_per_second,
         link_bytes_per_second=factor * once.link_bytes_per_second,
         read_bytes_per_second=factor * once.read_bytes_per_second,
         write_bytes_per_second=factor * once.write_bytes_per_second,
-        adam_parameters_per_second=None if adam is None else factor * adam,
     )
     expected = planned_seconds(equations) / factor
     assert planned_seconds(replace(equations, hardware=scaled)) == pytest.approx(expected, rel=1e-12)

@@ -143,7 +143,6 @@ FAST = PaperHardware(
     read_bytes_per_second=1e15,
     write_bytes_per_second=1e15,
     available_bytes=0,
-    adam_parameters_per_second=1e15,
 )
 
 
@@ -182,13 +181,6 @@ def test_writing_can_decide() -> None:
     assert time.forward.total == pytest.approx(3000 / 10)
     assert time.backward.total == pytest.approx(14_000 / 10)
     assert time.bottleneck == "nvme write"
-
-
-def test_the_optimizer_decides_only_where_its_rate_is_given() -> None:
-    slow = tiny_time(replace(FAST, adam_parameters_per_second=10.0))
-    assert (slow.forward.optimizer, slow.backward.total, slow.bottleneck) == (0, 100, "optimizer")
-    without = tiny_time(replace(FAST, adam_parameters_per_second=None))
-    assert without.backward.optimizer == 0
 
 
 def test_reads_and_writes_of_nvme_follow_each_other() -> None:

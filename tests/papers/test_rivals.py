@@ -49,14 +49,12 @@ def test_ours_is_never_slower_on_any_graph(graph: Graph) -> None:
 
 @given(equations=EQUATIONS)
 @examples(300)
-def test_what_a_strategy_swaps_is_what_it_says(equations: PaperEquations) -> None:
-    recomputed_at_most = search(equations).points[0].recomputed_flops
+def test_a_strategy_takes_the_time_of_what_it_swaps(equations: PaperEquations) -> None:
+    inputs_alone, *_, everything = search(equations).points
     for outcome in compare(equations):
         point = outcome.point
-        swapped_bytes = sum(operator.num_bytes * len(operator.blocks) for operator in outcome.swapped)
-        flops = sum(operator.flops * len(operator.blocks) for operator in outcome.swapped)
-        assert point.swapped_bytes == equations.inter_block_bytes + swapped_bytes
-        assert point.recomputed_flops == recomputed_at_most - flops
+        assert inputs_alone.swapped_bytes <= point.swapped_bytes <= everything.swapped_bytes
+        assert everything.recomputed_flops <= point.recomputed_flops <= inputs_alone.recomputed_flops
         assert point.seconds == equations.seconds(
             swapped_bytes=point.swapped_bytes,
             spilled_bytes=point.spilled_bytes,
@@ -72,9 +70,7 @@ def test_ours_stands_first_and_all_are_there() -> None:
 def test_ours_is_the_least_prefix() -> None:
     equations = paper_equations(batch_size=32)
     found = search(equations)
-    ours = outcomes(equations)["ratel"]
-    assert ours.point == found.points[found.least()]
-    assert ours.swapped == found.swapped(found.least())
+    assert outcomes(equations)["ratel"].point == found.points[found.least()]
 
 
 def test_whole_elements_may_pack_better_than_any_prefix() -> None:
@@ -90,7 +86,7 @@ def test_whole_elements_may_pack_better_than_any_prefix() -> None:
         equations=slow.without_states(),
     )
     found = outcomes(graph)
-    assert [operator.name for operator in found["ratel"].swapped] == ["small"]
+    assert found["ratel"].point.swapped_bytes == 5 * MIB
     assert found["ratel"].point == found["checkmate"].point
     assert search(graph).least() == 0
 
@@ -98,7 +94,7 @@ def test_whole_elements_may_pack_better_than_any_prefix() -> None:
 def test_static_swaps_exactly_2_bshl_to_main_memory() -> None:
     outcome = outcomes(paper_equations(batch_size=32, available_bytes=14 * 10**9))["static"]
     assert outcome.point.swapped_bytes == 2 * 32 * 1024 * 5120 * 40
-    assert (outcome.point.spilled_bytes, outcome.swapped) == (0, ())
+    assert outcome.point.spilled_bytes == 0
 
 
 def test_capuchin_forgets_that_weights_use_the_link_too() -> None:
@@ -124,7 +120,7 @@ def test_block_inputs_that_main_memory_cannot_hold_fail_what_never_uses_nvme(str
     equations = paper_equations(batch_size=32, available_bytes=13_421_772_800 - GIB)
     outcome = outcomes(equations)[strategy]
     assert outcome.why_not == "the layers' inputs do not fit into RAM (short by 1.00 GiB)"
-    assert (outcome.swapped, outcome.point.spilled_bytes) == ((), GIB)
+    assert outcome.point.spilled_bytes == GIB
     assert outcome.point.swapped_bytes == equations.inter_block_bytes
     enough = replace(equations, hardware=replace(equations.hardware, available_bytes=13_421_772_800))
     assert outcomes(enough)[strategy].why_not is None
@@ -141,7 +137,7 @@ def test_fuyou_chooses_as_if_main_memory_held_nothing() -> None:
     full = paper_equations(batch_size=32, hardware="paper-4090-2ssd", available_bytes=10**12)
     empty = replace(full, hardware=replace(full.hardware, available_bytes=0))
     fuyou = outcomes(full)["fuyou"]
-    assert fuyou.swapped == outcomes(empty)["ratel"].swapped
+    assert fuyou.point.swapped_bytes == outcomes(empty)["ratel"].point.swapped_bytes
     assert fuyou.point.spilled_bytes == 0
 
 

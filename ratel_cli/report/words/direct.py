@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
+from ratel_cli.papers.memferry import DirectTime
 from ratel_cli.papers.memferry_costs import TILE_TOKENS
 from ratel_cli.papers.memferry_forecast import DirectForecast, UseGroup
-from ratel_cli.papers.memferry_timeline import DirectTime
 from ratel_cli.report.words.plan import aligned, percent
 from ratel_cli.units import counted, format_bytes, format_seconds
 
@@ -46,7 +46,7 @@ def _group_row(group: UseGroup) -> tuple[str, ...]:
     seconds = (layer.upload, layer.forward, layer.direct_forward, layer.backward, layer.direct_backward)
     modes = ", ".join(mode if count == group.count else f"{mode} in {count}" for mode, count in group.modes.items())
     count = f"x {group.count}" if group.count > 1 else ""
-    return (group.parameter, count, format_bytes(group.weight_bytes), *map(_seconds, seconds), modes)
+    return (group.layer.name, count, format_bytes(group.weight_bytes), *map(_seconds, seconds), modes)
 
 
 def _time_row(name: str, time: DirectTime, kept: str) -> tuple[str, ...]:

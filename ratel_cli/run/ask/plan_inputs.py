@@ -17,9 +17,8 @@ from ratel_cli.errors import BadInput
 from ratel_cli.hardware.shares import ONE_RANK, RankLayout
 from ratel_cli.hardware.spec import HardwareProfile, Network
 from ratel_cli.io.files import device_of
-from ratel_cli.papers.largest import with_layers
 from ratel_cli.papers.paper_forecast import PaperForecaster
-from ratel_cli.papers.ratel import PaperShape
+from ratel_cli.papers.ratel import PaperShape, with_layers
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting, Tier
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, rank_slice_of
 from ratel_cli.planning.profile.analytic import analytic_profile

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.errors import BadInput
-from ratel_cli.papers.in_memory import compare_in_memory
-from ratel_cli.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.papers.own_model import OwnModel
-from ratel_cli.papers.paper_forecast import PaperForecaster
+from ratel_cli.papers.paper_forecast import PaperForecaster, tier_bytes
 from ratel_cli.papers.prefix import Point
-from ratel_cli.papers.rivals import Outcome, compare, flash_neuron_parameters
+from ratel_cli.papers.ratel import largest, paper_models
+from ratel_cli.papers.rivals import Outcome, compare, compare_in_memory, flash_neuron_parameters
 from ratel_cli.papers.ssdtrain import rok_curve
 from ratel_cli.planning.forecast.advice import with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
@@ -149,16 +148,9 @@ def _direct(model: _AskedModel, forecast: Forecast) -> Answer:
 
 
 def _largest(model: _AskedModel, forecast: Forecast) -> Answer:
-    setting = forecast.setting
-    hardware, workload = setting.hardware, setting.workload
-    have = TierBytes(
-        gpu_bytes=hardware.gpu.memory_bytes,
-        host_bytes=setting.host_limit_bytes or hardware.host.memory_bytes,
-        nvme_bytes=hardware.nvme.free_bytes,
-    )
+    setting, workload = forecast.setting, forecast.setting.workload
     models = paper_models(batch_size=workload.micro_batch_size, sequence_len=workload.sequence_len)
-    best = largest(models.values(), have)
-    family = next((name for name, shape in models.items() if shape is best), None)
+    family = largest(models, tier_bytes(setting))
     deepest = model.deepest(setting)
     return Answer(
         key="largest",
