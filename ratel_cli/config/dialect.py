@@ -116,7 +116,7 @@ class Dialect:
             self._section = section
             key = canonical_key(section, written)
             if key not in SECTIONS[section].model_fields:
-                self._drop_foreign(section, entry)
+                self._drop_foreign(section, entry, written)
             elif key in translated:
                 message = f"`{written}` and `{translated[key].written}` are both set and mean the same"
                 self._find(Finding(where=entry.where, message=message, hint=f"keep only `{key}`"), section, key)
@@ -235,10 +235,10 @@ class Dialect:
         elif entry.written == key:
             self._record(entry, "kept")
 
-    def _drop_foreign(self, section: str, entry: Entry) -> None:
-        """Drop a key that is not one of ours: silently if it changes nothing, otherwise with a finding."""
-        foreign = foreign_key(section, entry.written)
-        fate: Fate = "undecided" if foreign is None else fate_of(section, entry.written, entry.value)
+    def _drop_foreign(self, section: str, entry: Entry, name: str) -> None:
+        """Drop a key of this name that is not one of ours: silently if it changes nothing, else with a finding."""
+        foreign = foreign_key(section, name)
+        fate: Fate = "undecided" if foreign is None else fate_of(section, name, entry.value)
         reason = "Ratel has no such key" if foreign is None else foreign.reason
         if foreign is None and self._forgiving and entry.value.content is None:
             fate, reason = "ignored", "it is empty"
@@ -249,9 +249,9 @@ class Dialect:
         elif fate == "undecided" and self._forgiving:
             self._record(entry, "undecided", reason=reason)
         else:
-            finding, meant = explain_unknown(section, entry.written, entry.where, entry.value)
+            finding, meant = explain_unknown(section, name, entry.where, entry.value)
             self._record(entry, "impossible", reason=reason)
-            self._find(finding, section, meant or entry.written)
+            self._find(finding, section, meant or name)
 
     def _find(self, finding: Finding, section: str, key: str) -> None:
         self.findings.append(finding)

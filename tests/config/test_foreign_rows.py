@@ -102,6 +102,22 @@ def test_options_of_a_schedule_and_mappings_of_messages_stay_beside_what_is_adde
     assert isinstance(sets, list) and sets[0]["message_property_mappings"] == {"content": "text", "role": "from"}
 
 
+def test_a_key_of_a_mapping_is_explained_by_its_meaning(tmp_path: Path) -> None:
+    config = {**LLAMA_FACTORY, "quant_config": {"name": "auto", "compute_dtype": "bf16"}}
+    outcomes = {each.written: each for each in imported(tmp_path, config).outcomes}
+    assert outcomes["compute_dtype"].reason == "Ratel dequantises weights to `dtype` for computing"
+
+
+def test_the_mixture_of_sets_names_the_share_that_is_held_out(tmp_path: Path) -> None:
+    mixture = {"datasets": [{"id": "a"}], "test_split_size": 0.1}
+    found = imported(tmp_path, {"model_name_or_path": "m", "dataset_mixture": mixture, "max_length": 512})
+    assert "test_split_size" in {each.written for each in found.outcomes} and "val_set_size: 0.1" in found.text
+
+
+def test_an_empty_loss_is_the_default_of_its_stage(tmp_path: Path) -> None:
+    assert ours(tmp_path, {**LLAMA_FACTORY, "stage": "dpo", "pref_loss": None})["rl"] == "dpo"
+
+
 def test_a_list_of_losses_is_none_of_the_methods(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no key names the method"):
         imported(tmp_path, {**TRL, "beta": 0.1, "loss_type": ["sigmoid", "ipo"]})
@@ -157,6 +173,8 @@ def test_zero_of_a_number_is_off_only_where_a_table_says_so() -> None:
 def test_zero_of_a_switch_is_false() -> None:
     assert fate("use_galore", 0) == fate("use_galore", False) == "ignored" and fate("use_galore", 1) == "impossible"
     assert fate("enable_thinking", 0) == fate("enable_thinking", False) == "undecided"
+    assert fate("enable_thinking", 1) == "ignored" and fate("vllm_tensor_parallel_size", True) == "impossible"
+    assert fate("revision", 0.0) == "undecided"  # a number where a text belongs
 
 
 def test_no_key_has_two_fates() -> None:

@@ -66,13 +66,17 @@ def changes_nothing(key: str, value: Plain) -> bool:
     defaults = [_literal(row["default"]) for row in rows]
     values = [*defaults, *(json.loads(row["example"]) for row in rows)] if rows else [value]
     is_number = any(isinstance(each, float) or (type(each) is int and rows) for each in values)
-    if value is False or (value == 0 and not is_number):  # 0 is false
-        return True not in defaults
+    if value is False or (type(value) is int and value == 0 and not is_number):  # of a switch, 0 is false
+        return not any(each is True for each in defaults)
     if value == 0:
         return bool(rows) and all(
             row["zero"].startswith("off") or each == 0 for row, each in zip(rows, defaults, strict=True)
         )
-    return bool(rows) and all(each == value and isinstance(each, bool) == isinstance(value, bool) for each in defaults)
+    return bool(rows) and all(each == value and (each is True or value is not True) for each in defaults)
+
+
+def _is_zero(default: object) -> bool:
+    return default == 0 and default is not False
 
 
 def _literal(source: str) -> object:

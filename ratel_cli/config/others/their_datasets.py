@@ -121,7 +121,7 @@ def _mixture(site: Site) -> None:
         site.entries["datasets"] = replace(mixture, value=inner["datasets"].value)
         site.report.read_as(mixture, "datasets")
     if "test_split_size" in inner and "val_set_size" not in site.entries:
-        site.entries["val_set_size"] = inner["test_split_size"]
+        site.entries["test_split_size"] = inner["test_split_size"]
     for key in [key for key in inner if key not in ("datasets", "test_split_size")]:
         site.report.drop(replace(inner[key], written=f"dataset_mixture.{key}"), "Ratel shuffles all data with `seed`")
 
@@ -212,13 +212,16 @@ def _looked_up(entry: Entry, name: Marked, site: Site) -> Marked | None:
 
 _NAMED = "dataset_name dataset train_dataset"
 _OF_ALL_SETS = {
-    "name": "dataset_config dataset_config_name dataset_configs",
-    "split": "dataset_train_split train_split",
-    "field": "dataset_text_field",
+    "dataset_config": "name",
+    "dataset_config_name": "name",
+    "dataset_configs": "name",
+    "dataset_train_split": "split",
+    "train_split": "split",
+    "dataset_text_field": "field",
     "max_samples": "max_samples",
-    "system_prompt": "default_system",
+    "default_system": "system_prompt",
 }
-"""By our key of each dataset: keys about all datasets."""
+"""Keys about all datasets, and our key of each dataset. The first one counts."""
 DATASETS = (
     ForeignKey(theirs=" ".join(("datasets test_datasets eval_dataset", *_NAMES_OF_DATA)), how=Code(_reject_several)),
     ForeignKey(theirs="dataset_mixture", how=_mixture, only=lambda value: isinstance(value, dict), when=_no_sets),
@@ -234,6 +237,6 @@ DATASETS = (
     ForeignKey(theirs=_NAMED, how=_named_sets, ours="datasets"),
     ForeignKey(theirs="eval_dataset", how=_named_sets, ours="test_datasets"),
     ForeignKey(theirs="dataset_dir", how="ignored", why="`datasets` has the paths of the files"),
-    ForeignKey(theirs=" ".join(_OF_ALL_SETS.values()), how="ignored", only=(None,), why="it is empty"),
-    *(ForeignKey(theirs=theirs, how=each_set, ours=ours) for ours, theirs in _OF_ALL_SETS.items()),
+    ForeignKey(theirs=" ".join(_OF_ALL_SETS), how="ignored", only=(None,), why="it is empty"),
+    *(ForeignKey(theirs=theirs, how=each_set, ours=ours) for theirs, ours in _OF_ALL_SETS.items()),
 )

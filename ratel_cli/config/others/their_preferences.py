@@ -138,6 +138,7 @@ def _user_defined(entries: Entries, content: Entries, report: Report) -> None:
 
 PREFERENCES = (
     # LLaMA-Factory's `stage`, with the loss in `pref_loss`.
+    ForeignKey(theirs="pref_loss", how="ignored", only=(None,), why="it is empty"),
     ForeignKey(
         theirs="pref_loss",
         how="ignored",
@@ -160,7 +161,7 @@ PREFERENCES = (
         how=refuse("`pref_loss: {text}` is another loss than those of `rl`", without=("stage",)),
         ours="rl",
         hint=_HINT,
-        only=lambda value: value is not None and str(value) not in _METHODS,
+        only=lambda value: str(value) not in _METHODS,
         when=_in_dpo,
     ),
     ForeignKey(theirs="stage", how=sets({"rl": _method_of_stage}), only=("dpo", "kto")),
