@@ -45,6 +45,13 @@ def test_the_full_tier_rotates_through_what_the_short_one_leaves_out() -> None:
     full = [tuple(case.values) for case in cases if [mark.name for mark in case.marks] == ["full"]]
     assert {first for first, _ in (*short(cases), *full)} == set(range(9))
     assert len(full) <= 9 and {second for _, second in full} == {"a", "b"}
+    cases = rotating(range(4), "abcd", full_rotation=True)
+    full = [tuple(case.values) for case in cases if [mark.name for mark in case.marks] == ["full"]]
+    assert short(cases) == list(enumerate("abcd")) and full == list(enumerate("dcba"))
+    axes = range(3), "abcde", (None, 0.5), (False, True)
+    full = [case for case in rotating(*axes, full_rotation=True) if [mark.name for mark in case.marks] != ["nightly"]]
+    assert [{case.values[place] for case in full} for place in range(4)] == [set(axis) for axis in axes]
+    assert len(full) <= 8
 
 
 def test_what_is_thinned_out_waits_for_the_full_tier() -> None:
@@ -53,7 +60,12 @@ def test_what_is_thinned_out_waits_for_the_full_tier() -> None:
     assert every(cases) == every(given)
     assert short(cases) == [short(given)[1], short(given)[4]]
     waiting = [tuple(case.values) for case in cases if [mark.name for mark in case.marks] == ["full"]]
-    assert waiting == [case for case in short(given) if case not in short(cases)]
+    left_out = [case for case in short(given) if case not in short(cases)]
+    assert waiting == left_out
+    cases = thinned(given, every=3, offset=1, full_every=2)
+    assert every(cases) == every(given) and short(cases) == [short(given)[1], short(given)[4]]
+    waiting = [tuple(case.values) for case in cases if [mark.name for mark in case.marks] == ["full"]]
+    assert waiting == left_out[::2]
 
 
 def test_pairwise_has_every_pair_in_few_cases() -> None:

@@ -1,8 +1,8 @@
 """Three tiers of tests: what runs in `make test`, what waits for `make check`, and what waits for `make nightly`.
 
 The short tier has what takes little more than a second, and of each promise that takes longer one test. The full tier
-has what takes longer, once; and of some products of many axes a part in which any two values of any two axes meet. All
-other cases wait for the night, and so do the many examples of Hypothesis: by day it draws at most 12.
+has what takes longer, once; and of products of many axes each value, or any two values of any two axes. All other
+cases wait for the night, and so do the many examples of Hypothesis: by day it draws at most 12.
 
 A case marked `full` runs in the full tier only, one marked `nightly` in the nightly tier only; every other case runs in
 the short tier. The functions here make the cases of a test and mark those that the short tier leaves out, so that one
@@ -14,6 +14,7 @@ Invariant: every function returns all cases of the product, in its order; only t
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -69,11 +70,11 @@ def rotating(
     through the combinations of the others, beginning with number `offset`.
 
     With `full_pairs` the full tier runs cases in which any two values of any two axes meet; with `full_rotation`, where
-    one axis is long and that would be nearly all of them, every value of the first axis once.
+    that would be nearly all of them, as few as have every value of every axis.
     """
     first, *others = axes
     combinations = list(itertools.product(*others))
-    pairs = _pairwise(axes) if full_pairs else set()
+    chosen = _pairwise(axes) if full_pairs else _values(axes) if full_rotation else set()
     cases = [
         (place, number, (value, *combination))
         for place, value in enumerate(first)
@@ -83,20 +84,23 @@ def rotating(
         _case(
             case,
             is_short=place % every == 0 and (place // every + offset) % len(combinations) == number,
-            is_full=which in pairs or (full_rotation and (place + offset) % len(combinations) == number),
+            is_full=which in chosen,
         )
         for which, (place, number, case) in enumerate(cases)
     ]
 
 
-def thinned(cases: Iterable[object], *, every: int, offset: int = 0) -> list[ParameterSet]:
+def thinned(cases: Iterable[object], *, every: int, offset: int = 0, full_every: int = 1) -> list[ParameterSet]:
     """The same cases: those of another function here, or one parameter's values. Of those that the short tier would
-    run, it runs every `every`th, beginning with number `offset`; the full tier runs the others."""
-    numbers, result = itertools.count(), []
+    run, it runs every `every`th, beginning with number `offset`. Of the others, the full tier runs every
+    `full_every`th."""
+    numbers, left_out, result = itertools.count(), itertools.count(), []
     for case in cases:
         given = case if isinstance(case, ParameterSet) else pytest.param(case)
-        is_left_out = not given.marks and next(numbers) % every != offset % every
-        result.append(pytest.param(*given.values, marks=pytest.mark.full, id=given.id) if is_left_out else given)
+        if not given.marks and next(numbers) % every != offset % every:
+            tier = pytest.mark.nightly if next(left_out) % full_every else pytest.mark.full
+            given = pytest.param(*given.values, marks=tier, id=given.id)
+        result.append(given)
     return result
 
 
@@ -111,10 +115,29 @@ def _pairwise(axes: Sequence[Sequence[object]]) -> set[int]:
     pairs = [_pairs(case) for case in itertools.product(*(range(len(axis)) for axis in axes))]
     missing = set().union(*pairs)
     chosen = set()
+    # A case never gets better: if it still has what it had, none before it in the queue and none behind it has more.
+    queue = [(-len(of_case), number) for number, of_case in enumerate(pairs)]
     while missing:
-        best = max(range(len(pairs)), key=lambda number: len(pairs[number] & missing))
-        chosen.add(best)
-        missing -= pairs[best]
+        known, number = heapq.heappop(queue)
+        gain = len(pairs[number] & missing)
+        if gain == -known:
+            chosen.add(number)
+            missing -= pairs[number]
+        else:
+            heapq.heappush(queue, (-gain, number))
+    return chosen
+
+
+def _values(axes: Sequence[Sequence[object]]) -> set[int]:
+    """Which cases of the product have every value of every axis. From the first axis's first value to its last, the
+    others go from their last one to their first, and around again one further on."""
+    chosen = set()
+    for number in range(max(map(len, axes))):
+        which = 0
+        for place, axis in enumerate(axes):
+            value = (number + place * (number // len(axis))) % len(axis)
+            which = which * len(axis) + (len(axis) - 1 - value if place else value)
+        chosen.add(which)
     return chosen
 
 
