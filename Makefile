@@ -15,8 +15,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(OPTIONS)
 GPU := tests/gpu tests/simulated_gpu
 FULL := -m "full and not nightly"
+DAY := -m "not nightly"
 NIGHT ?= $(shell git rev-list --count HEAD)
-# What a check has not begun at UNTIL, in seconds since 1970, it leaves out: other files for each number of commits.
+# What a check has not begun of the full tier at UNTIL, in seconds since 1970, it leaves out: other files for each
+# number of commits.
 UNTIL ?=
 BOX = $(if $(UNTIL),--order=$(NIGHT) --seconds=$$(($(UNTIL) - $$(date +%s))))
 NIGHTLY := -m "nightly or hypothesis" --hypothesis-profile nightly
@@ -24,7 +26,7 @@ NIGHTLY := -m "nightly or hypothesis" --hypothesis-profile nightly
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test hostile check full nightly night lint types stress bench clean
+.PHONY: help demo test hostile check day full nightly night lint types stress bench clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -42,7 +44,11 @@ hostile: $(READY)  ## Run `make test` for a caller without variables, on a dumb 
 	umask 077 && env -i PATH="$(PATH)" TERM=dumb COLUMNS=20 LC_ALL=C TZ=Asia/Kathmandu \
 		$(MAKE) test WORKERS="$(WORKERS)" OPTIONS="--random-order --random-order-seed=$(SEED)"
 
-check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (half an hour)
+check: lint types day  ## Check all that must hold for a change: lint, types, short and full tier (half an hour)
+
+day: $(READY)  ## Run the short and the full tier together: workers find the tests once
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(DAY) $(BOX) --slowest=build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) $(DAY) $(BOX) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) $(BOX) --slowest=build/slowest/$@-gpu.txt $(GPU)

@@ -15,6 +15,7 @@ from ratel_cli import neighbours
 from ratel_cli.hardware import load
 from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.run.train import first_checks
+from tests.collecting import QuickCollection
 from tests.environment import fix, restored
 from tests.forked_chat import forked_chat_children
 from tests.night import add_night_options, pin, pinned, register_choice
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     SlowestTests.register(config)
     register_choice(config)
+    config.pluginmanager.register(QuickCollection(pinned()))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,8 @@
 """What a check has time for: `pytest --seconds=S --order=N`, and `pytest -m nightly --night=N --seconds=S`.
 
-A check must end, on a busy machine too. So what has not begun after S seconds is skipped; and N, such as the number of
-commits, decides the order of the files, so that other cases are left out each time. Nobody waits for the whole nightly
-tier: each check runs one of 30 parts of it, which N chooses.
+A check must end, on a busy machine too. So what of the full and the nightly tier has not begun after S seconds is
+skipped; and N, such as the number of commits, decides the order of the files, so that other cases are left out each
+time. Nobody waits for the whole nightly tier: each check runs one of 30 parts of it, which N chooses.
 
 A case that fails there goes into `tests/pinned.txt`, one name a line, and is in the full tier until it is understood.
 """
@@ -24,7 +24,7 @@ def add_night_options(parser: pytest.Parser) -> None:
     """Add the options that choose the cases, their order and their time."""
     parser.addoption("--night", type=int, metavar="N", help=f"of all cases, run part N modulo {NUM_PARTS}")
     parser.addoption("--order", type=int, metavar="N", help="run the files of tests in another order for each N")
-    parser.addoption("--seconds", type=float, metavar="S", help="begin no case later than this: skip it")
+    parser.addoption("--seconds", type=float, metavar="S", help="begin no case of the full or nightly tier later")
 
 
 def pinned() -> frozenset[str]:
@@ -79,14 +79,15 @@ class Chosen:
 
 
 class TimeLimit:
-    """Skips what would begin too late."""
+    """Skips what would begin too late, but for the short tier."""
 
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
 
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Before anything is set up for a case."""
-        if time.monotonic() > self._until:
+        may_wait = item.get_closest_marker("full") or item.get_closest_marker("nightly")
+        if may_wait and time.monotonic() > self._until:
             pytest.skip("no time is left for it")
 
 

@@ -159,7 +159,8 @@ def test_continuous_integration_runs_the_same() -> None:
     assert script.stat().st_mode & 0o111
     lines = [line for line in script.read_text().splitlines() if line.startswith("make ")]
     [parts] = re.findall(r"^check: ([a-z ]+?) +##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert [line.split()[1] for line in lines] == parts.split(), "CI runs the parts of `make check`, in their order"
+    called = [word for line in lines for word in line.split()[1:] if word.isalpha()]
+    assert called == parts.split(), "CI runs the parts of `make check`, in their order"
 
 
 def test_commands_are_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
