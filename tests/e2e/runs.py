@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import cast
@@ -37,6 +37,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -44,13 +45,25 @@ from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
 from ratel_cli.data.batches.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
 from ratel_cli.data.batches.dataset import Tokenizer as EncodeTokenizer
+from ratel_cli.data.samples.sample_batch import AnyModelBatch
 from ratel_cli.engine.replay.profiling import BlockProfiler
+from ratel_cli.engine.steps import footprint
+from ratel_cli.engine.steps.footprint import _measured_traits
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
+from ratel_cli.library import plans
+from ratel_cli.model.cut.cut_model import AnyModel
+from ratel_cli.model.values.spec import LayerTraits
+from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.search.plan import Plan
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.train import finetune as train_finetune
 from ratel_cli.run.train import profile_machine
+from ratel_cli.run.train.planner import Planner
 from ratel_cli.run.train.profile_machine import measure_machine
 from ratel_cli.run.train.ranks import RANK_TIMEOUT_SECONDS
+from ratel_cli.run.train.trial import tried_profile
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from tests.reference import Recipe
@@ -116,6 +129,8 @@ BRIEFLY = MeasurementBudget(
 )
 """Measuring the machine takes longer than a run of these models. The plans are odd then; the bits are the same."""
 _RECORD_DEFAULTS = BlockProfiler.record.__kwdefaults__
+_MEASURED: dict[str, object] | None = {}
+"""What layers take and how long they take, by all of a model but its weights, and all else that this depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,15 +240,61 @@ def ratel(*arguments: object) -> Ended:
 def measured_briefly() -> Iterator[None]:
     """A context in which the machine and the model's blocks are measured in no time, by `ratel profile` as well.
 
-    A product of two large matrices in a 16-bit dtype takes seconds on processors that have no instructions for it.
+    A product of two large matrices in a 16-bit dtype takes seconds on processors that have no instructions for it. A
+    model that a run of this process has tried, with as much of everything, is not tried again.
     """
     brief = functools.partial(measure_machine, budget=BRIEFLY)
     with (
         mock.patch.multiple(profile_machine, measure=functools.partial(measure, budget=BRIEFLY), measure_machine=brief),
         mock.patch.dict("ratel_cli.hardware.gpu._MATMUL_SIZES", cpu=64),
         mock.patch.dict(_RECORD_DEFAULTS, most_runs=2),
+        mock.patch.object(footprint, "_measured_traits", _traits_once),
+        mock.patch.object(train_finetune, "tried_profile", _tried_once),
+        mock.patch.object(plans, "tried_profile", _tried_once),
     ):
         yield
+
+
+@contextlib.contextmanager
+def measured_by_each_run() -> Iterator[None]:
+    """A context in which each run tries its model, whatever other runs have tried."""
+    with mock.patch(f"{__name__}._MEASURED", None):
+        yield
+
+
+def _traits_once(model: AnyModel) -> LayerTraits:
+    return cast(LayerTraits, _once(model, "traits", functools.partial(_measured_traits, model)))
+
+
+def _tried_once(
+    context: RunContext,
+    model: AnyModel,
+    batches: Sequence[AnyModelBatch],
+    planner: Planner,
+    plan: Plan,
+    estimate: ModelProfile,
+    *,
+    is_packed: bool,
+) -> ModelProfile | None:
+    lengths = [each.num_computed_tokens for each in batches]
+    what = f"{context.device} {planner.workload} {planner.decisions} {lengths} {is_packed}"
+    measured = functools.partial(tried_profile, context, model, batches, planner, plan, estimate, is_packed=is_packed)
+    return cast(ModelProfile | None, _once(model, what, measured))
+
+
+def _once(model: AnyModel, what: str, measured: Callable[[], object]) -> object:
+    """What is measured of a model, or what was before. None is not remembered: nothing could be measured."""
+    root = model.root
+    if _MEASURED is None or not isinstance(root, PreTrainedModel):
+        return measured()
+    asked = [value for name, value in root.config.to_dict().items() if name != "_name_or_path"]
+    modes = [(module.training, getattr(module, "p", None)) for module in root.modules()]
+    spec = replace(model.spec, name="")  # that of its directory
+    key = f"{id(type(root))} {root} {asked} {root.config._attn_implementation} {modes} {spec} {model.traits} {what}"
+    found = _MEASURED.get(key)
+    if found is None:
+        found = _MEASURED[key] = measured()
+    return found
 
 
 def finetune(config: Path, *arguments: str) -> Ended:

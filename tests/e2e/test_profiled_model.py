@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -18,9 +19,15 @@ from ratel_cli.report.words.profile import model_rows, operator_lines
 from ratel_cli.run.ask.profile_model import record_model
 from ratel_cli.run.files.output import claim_output
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import export_hash, metrics, output_of, ratel, succeed
+from tests.e2e.runs import export_hash, measured_by_each_run, metrics, output_of, ratel, succeed
 from tests.planning.shapes import machine
 from tests.tiers import sample
+
+
+@pytest.fixture(autouse=True)
+def _each_run_measures() -> Iterator[None]:
+    with measured_by_each_run():
+        yield
 
 
 def test_costs_are_measured_once_and_cached(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ratel_cli.run.train import trial
 from scripts import family_configs
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, ratel, store_of, succeed
+from tests.e2e.runs import assert_rejected, finetune, measured_by_each_run, metrics, output_of, ratel, store_of, succeed
+
+
+@pytest.fixture(autouse=True)
+def _each_run_measures() -> Iterator[None]:
+    with measured_by_each_run():
+        yield
 
 
 class NoBackward(torch.autograd.Function):
