@@ -15,6 +15,8 @@ from ratel_cli.data.text.chat import ChatRenderer
 from ratel_cli.data.text.chat_child import ChatMessage, Prompt, RenderFailure, find_turns, has_generation_tag
 from ratel_cli.data.text.drafts import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure
+from tests.forked_chat import forked_chat_children
+from tests.tiers import thinned
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
 PLAIN = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -41,6 +43,13 @@ SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endi
 @pytest.fixture(autouse=True, scope="module")
 def _chat_children() -> None:
     """The children start as in a run: no forks."""
+
+
+@pytest.fixture
+def forks() -> Iterator[None]:
+    """Children that are forks, for what does not depend on how they start."""
+    with forked_chat_children():
+        yield
 
 
 def _turns(*contents: str) -> list[ChatMessage]:
@@ -174,7 +183,7 @@ BAD_WAYS = {
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("no_child_left")
+@pytest.mark.usefixtures("forks")
 def test_what_a_template_may_not_do_costs_one_row() -> None:
     """The first message selects what the template does. The child survives every case."""
     branches = (f"{{% if way == {index} %}}{way}" for index, way in enumerate(BAD_WAYS))
@@ -188,7 +197,7 @@ def test_what_a_template_may_not_do_costs_one_row() -> None:
                 assert renderer.render(_draft(str(index), "b"), locate=False).text == "<assistant>fine"
 
 
-@pytest.mark.usefixtures("no_child_left")
+@pytest.mark.usefixtures("forks")
 def test_a_template_with_bad_syntax() -> None:
     with ChatRenderer("{% for %}", {}) as renderer, pytest.raises(Unusable, match="TemplateSyntaxError"):
         renderer.render(_draft("a", "b"), locate=True)
@@ -204,8 +213,9 @@ def test_an_endless_template_ends_the_run() -> None:
         renderer.render(_draft("a"), locate=True)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_slow_template_says_so_once() -> None:
-    loops = "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
+    loops = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
     slow = "{% if messages | length > 1 %}" + loops + "{% endif %}"
     said: list[str] = []
     with ChatRenderer(slow, {}, notice=said.append, limit_seconds=60, slow_seconds=0.01) as renderer:
@@ -222,6 +232,7 @@ LOSSES = {
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("case", LOSSES)
 def test_what_a_template_leaves_out_is_reported(case: str) -> None:
     message, tools, lost = LOSSES[case]
@@ -232,12 +243,13 @@ def test_what_a_template_leaves_out_is_reported(case: str) -> None:
         assert writes.render(draft, locate=False).remarks == ()
 
 
+@pytest.mark.usefixtures("forks")
 def test_words_may_be_trimmed_by_the_template() -> None:
     with ChatRenderer("{% for m in messages %}{{ m.content | trim }}{% endfor %}", {}) as renderer:
         assert renderer.render(_draft(" a \n", "", "b"), locate=False).remarks == ()
 
 
-@pytest.mark.parametrize("locate", [False, True])
+@pytest.mark.parametrize("locate", thinned([False, True], every=2, offset=1))
 def test_a_child_that_dies_ends_the_run(no_child_left: set[str], locate: bool) -> None:
     with ChatRenderer(PLAIN, {}) as renderer:
         (child,) = _children() - no_child_left

@@ -56,15 +56,15 @@ def _asked(pool: ChatPool, *first: str) -> list[tuple[object, ...]]:
 
 
 def test_answers_are_those_of_one_child_in_order(children: Callable[[], int]) -> None:
-    first = ["bad" if number % 7 == 3 else f"question {number}" for number in range(333)]
+    first = ["bad" if number % 7 == 3 else f"question {number}" for number in range(107)]
     with _pool(most=1) as pool:
         expected = _asked(pool, *first)
         assert children() == 1
     assert [len(each) for each in expected[:5]] == [2, 2, 2, 1, 2]
-    assert "no answer 3" in str(expected[3][0]) and "answer 332" in str(expected[332][0])
+    assert "no answer 3" in str(expected[3][0]) and "answer 106" in str(expected[106][0])
     with _pool(most=3) as pool:
-        renderings = [pool.start(_drafts(*first), locate=lambda draft: True) for _ in range(3)]
-        assert [_asked(pool, *first) for _ in range(2)] == [expected] * 2
+        renderings = [pool.start(_drafts(*first), locate=lambda draft: True) for _ in range(2)]
+        assert _asked(pool, *first) == expected
         assert children() == 3
         for rendering in renderings:
             assert [str(each) for each in rendering.answers() if isinstance(each, Unusable)] == [

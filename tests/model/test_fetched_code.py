@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from ratel_cli.model.values.fetched_code import no_fetched_code
+from tests.tiers import rotating
 
 _KERNELS = """
 import sys
@@ -21,22 +22,20 @@ def get_kernel(*arguments, **options):
 """
 
 
-@pytest.mark.parametrize("with_kernels", [False, True])
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import ratel_cli.model.export.adapters",
-        "from ratel_cli.model.export.denoiser import denoiser_class; denoiser_class()",
-    ],
-    ids=["of adapters", "of diffusers"],
-)
+IMPORTS = {
+    "of adapters": "import ratel_cli.model.export.adapters",
+    "of diffusers": "from ratel_cli.model.export.denoiser import denoiser_class; denoiser_class()",
+}
+
+
+@pytest.mark.parametrize(("imports", "with_kernels"), rotating(list(IMPORTS), [True, False], full_pairs=True))
 def test_importing_what_imports_peft_fetches_nothing_and_says_nothing(
     tmp_path: Path, imports: str, with_kernels: bool
 ) -> None:
     """bitsandbytes asks for a kernel where the processor computes in bf16 with AVX-512."""
     if with_kernels:
         (tmp_path / "kernels.py").write_text(_KERNELS)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {imports}"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {IMPORTS[imports]}"
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
 

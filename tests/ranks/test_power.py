@@ -25,9 +25,12 @@ from tests.fakes import directory_in_memory
 from tests.ranks.threads import together
 from tests.store.power import DriveEvent, Files, RecordingDrive, cuts
 from tests.store.stores import contents, create_store, import_all, progress_of, write_generation
+from tests.tiers import rotating
 
 NUM_STEPS, SKIPPED = 4, 3
 """Steps, and the one that is not applied."""
+STATES = [(2, 1), pytest.param(2, 4, marks=pytest.mark.nightly), pytest.param(3, 4, marks=pytest.mark.full)]
+"""The number of ranks, and after how many states of the files for each event they go on."""
 Commit = Callable[[Store, Ranks, Progress], None]
 
 
@@ -197,16 +200,16 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_a_power_cut_of_all_machines(directory: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "per_event"), STATES)
+def test_a_power_cut_of_all_machines(directory: Path, size: int, per_event: int) -> None:
     recording = record(directory, size)
-    assert recover(recording, of_all_machines(recording, per_event=4)) > 100
+    assert recover(recording, of_all_machines(recording, per_event=per_event)) > 25 * per_event
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_power_cut_of_one_machine(directory: Path, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "per_event"), rotating([0, 1], [2, 6], every=2, full_pairs=True))
+def test_a_power_cut_of_one_machine(directory: Path, rank: int, per_event: int) -> None:
     recording = record(directory, 2)
-    assert recover(recording, of_one_machine(recording, rank, per_event=6)) > 60
+    assert recover(recording, of_one_machine(recording, rank, per_event=per_event)) > 10 * per_event
 
 
 def test_an_overwrite_before_all_have_committed_is_found(directory: Path) -> None:
