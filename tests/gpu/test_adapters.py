@@ -17,15 +17,15 @@ pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize(
-    ("architecture", "adapter", "dtype", "num_micro_batches", "max_grad_norm"),
+    ("adapter", "architecture", "dtype", "num_micro_batches", "max_grad_norm"),
     rotating(
-        ["llama", "llama_tied", "gpt2"],
         list(ADAPTERS),
+        ["llama", "llama_tied", "gpt2"],
         ["bfloat16", "float16"],
         [1, 3],
         [None, 0.5],
         every=4,
-        full_pairs=True,
+        full_rotation=True,
     ),
 )
 def test_equals_peft(

@@ -23,9 +23,9 @@ pytestmark = NEEDS_GPU
     ("name", "task", "num_micro_batches", "max_grad_norm"),
     [
         *thinned(
-            pairwise(["bert", "modernbert", "electra"], ["masked_lm", "classification"], [1, 2], [None, 0.5]), every=3
+            pairwise(["bert", "modernbert", "electra"], ["masked_lm", "classification"], [1, 2], [None, 0.5]), every=6
         ),
-        *thinned(pairwise(["t5", "t5 untied", "bart", "marian"], ["seq2seq"], [1, 2], [None, 0.5]), every=4),
+        *thinned(pairwise(["t5", "t5 untied", "bart", "marian"], ["seq2seq"], [1, 2], [None, 0.5]), every=8),
     ],
 )
 def test_they_train_as_plain_pytorch_does(

@@ -39,7 +39,7 @@ pytestmark = NEEDS_GPU
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "max_grad_norm"),
-    rotating(list(ARCHITECTURES), *SETTINGS, every=3, offset=3, full_pairs=True),
+    rotating(list(ARCHITECTURES), *SETTINGS, every=3, offset=3, full_rotation=True),
 )
 def test_equals_plain_pytorch(
     tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None
@@ -96,7 +96,7 @@ def test_another_plan_before_every_step_changes_no_bit(
 
 @pytest.mark.parametrize(
     ("placement", "max_grad_norm", "architecture"),
-    rotating(list(PLACEMENTS), [None, 0.5], ["llama", "llama_tied"], every=4, full_pairs=True),
+    rotating(list(PLACEMENTS), [None, 0.5], ["llama", "llama_tied"], every=4, full_rotation=True),
 )
 def test_what_stays_and_what_runs_ahead_changes_no_bit(
     tmp_path: Path, placement: str, max_grad_norm: float | None, architecture: str
@@ -108,7 +108,7 @@ def test_what_stays_and_what_runs_ahead_changes_no_bit(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "chunk_tokens", "max_grad_norm"),
-    rotating(["llama", "phi3"], list(DTYPES.values()), [3, 1], [7, None], [0.5, None], full_pairs=True),
+    rotating(["llama", "phi3"], list(DTYPES.values()), [3, 1], [7, None], [0.5, None], full_rotation=True),
 )
 def test_a_head_that_is_summed_in_host_memory_is_that_of_plain_pytorch(
     tmp_path: Path,
@@ -130,7 +130,7 @@ def test_a_head_that_is_summed_in_host_memory_is_that_of_plain_pytorch(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "chunk_tokens"),
-    rotating(["llama_tied", "gemma2", "gpt2"], list(DTYPES.values()), [3, 1], [7, None], full_pairs=True),
+    rotating(["llama_tied", "gemma2", "gpt2"], list(DTYPES.values()), [3, 1], [7, None], full_rotation=True),
 )
 def test_a_tied_head_that_is_summed_in_host_memory_changes_no_bit(
     tmp_path: Path, architecture: str, dtype: torch.dtype, num_micro_batches: int, chunk_tokens: int | None

@@ -20,15 +20,15 @@ pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize(
-    ("architecture", "part", "dtype", "num_micro_batches", "max_grad_norm"),
+    ("part", "architecture", "dtype", "num_micro_batches", "max_grad_norm"),
     rotating(
-        ["llama", "llama_tied", "gpt2", "mixtral"],
         list(PARTS),
+        ["llama", "llama_tied", "gpt2", "mixtral"],
         ["bfloat16", "float16"],
         [1, 3],
         [None, 0.5],
         every=4,
-        full_pairs=True,
+        full_rotation=True,
     ),
 )
 def test_equals_plain_pytorch(

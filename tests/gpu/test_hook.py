@@ -14,7 +14,7 @@ from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.library.nets import NetBatch
 from tests.library.test_hook import LEARNING_RATE, built, hooked, net_steps, run, saved, wanted
 from tests.reference import Recipe
-from tests.tiers import pairwise
+from tests.tiers import pairwise, thinned
 
 pytestmark = NEEDS_GPU
 
@@ -26,11 +26,14 @@ def on_gpu(batch: NetBatch) -> NetBatch:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "num_rounds", "max_grad_norm"),
-    pairwise(
-        ["sequential", "two streams", "gpt2", "llama", "bert", "albert", "t5"],
-        [torch.float32, torch.bfloat16],
-        [1, 2],
-        [None, 0.5],
+    thinned(
+        pairwise(
+            ["sequential", "two streams", "gpt2", "llama", "bert", "albert", "t5"],
+            [torch.float32, torch.bfloat16],
+            [1, 2],
+            [None, 0.5],
+        ),
+        every=2,
     ),
 )
 def test_it_trains_as_plain_pytorch_does(

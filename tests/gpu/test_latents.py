@@ -14,11 +14,12 @@ from tests.e2e.runs import DTYPES, metrics, output_of, recipe_of, succeed, write
 from tests.e2e.test_latents import KEYS
 from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.gpu.test_runs import GPU_KEY
+from tests.tiers import rotating
 
 pytestmark = NEEDS_GPU
 
 
-@pytest.mark.parametrize(("dtype", "clip"), [("float32", 0.5), ("bfloat16", None)])
+@pytest.mark.parametrize(("dtype", "clip"), rotating(["float32", "bfloat16"], [0.5, None], every=2, full_rotation=True))
 def test_it_trains_as_plain_pytorch_does(tmp_path: Path, dtype: str, clip: float | None) -> None:
     base, rows = save_denoiser(tmp_path / "dit"), write_latents(tmp_path / "latents.safetensors")
     changes = {**KEYS, "dtype": dtype, "max_grad_norm": clip, "device": GPU_KEY, "deterministic": True}

@@ -30,6 +30,7 @@ from tests.engine.test_step import StopAfter
 from tests.gpu.machine import GPU, NEEDS_GPU, gpu_machine
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated, num_stops
+from tests.tiers import rotating
 
 pytestmark = NEEDS_GPU
 
@@ -77,9 +78,10 @@ def labels(spans: Sequence[Span], resource: Resource, prefix: str) -> list[str]:
     return [span.label.text for span in spans if span.resource == resource and span.label.text.startswith(prefix)]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("holds_sums", [False, True])
+@pytest.mark.parametrize(
+    ("num_micro_batches", "gradient_dtype", "holds_sums"),
+    rotating([1, 3], [torch.float32, torch.bfloat16], [False, True], full_pairs=True),
+)
 def test_gradients_are_summed(
     tmp_path: Path, holds_sums: bool, num_micro_batches: int, gradient_dtype: torch.dtype
 ) -> None:
@@ -118,8 +120,7 @@ def test_every_buffer_is_given_back(tmp_path: Path, max_grad_norm: float | None)
         assert ratel.pool.leased_bytes == 0
 
 
-@pytest.mark.parametrize("spilled_units", [0, 2])
-@pytest.mark.parametrize("num_checks", range(6))
+@pytest.mark.parametrize(("num_checks", "spilled_units"), rotating(range(6), [0, 2]))
 def test_a_stop_between_blocks_gives_every_buffer_back(tmp_path: Path, num_checks: int, spilled_units: int) -> None:
     recipe = Recipe(dtype=torch.bfloat16)
     placement = Placement(prefetch_blocks=1, pending_updates=1, swapped=EVERYTHING, spilled_units=spilled_units)

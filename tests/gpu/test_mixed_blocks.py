@@ -21,7 +21,7 @@ pytestmark = NEEDS_GPU
 
 @pytest.mark.parametrize(
     ("family", "dtype", "num_micro_batches", "max_grad_norm"),
-    rotating(MIXED, ["bfloat16", "float16"], [1, 3], [None, 0.5], every=2, full_pairs=True),
+    rotating(MIXED, ["bfloat16", "float16"], [1, 3], [None, 0.5], every=2, full_rotation=True),
 )
 def test_equals_plain_pytorch(
     tmp_path: Path, family: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None

@@ -25,18 +25,21 @@ from tests.library.test_offloading import (
 from tests.real_time import in_real_time, of_this_try
 from tests.simulated_gpu import is_simulated
 from tests.simulated_gpu.timed import Rates, timed
-from tests.tiers import pairwise
+from tests.tiers import pairwise, thinned
 
 pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "order", "amount"),
-    pairwise(
-        ["sequential", "two streams", "gpt2", "llama", "bert", "albert", "t5"],
-        [torch.float32, torch.bfloat16],
-        [one_forward_one_backward, all_forwards_first],
-        ["all", "auto", 3000],
+    thinned(
+        pairwise(
+            ["sequential", "two streams", "gpt2", "llama", "bert", "albert", "t5"],
+            [torch.float32, torch.bfloat16],
+            [one_forward_one_backward, all_forwards_first],
+            ["all", "auto", 3000],
+        ),
+        every=2,
     ),
 )
 def test_gradients_have_the_bits_of_memory(

@@ -69,13 +69,14 @@ class Shape:
 LARGE_HEAD = Shape("Gemma 2 27B", 4608, 1, vocab_size=256_000)
 """The head takes more than any layer."""
 SHAPES = [
-    Shape("13B", 5120, 8),
-    Shape("30B", 7168, 4),
     Shape("70B", 8192, 2),
+    Shape("276B", 14336, 1),
+    Shape("30B", 7168, 4),
     Shape("135B", 11264, 2),
     Shape("175B", 12288, 1),
-    Shape("276B", 14336, 1),
+    Shape("13B", 5120, 8),
 ]
+"""The last one takes minutes, since it has many tokens for its size."""
 
 
 def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfig:
@@ -198,7 +199,7 @@ def test_so_it_does_where_layers_share_weights(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "task", "num_micro_batches"),
-    rotating([SHAPES[0], SHAPES[3]], ["masked_lm", "classification"], [1, 3], every=2),
+    rotating([SHAPES[0], SHAPES[-1]], ["masked_lm", "classification"], [1, 3], every=2),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_with_an_encoder_whose_rows_are_padded(
@@ -220,7 +221,7 @@ def test_so_it_does_with_an_encoder_whose_rows_are_padded(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "num_micro_batches", "tied"),
-    rotating([SHAPES[0], SHAPES[3]], [1, 3], [True, False], every=2),
+    rotating([SHAPES[0], SHAPES[-1]], [1, 3], [True, False], every=2),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_two_stacks_take_no_more_than_was_planned(
@@ -244,14 +245,12 @@ def test_two_stacks_take_no_more_than_was_planned(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("shape", "unfrozen", "num_micro_batches", "tied"),
+    ("unfrozen", "shape", "num_micro_batches", "tied"),
     rotating(
-        [SHAPES[0], SHAPES[3]],
         ["model.layers.1.", r"model.layers.\d.self_attn.", "model.layers.0.mlp"],
+        [SHAPES[3], SHAPES[-1]],
         [1, 3],
         [False, True],
-        every=3,
-        full_pairs=True,
     ),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )

@@ -20,7 +20,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "adapted"), rotating(["dpo", "kto", "orpo"], [True, False], every=2, full_rotation=True)
+    ("method", "adapted"), rotating(["dpo", "kto", "orpo"], [True, False], every=3, full_rotation=True)
 )
 def test_it_learns_what_the_cpu_learns(method: str, adapted: bool, base: Path, tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", verdicts() if method == "kto" else pairs())

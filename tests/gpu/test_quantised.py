@@ -44,15 +44,15 @@ def test_a_gpu_expands_int4_to_the_same_bits(dtype: torch.dtype, has_order: bool
 
 
 @pytest.mark.parametrize(
-    ("architecture", "adapter", "form", "dtype", "num_micro_batches"),
+    ("adapter", "architecture", "form", "dtype", "num_micro_batches"),
     rotating(
-        ["llama", "llama_tied", "gpt2"],
         LORA,
+        ["llama", "llama_tied", "gpt2"],
         FORMS,
         ["bfloat16", "float16"],
         [1, 3],
         every=6,
-        full_pairs=True,
+        full_rotation=True,
     ),
 )
 def test_equals_peft_beside_what_bitsandbytes_makes(

@@ -25,7 +25,7 @@ from scripts.bench import direct
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, check_training
 from tests.gpu.machine import NEEDS_GPU, gpu_config, gpu_machine
 from tests.reference import Recipe
-from tests.tiers import pairwise
+from tests.tiers import pairwise, thinned
 
 pytestmark = NEEDS_GPU
 
@@ -67,14 +67,17 @@ def mapped_bytes() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("choice", "architecture", "num_micro_batches", "max_grad_norm", "dtype", "window_bytes", "rows"),
-    pairwise(
-        list(CHOICES),
-        ["llama", "llama_tied", "gpt2"],
-        [1, 3],
-        [None, 0.5],
-        [torch.bfloat16, torch.float32],
-        [0, 3000, 1 << 20],
-        [None, 1 << 20],
+    thinned(
+        pairwise(
+            list(CHOICES),
+            ["llama", "llama_tied", "gpt2"],
+            [1, 3],
+            [None, 0.5],
+            [torch.bfloat16, torch.float32],
+            [0, 3000, 1 << 20],
+            [None, 1 << 20],
+        ),
+        every=3,
     ),
 )
 def test_it_changes_no_bit(
