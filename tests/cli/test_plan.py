@@ -359,6 +359,7 @@ def test_a_model_that_can_have_no_adapter_is_looked_at_once(
     assert "it can have none" in ask(config, "--hardware", machine, "adapter=lora").err
 
 
+@pytest.mark.full
 def test_the_learning_rate_of_an_adapter_for_all_weights_of_a_large_model(
     ask: Ask, config: Path, machine: Path, here: Path
 ) -> None:

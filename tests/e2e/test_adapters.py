@@ -35,7 +35,7 @@ from tests.e2e.runs import (
 )
 from tests.engine.architectures import tiny_config
 from tests.reference import Trained, train_in_memory
-from tests.tiers import rotating
+from tests.tiers import rotating, thinned
 
 NUM_STEPS = 4
 EXPRESSION = r"model.layers.[\d]+.(mlp|self_attn).(up|down|q)_proj"
@@ -65,38 +65,32 @@ def saved_name(name: str) -> str:
     return "base_model.model." + name.replace("_vector.default.weight", "_vector").replace(".default", "")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("keys", "lora"),
-    [
-        ({}, {}),
-        (
-            {"lora_target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "peft_use_rslora": True},
-            {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "use_rslora": True},
-        ),
-        (
-            {"lora_layers_to_transform": [1], "peft_init_lora_weights": "gaussian"},
-            {"layers_to_transform": [1], "init_lora_weights": "gaussian", "target_modules": LINEAR},
-        ),
-        ({"peft_init_lora_weights": False, "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, {}),
-        ({"lora_target_modules": EXPRESSION}, {"target_modules": EXPRESSION}),
-        (
-            {"peft_use_dora": True, "lora_dropout": 0.1, "lora_modules_to_save": ["embed_tokens", "lm_head"]},
-            {"use_dora": True, "lora_dropout": 0.1, "modules_to_save": ["embed_tokens", "lm_head"]},
-        ),
-    ],
-    ids=[
-        "all linear",
-        "dropout and rslora",
-        "one layer",
-        "all linear by axolotl",
-        "a regular expression",
-        "dora, and modules trained whole",
-    ],
-)
-def test_the_adapter_is_what_peft_trains(
-    make_config: MakeConfig, base: Path, dtype: str, keys: dict[str, object], lora: dict[str, object]
-) -> None:
+LORA: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "all linear": ({}, {}),
+    "dropout and rslora": (
+        {"lora_target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "peft_use_rslora": True},
+        {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "use_rslora": True},
+    ),
+    "one layer": (
+        {"lora_layers_to_transform": [1], "peft_init_lora_weights": "gaussian"},
+        {"layers_to_transform": [1], "init_lora_weights": "gaussian", "target_modules": LINEAR},
+    ),
+    "all linear by axolotl": (
+        {"peft_init_lora_weights": False, "lora_target_linear": True, "lora_target_modules": ["q_proj"]},
+        {},
+    ),
+    "a regular expression": ({"lora_target_modules": EXPRESSION}, {"target_modules": EXPRESSION}),
+    "dora, and modules trained whole": (
+        {"peft_use_dora": True, "lora_dropout": 0.1, "lora_modules_to_save": ["embed_tokens", "lm_head"]},
+        {"use_dora": True, "lora_dropout": 0.1, "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+}
+"""Keys of a config, and what they are in PEFT."""
+
+
+@pytest.mark.parametrize(("what", "dtype"), thinned(rotating(list(LORA), ["bfloat16", "float32"]), every=3, offset=2))
+def test_the_adapter_is_what_peft_trains(make_config: MakeConfig, base: Path, dtype: str, what: str) -> None:
+    keys, lora = LORA[what]
     config = make_config(**{**CHANGES, **keys, "dtype": dtype})
     succeed(config)
     found, wanted = adapter_of(config), plain(config, base, **lora)
@@ -136,9 +130,10 @@ def test_the_second_matrices_and_the_head_have_other_rates(make_config: MakeConf
     assert_rejected(finetune(config, "embedding_lr=1e-5"), 2, "are both set")
 
 
-@pytest.mark.parametrize("keys", [{}, WHOLE], ids=["lora", "dora"])
-def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path, keys: dict[str, object]) -> None:
+@pytest.mark.parametrize("what", thinned(["lora", "dora"], every=2, offset=1))
+def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path, what: str) -> None:
     """Killed in between, too. Of the base nothing is copied or changed."""
+    keys = WHOLE if what == "dora" else {}
     config, before = make_config(**CHANGES, **keys), file_hash(base / "model.safetensors")
     run_until_killed(config, kill_at="commit.written:3")
     succeed(config)
@@ -172,7 +167,7 @@ KINDS: dict[str, dict[str, object]] = {
         ["bfloat16", "float32", "float16"],
         every=5,
         offset=2,
-        full_pairs=True,
+        full_rotation=True,
     ),
 )
 def test_a_killed_run_ends_with_the_same_adapter(make_config: MakeConfig, point: str, kind: str, dtype: str) -> None:

@@ -71,7 +71,7 @@ SETTINGS = [
 
 
 def cases() -> list[ParameterSet]:
-    """Those of all tiers. Two are in the short tier: a mixture of experts, and the model with a vision tower."""
+    """Those of all tiers. One is in the short tier: the model with a vision tower."""
     draw = random.Random(SEED)
     chosen = [*draw.sample(EXPERTS, 2), draw.choice(WITH_VISION), *draw.sample(OTHERS, max(12, len(SETTINGS)) - 3)]
     rest = [family for family in ADAPTABLE if family not in chosen]
@@ -83,7 +83,7 @@ def cases() -> list[ParameterSet]:
         if family in chosen:
             settings.remove(values)
             settings = settings or draw.sample(SETTINGS, len(SETTINGS))
-        marks = pytest.mark.nightly if family in rest else () if place in (1, 2) else pytest.mark.full
+        marks = pytest.mark.nightly if family in rest else () if place == 2 else pytest.mark.full
         name = f"seed {SEED}-{family}-{'-'.join(map(str, values))}"
         found.append(pytest.param(family, *values, marks=marks, id=name))
     return found

@@ -177,6 +177,7 @@ def test_without_a_rule_the_last_step_is_exported(make_config: MakeConfig) -> No
     assert (row["state"], row["best_step"] in (2, 4, 6)) == ("finished", True)
 
 
+@pytest.mark.full
 def test_a_store_without_space_for_the_best_step(make_config: MakeConfig) -> None:
     config = make_config(**{**CHANGES, "load_best_model_at_end": False, "max_steps": 2})
     succeed(config)
@@ -185,6 +186,7 @@ def test_a_store_without_space_for_the_best_step(make_config: MakeConfig) -> Non
     assert "remove save_steps, load_best_model_at_end or storage.snapshot" in ended.stderr
 
 
+@pytest.mark.full
 def test_a_changed_bit_in_the_metrics_chooses_no_other_step(make_config: MakeConfig, tmp_path: Path) -> None:
     """The line of the best step is damaged: an export names the line, and a run that resumes keeps what follows it."""
     config = make_config(**{**CHANGES, "max_steps": 6, "early_stopping_patience": None, "learning_rate": 1e-4})

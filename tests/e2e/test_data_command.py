@@ -74,7 +74,11 @@ def test_commands_share_tokens(make_config: MakeConfig, rows: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_ends_reading_at_once(
     make_config: MakeConfig, tmp_path: Path, number: signal.Signals, code: int

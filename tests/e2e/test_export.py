@@ -32,7 +32,7 @@ from tests.e2e.runs import (
     weights_path,
 )
 from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, load_export, run_of_each
-from tests.tiers import rotating, sample
+from tests.tiers import rotating, sample, thinned
 
 SAVING: dict[str, object] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
 WEIGHTS = "model.safetensors"
@@ -51,7 +51,7 @@ def saved(saved_of: OfEach) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("what", "by"), rotating(WHOLE_OR_ADAPTER, ["config", "directory"], full_pairs=True))
+@pytest.mark.parametrize(("what", "by"), rotating(WHOLE_OR_ADAPTER, ["config", "directory"], full_rotation=True))
 def test_the_last_step_is_the_runs_own_export(saved_of: OfEach, tmp_path: Path, what: str, by: str) -> None:
     saved = saved_of(what)
     before = file_hash(store_of(saved))
@@ -173,7 +173,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize(
     ("call", "number", "command"),
-    rotating([1, 3], [signal.SIGINT, signal.SIGTERM], list(COMMANDS), offset=3, full_pairs=True),
+    rotating([1, 3], [signal.SIGINT, signal.SIGTERM], list(COMMANDS), offset=3, full_rotation=True),
 )
 def test_a_signal_leaves_the_earlier_export(
     saved_of: OfEach, tmp_path: Path, signal_at: SignalAt, call: int, number: signal.Signals, command: str
@@ -201,7 +201,7 @@ def failing_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "replace", fail)
 
 
-@pytest.mark.parametrize(("kind", "command"), rotating(["card", "weights"], list(COMMANDS), full_pairs=True))
+@pytest.mark.parametrize(("kind", "command"), rotating(["card", "weights"], list(COMMANDS), full_rotation=True))
 def test_an_export_that_broke_off_is_finished_without_being_asked(
     saved_of: OfEach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, command: str
 ) -> None:
@@ -280,7 +280,9 @@ def aligned_by_trainer(base: Path, output: Path, **special: str) -> Path:
 IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
-@pytest.mark.parametrize(("what", "has_defaults"), rotating(WHOLE_OR_ADAPTER, [True, False], full_pairs=True))
+@pytest.mark.parametrize(
+    ("what", "has_defaults"), thinned(rotating(WHOLE_OR_ADAPTER, [True, False], full_rotation=True), every=3)
+)
 def test_the_export_ends_texts_where_the_run_did(
     base: Path, make_config: MakeConfig, tmp_path: Path, what: str, has_defaults: bool
 ) -> None:

@@ -120,8 +120,13 @@ def _flip(path: Path) -> None:
     ("change", "code", "message"),
     [
         (_flip, 4, "has changed since the run began (block"),
-        (lambda path: path.write_bytes(path.read_bytes() + bytes(8)), 2, "belong to no tensor"),
-        (Path.unlink, 2, "is missing"),
+        pytest.param(
+            lambda path: path.write_bytes(path.read_bytes() + bytes(8)),
+            2,
+            "belong to no tensor",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(Path.unlink, 2, "is missing", marks=pytest.mark.nightly),
     ],
 )
 def test_files_that_changed_are_refused(

@@ -42,6 +42,7 @@ from tests.e2e.runs import (
     run_until_killed,
     succeed,
 )
+from tests.tiers import rotating, sample, thinned
 
 KEYS: dict[str, object] = {
     **SHORT_RUN,
@@ -66,7 +67,7 @@ def _datasets(path: Path, **keys: object) -> dict[str, object]:
     return {"datasets": [{"path": str(path), "type": "latents", **keys}]}
 
 
-@pytest.mark.parametrize(("dtype", "clip"), [("float32", 0.5), ("bfloat16", None)])
+@pytest.mark.parametrize(("dtype", "clip"), rotating(["float32", "bfloat16"], [0.5, None], every=2, full_rotation=True))
 def test_it_trains_as_plain_pytorch_does(
     make_config: MakeConfig, denoiser: Path, latents: Path, dtype: str, clip: float | None
 ) -> None:
@@ -87,6 +88,7 @@ def test_it_trains_as_plain_pytorch_does(
     assert all(torch.equal(each, found[name]) for name, each in loaded.named_parameters())
 
 
+@pytest.mark.full
 def test_latents_in_parquet_are_the_same_latents(
     make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path
 ) -> None:
@@ -131,7 +133,7 @@ def test_every_command_after_it(make_config: MakeConfig, denoiser: Path, latents
         assert_rejected(ratel(*command), 2, "language model")
 
 
-@pytest.mark.parametrize("kill_at", ["commit.written:3", "commit.published:3"])
+@pytest.mark.parametrize("kill_at", thinned(["commit.written:3", "commit.published:3"], every=2))
 def test_after_a_kill_it_has_the_bits_of_an_undisturbed_run(
     make_config: MakeConfig, denoiser: Path, latents: Path, kill_at: str
 ) -> None:
@@ -200,7 +202,7 @@ def _made_by_diffusers(
     return made
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("guidance", thinned([1.0, 3.0], every=2, offset=1))
 def test_images_are_what_diffusers_makes_of_the_export(
     make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path, guidance: float
 ) -> None:
@@ -227,7 +229,7 @@ def _images(path: Path, output: Path, *options: object) -> dict[str, torch.Tenso
     return load_file(output / "latents.safetensors")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sample(["float32", "bfloat16"], every=2, offset=1))
 def test_images_of_a_directory_are_those_of_the_run(
     make_config: MakeConfig, denoiser: Path, latents: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -254,7 +256,7 @@ def test_images_of_a_base_model_are_what_diffusers_makes(denoiser: Path, tmp_pat
     assert not torch.equal(_images(denoiser, tmp_path / "bf16", "dtype=bfloat16")["latents"], found)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("guidance", sample([1.0, 2.0], every=2, offset=1))
 def test_images_in_batches_are_those_of_one_batch(
     denoiser: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guidance: float
 ) -> None:

@@ -17,7 +17,7 @@ from tests.e2e.conftest import MakeConfig
 from tests.e2e.encoders import CLASSES, save_encoder, save_pair_model, write_encoder_rows, write_pair_rows
 from tests.e2e.preferences import pairs, verdicts, write
 from tests.e2e.runs import metrics, output_of, ratel, succeed, write_rows
-from tests.tiers import sample
+from tests.tiers import sample, thinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", sample(KINDS, every=3, offset=1))
+@pytest.mark.parametrize("name", thinned(sample(KINDS, every=3, offset=1), every=2))
 def test_the_tokens_of_a_step_are_those_of_the_data(
     name: str, make_config: MakeConfig, base: Path, tmp_path: Path
 ) -> None:
@@ -97,6 +97,7 @@ def test_the_tokens_of_a_step_are_those_of_the_data(
     )
 
 
+@pytest.mark.full
 def test_a_plan_says_that_it_assumes_full_rows(make_config: MakeConfig) -> None:
     """As long as nothing has read the data as it is now; `ratel check` does."""
     config = make_config(sample_packing=False)

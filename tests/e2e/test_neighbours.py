@@ -116,6 +116,7 @@ def test_a_command_called_by_a_program_does_not_start_again(
     assert "yaml_of_others 0.1.0 is installed, but cannot be imported" in error and "--force-reinstall" in error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sample(PACKAGES, every=len(PACKAGES)))
 def test_training_goes_on_without(site: Path, make_config: MakeConfig, name: str) -> None:
     install(site, name, f"raise RuntimeError({REASON!r})\n", version="9.9.9")

@@ -12,6 +12,7 @@ from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, succeed
 from tests.e2e.test_adapters import CHANGES
 from tests.e2e.test_quantised_bases import WEIGHTS, copied
+from tests.tiers import thinned
 
 FP16: dict[str, object] = {"dtype": "float16", "max_steps": 3}
 
@@ -23,7 +24,7 @@ def with_weight(base: Path, directory: Path, name: str, number: float, *, everyw
     return copied(base, directory, tensors)
 
 
-@pytest.mark.parametrize("keys", [{}, CHANGES], ids=["full", "adapter"])
+@pytest.mark.parametrize("keys", thinned([{}, CHANGES], every=2), ids=["full", "adapter"])
 def test_a_base_beyond_float16(make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     config = make_config(base=with_weight(base, tmp_path / "large", name, 70000.0), **{**keys, **FP16})

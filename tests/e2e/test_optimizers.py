@@ -29,7 +29,7 @@ from tests.e2e.runs import (
 )
 from tests.kernels.oracle import needs_fused_torch
 from tests.reference import train_in_memory
-from tests.tiers import rotating
+from tests.tiers import rotating, thinned
 
 KEYS: dict[str, dict[str, object]] = {
     "adamw_8bit": {"optimizer": "adamw_8bit", "weight_decay": 0.1},
@@ -53,7 +53,14 @@ def wide_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_fused_torch
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
-    [*rotating(list(KEYS), ["bfloat16", "float32"]), *((optimizer, "bfloat16") for optimizer in WITHOUT_MASTER)],
+    thinned(
+        [
+            *rotating(list(KEYS), ["bfloat16", "float32"]),
+            *(pytest.param(optimizer, "bfloat16") for optimizer in WITHOUT_MASTER),
+        ],
+        every=3,
+        offset=1,
+    ),
 )
 def test_the_export_is_what_pytorch_trains(
     make_config: MakeConfig, wide_base: Path, optimizer: str, dtype: str
@@ -79,7 +86,9 @@ def test_the_export_is_what_pytorch_trains(
     assert ratel("verify", config).code == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "momentum", "muon", "adamw_8bit without a master"])
+@pytest.mark.parametrize(
+    "optimizer", thinned(["adamw_8bit", "momentum", "muon", "adamw_8bit without a master"], every=4, offset=3)
+)
 def test_a_killed_run_goes_on(make_config: MakeConfig, wide_base: Path, optimizer: str) -> None:
     keys = {**(KEYS | WITHOUT_MASTER)[optimizer], "base_model": str(wide_base), "max_steps": 4}
     keys |= {"dtype": "bfloat16"} if optimizer in WITHOUT_MASTER else {}

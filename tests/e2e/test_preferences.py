@@ -14,13 +14,13 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.preferences import assert_same_training, chats, keys_of, pairs, recipe, verdicts, write
 from tests.e2e.runs import metrics, succeed
-from tests.tiers import rotating
+from tests.tiers import rotating, thinned
 from tests.trl_oracle import tune
 
 METHODS = ["dpo", "ipo", "orpo", "simpo", "kto"]
 
 
-@pytest.mark.parametrize(("method", "adapted"), rotating(METHODS, [False, True]))
+@pytest.mark.parametrize(("method", "adapted"), thinned(rotating(METHODS, [False, True]), every=3))
 def test_it_trains_what_trl_trains(
     method: str, adapted: bool, make_config: MakeConfig, base: Path, tmp_path: Path
 ) -> None:
@@ -31,7 +31,7 @@ def test_it_trains_what_trl_trains(
     assert_same_training(config, tune(base, rows, wanted))
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", thinned([False, True], every=2, offset=1))
 def test_dropout_is_off_as_in_trl(adapted: bool, make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """That of the model's modules, and that of the adapter."""
     wanted = recipe("dpo", adapted=adapted)
@@ -59,7 +59,9 @@ def _save_with_dropout(base: Path, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("method", "mark"), rotating(["dpo", "orpo", "simpo"], ["<|end|>", "<|end|>\n", "\n"]))
+@pytest.mark.parametrize(
+    ("method", "mark"), thinned(rotating(["dpo", "orpo", "simpo"], ["<|end|>", "<|end|>\n", "\n"]), every=3, offset=1)
+)
 def test_conversations_end_as_in_trl(
     method: str, mark: str, make_config: MakeConfig, base: Path, tmp_path: Path
 ) -> None:

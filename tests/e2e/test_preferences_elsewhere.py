@@ -20,7 +20,7 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("method", "adapted"), rotating(["dpo", "kto", "simpo"], [False, True], full_pairs=True))
+@pytest.mark.parametrize(("method", "adapted"), rotating(["dpo", "kto", "simpo"], [False, True], full_rotation=True))
 def test_ranks_learn_what_one_process_learns(
     method: str, adapted: bool, make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -39,7 +39,9 @@ def test_ranks_learn_what_one_process_learns(
         torch.testing.assert_close(found[name], values, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("form", "method"), rotating(["nf4 double", "int8"], ["dpo", "kto", "orpo"], full_pairs=True))
+@pytest.mark.parametrize(
+    ("form", "method"), rotating(["nf4 double", "int8"], ["dpo", "kto", "orpo"], full_rotation=True)
+)
 def test_beside_a_quantised_model(form: Form, method: str, make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """As TRL beside the matrices that bitsandbytes makes: the reference is the quantised model."""
     rows, wanted = verdicts() if method == "kto" else pairs(), recipe(method, adapted=True)

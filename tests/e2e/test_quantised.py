@@ -66,7 +66,14 @@ def plain(config: Path, base: Path, form: Form, dtype: str = "bfloat16") -> Trai
     )
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("nf4 double", "bfloat16"), ("nf4", "float32"), ("int8", "bfloat16")])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("nf4 double", "bfloat16"),
+        pytest.param("nf4", "float32", marks=pytest.mark.nightly),
+        pytest.param("int8", "bfloat16", marks=pytest.mark.full),
+    ],
+)
 def test_the_adapter_is_what_peft_trains(make_config: MakeConfig, base: Path, form: Form, dtype: str) -> None:
     """Killed in between, too. The files of the base stay as they are."""
     config, before = make_config(**CHANGES, **KEYS[form], dtype=dtype), file_hash(base / "model.safetensors")

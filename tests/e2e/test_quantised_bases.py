@@ -32,6 +32,7 @@ from tests.e2e.test_adapters import CHANGES, IN_PEFT, NUM_STEPS, adapter_of, sav
 from tests.engine.architectures import tiny_config
 from tests.quantised import dequantised_weights, of_words
 from tests.reference import train_in_memory
+from tests.tiers import thinned
 
 WEIGHTS = "model.safetensors"
 
@@ -108,7 +109,7 @@ def assert_same_merged(runs: list[Path], folder: Path) -> None:
     assert all(torch.equal(found[name], values) for name, values in wanted.items())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", thinned(["bfloat16", "float32"], every=2))
 def test_a_full_run_from_fp8_is_that_from_the_dequantised_weights(
     make_config: MakeConfig, base: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -126,7 +127,11 @@ def test_a_full_run_from_fp8_is_that_from_the_dequantised_weights(
     assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("keys", [{}, {"load_in_4bit": True}, {"load_in_8bit": True}], ids=["16 bit", "4 bit", "8 bit"])
+@pytest.mark.parametrize(
+    "keys",
+    thinned([{}, {"load_in_4bit": True}, {"load_in_8bit": True}], every=3, full_every=2),
+    ids=["16 bit", "4 bit", "8 bit"],
+)
 def test_an_adapter_of_a_base_in_fp8(
     make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]
 ) -> None:
@@ -169,7 +174,7 @@ def in_words(
 @pytest.mark.parametrize(
     ("method", "dtype", "by_activation", "left_out"),
     [
-        ("gptq", "bfloat16", True, "none"),
+        pytest.param("gptq", "bfloat16", True, "none", marks=pytest.mark.full),
         pytest.param("gptq", "float32", False, "layers.1.mlp.down_proj", marks=pytest.mark.nightly),
         pytest.param("awq", "bfloat16", False, "layers.0.self_attn.q_proj", marks=pytest.mark.full),
     ],

@@ -112,7 +112,7 @@ def test_the_export_is_what_pytorch_trains(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("point", "killed", "what"), rotating(POINTS, [(0,), (1,), (0, 1)], WHOLE_OR_ADAPTER, full_pairs=True)
+    ("point", "killed", "what"), rotating(POINTS, [(0,), (1,), (0, 1)], WHOLE_OR_ADAPTER, full_rotation=True)
 )
 def test_ranks_that_are_killed_go_on(
     make_config: MakeConfig, undisturbed: OfEach, point: str, killed: tuple[int, ...], what: str

@@ -150,6 +150,7 @@ def pass_of_few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "fit_blocks", little)
 
 
+@pytest.mark.full
 def test_other_samples_for_evaluation(config_of: ConfigOf, tmp_path: Path) -> None:
     """As many as before: only these are computed again."""
     of_first, of_second = (
@@ -219,6 +220,7 @@ def scale_weights(path: Path, factor: float) -> None:
     save_file({name: each * factor for name, each in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
+@pytest.mark.full
 def test_ranks_that_were_killed_at_different_places(config_of: ConfigOf) -> None:
     """One has nothing, the other has some of its part and one of the other's."""
     whole, killed = (config_of(name, max_steps=3) for name in ("whole", "killed"))
@@ -237,6 +239,7 @@ def test_ranks_that_were_killed_at_different_places(config_of: ConfigOf) -> None
     assert ends[0].read_bytes() == ends[1].read_bytes() == reference_file(whole).read_bytes()
 
 
+@pytest.mark.full
 def test_ranks_cannot_refer_to_the_step_of_another_run(config_of: ConfigOf) -> None:
     """That is refused before a store is made."""
     first, second = config_of("first", max_steps=1), config_of("second", max_steps=2)
@@ -246,6 +249,7 @@ def test_ranks_cannot_refer_to_the_step_of_another_run(config_of: ConfigOf) -> N
     assert not store_of(second).exists()
 
 
+@pytest.mark.full
 def test_a_reference_that_cannot_be_kept(config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base model can give it again; the step of another run cannot, so that run does not begin."""
 

@@ -33,7 +33,7 @@ from tests.e2e.runs import (
     write_rows,
 )
 from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
-from tests.tiers import rotating, sample
+from tests.tiers import rotating, sample, thinned
 
 NUM_STEPS = 30
 CHANGES: dict[str, object] = {
@@ -89,7 +89,10 @@ def test_killed_again_and_again(make_config: MakeConfig, undisturbed: OfEach, li
 
 @pytest.mark.parametrize(
     ("what", "number"),
-    rotating(WHOLE_OR_ADAPTER, [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], every=2, full_rotation=True),
+    thinned(
+        rotating(WHOLE_OR_ADAPTER, [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], every=2, full_rotation=True),
+        every=2,
+    ),
 )
 def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: OfEach, what: str, number: signal.Signals) -> None:
     config, code = make_config(**{**CHANGES, **TRAINED[what]}), -9 if number == signal.SIGKILL else 128 + number

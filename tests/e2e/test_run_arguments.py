@@ -13,6 +13,7 @@ import pytest
 from tests.commands import commands_that_take_a_run
 from tests.e2e.runs import assert_rejected, export_hash, output_of, ratel, store_of, succeed, write_rows
 from tests.e2e.test_restore import snapshot_of, with_snapshot
+from tests.tiers import rotating
 
 FURTHER: dict[str, list[str]] = {
     "clean": ["--yes"],
@@ -54,8 +55,9 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("by", ["file", "directory"])
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "profile"])
+@pytest.mark.parametrize(
+    ("command", "by"), rotating([name for name in COMMANDS if name != "profile"], ["file", "directory"])
+)
 def test_both_name_the_run(run: Path, command: str, by: str) -> None:
     """`profile` measures for half a minute; the next test knows that it reads its argument in the same way. What
     `doctor` finds depends on the machine. There is nothing to merge in this run."""

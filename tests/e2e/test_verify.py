@@ -99,7 +99,9 @@ def damage(config: Path, step: int, block: int, field: str) -> None:
     store_of(config).write_bytes(data)
 
 
-@pytest.mark.parametrize(("by", "what"), rotating(["config", "directory"], WHOLE_OR_ADAPTER, full_pairs=True))
+@pytest.mark.parametrize(
+    ("by", "what"), rotating(["config", "directory"], WHOLE_OR_ADAPTER, every=2, full_rotation=True)
+)
 def test_a_whole_run(saved_of: OfEach, by: str, what: str) -> None:
     saved = saved_of(what)
     before = file_hash(store_of(saved))
@@ -132,7 +134,7 @@ def test_json(saved: Path) -> None:
     "changes",
     [
         pytest.param({"dtype": "float16"}, marks=pytest.mark.nightly),
-        {"dtype": "float32"},
+        pytest.param({"dtype": "float32"}, marks=pytest.mark.full),
         {"base": "tied"},
         pytest.param({"random_init": True}, marks=pytest.mark.nightly),
         {"attn_implementation": "flash_attention_2"},

@@ -28,7 +28,7 @@ from tests.engine.mixed import CARRYING, mixed_config
 from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
 from tests.engine.test_step import moved_by_last_step
 from tests.reference import Recipe
-from tests.tiers import rotating
+from tests.tiers import rotating, thinned
 
 ARCHITECTURES = (
     "llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "falcon", "gpt_neox",
@@ -97,7 +97,7 @@ def test_equals_peft(
     check_training(machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, adapter=settings)
 
 
-@pytest.mark.parametrize("family", CARRYING[:3])
+@pytest.mark.parametrize("family", thinned(CARRYING[:3], every=3))
 def test_layers_that_pass_more_on(tmp_path: Path, family: str) -> None:
     settings = ADAPTERS["all linear"]
     recipe = recipe_of(settings, "bfloat16", max_grad_norm=0.5)

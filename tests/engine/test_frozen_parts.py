@@ -44,7 +44,7 @@ def names_of(config: PretrainedConfig, part: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("architecture", "part", "dtype", "num_micro_batches", "max_grad_norm"),
     rotating(
-        ARCHITECTURES, list(PARTS), ["float32", "bfloat16", "float16"], [1, 3], [None, 0.5], every=2, full_pairs=True
+        ARCHITECTURES, list(PARTS), ["float32", "bfloat16", "float16"], [1, 3], [None, 0.5], every=2, full_rotation=True
     ),
 )
 def test_equals_plain_pytorch(
@@ -65,7 +65,7 @@ def test_equals_plain_pytorch(
     check_training(machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches)
 
 
-@pytest.mark.parametrize(("family", "part"), rotating(CARRYING, list(PARTS), every=2, full_pairs=True))
+@pytest.mark.parametrize(("family", "part"), rotating(CARRYING, list(PARTS), every=3, full_rotation=True))
 def test_layers_that_pass_more_on(tmp_path: Path, family: str, part: str) -> None:
     config = mixed_config(family)
     check_training(machine, tmp_path, config, Recipe(unfrozen=names_of(config, part), max_grad_norm=0.5))
@@ -83,7 +83,7 @@ def test_wherever_bytes_rest(tmp_path: Path, placement: str, part: str, architec
 
 @pytest.mark.parametrize(
     ("placement", "part", "max_grad_norm"),
-    rotating(list(AHEAD_AND_RESIDENT), list(PARTS), [None, 1e-3], every=3, full_pairs=True),
+    rotating(list(AHEAD_AND_RESIDENT), list(PARTS), [None, 1e-3], every=3, full_rotation=True),
 )
 def test_traffic_is_the_prediction_to_the_byte(
     tmp_path: Path, placement: str, part: str, max_grad_norm: float | None

@@ -22,7 +22,7 @@ from tests.tiers import rotating
 
 @pytest.mark.parametrize(
     ("family", "dtype", "max_grad_norm"),
-    rotating(MIXED, ["bfloat16", "float16", "float32"], [None, 0.5], every=2, full_pairs=True),
+    rotating(MIXED, ["bfloat16", "float16", "float32"], [None, 0.5], every=2, full_rotation=True),
 )
 def test_equals_plain_pytorch(tmp_path: Path, family: str, dtype: DtypeName, max_grad_norm: float | None) -> None:
     recipe = mixed_recipe(family, dtype, max_grad_norm=max_grad_norm)
@@ -40,7 +40,7 @@ def test_wherever_bytes_rest(tmp_path: Path, placement: str, family: str, max_gr
 
 @pytest.mark.parametrize(
     ("placement", "family", "max_grad_norm"),
-    rotating(list(AHEAD_AND_RESIDENT), [SHARING, *MIXED], [None, 1e-3], every=3, full_pairs=True),
+    rotating(list(AHEAD_AND_RESIDENT), [SHARING, *MIXED], [None, 1e-3], every=3, full_rotation=True),
 )
 def test_traffic_is_the_prediction_to_the_byte(
     tmp_path: Path, placement: str, family: str, max_grad_norm: float | None

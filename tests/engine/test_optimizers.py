@@ -20,7 +20,7 @@ from tests.engine.machine import attention_of, initial_weights, machine, random_
 from tests.engine.test_step import NOTHING_SPILLED, moved_by_last_step
 from tests.kernels.oracle import needs_fused_torch
 from tests.reference import Recipe
-from tests.tiers import rotating
+from tests.tiers import rotating, thinned
 
 RECIPES = {
     "adamw_8bit": Recipe(optimizer="adamw_8bit"),
@@ -37,6 +37,16 @@ WITHOUT_MASTER = {
     for name, recipe in {"adamw": Recipe(), **RECIPES}.items()
     if name != "muon otherwise"
 }
+BYTES_OF_AN_ELEMENT = {
+    "adamw_8bit": 6 + 1 / 8 + 2 * 4 / 256,
+    "lion": 65 / 8,
+    "sgd": 33 / 8,
+    "muon": 65 / 8,
+    "adamw without a master": 10,
+    "adamw_8bit without a master": 4 + 2 * 4 / 256,
+    "sgd without a master": 2,
+}
+"""Of a whole chunk, in bf16."""
 _RESIDENT = replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK)
 WAYS: dict[str, dict[str, object]] = {
     "two ahead": {"placement": AHEAD},
@@ -52,7 +62,7 @@ WAYS: dict[str, dict[str, object]] = {
 @needs_fused_torch
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "architecture", "max_grad_norm"),
-    rotating(list(RECIPES), ["bfloat16", "float32"], ["llama", "gpt2"], [None, 0.5]),
+    thinned(rotating(list(RECIPES), ["bfloat16", "float32"], ["llama", "gpt2"], [None, 0.5]), every=2),
 )
 def test_an_optimizer_trains_the_bits_of_its_reference(
     tmp_path: Path, optimizer: str, dtype: DtypeName, architecture: str, max_grad_norm: float | None
@@ -62,7 +72,7 @@ def test_an_optimizer_trains_the_bits_of_its_reference(
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("optimizer", RECIPES)
+@pytest.mark.parametrize("optimizer", thinned(RECIPES, every=3))
 def test_fp16_with_a_scaled_loss(tmp_path: Path, optimizer: str) -> None:
     recipe = replace(RECIPES[optimizer], dtype=torch.float16, loss_scale=1024.0, max_grad_norm=0.5)
     check_training(machine, tmp_path, larger_config("llama"), recipe, num_steps=3)
@@ -70,7 +80,8 @@ def test_fp16_with_a_scaled_loss(tmp_path: Path, optimizer: str) -> None:
 
 @needs_fused_torch
 @pytest.mark.parametrize(
-    ("optimizer", "way", "max_grad_norm"), rotating(list(RECIPES), list(WAYS), [None, 0.5], full_pairs=True)
+    ("optimizer", "way", "max_grad_norm"),
+    thinned(rotating(list(RECIPES), list(WAYS), [None, 0.5], full_rotation=True), every=2, offset=1),
 )
 def test_where_states_rest_and_when_updates_run_changes_no_bit(
     tmp_path: Path, optimizer: str, way: str, max_grad_norm: float | None
@@ -82,7 +93,7 @@ def test_where_states_rest_and_when_updates_run_changes_no_bit(
 @needs_fused_torch
 @pytest.mark.parametrize(
     ("optimizer", "architecture", "max_grad_norm"),
-    rotating(list(WITHOUT_MASTER), ["llama", "gpt2", "llama_tied", "gpt_oss"], [None, 0.5]),
+    thinned(rotating(list(WITHOUT_MASTER), ["llama", "gpt2", "llama_tied", "gpt_oss"], [None, 0.5]), every=3),
 )
 def test_weights_without_a_master_are_rounded_stochastically(
     tmp_path: Path, optimizer: str, architecture: str, max_grad_norm: float | None
@@ -93,7 +104,8 @@ def test_weights_without_a_master_are_rounded_stochastically(
 
 @needs_fused_torch
 @pytest.mark.parametrize(
-    ("optimizer", "way", "max_grad_norm"), rotating(list(WITHOUT_MASTER), list(WAYS), [None, 0.5], full_pairs=True)
+    ("optimizer", "way", "max_grad_norm"),
+    thinned(rotating(list(WITHOUT_MASTER), list(WAYS), [None, 0.5], full_rotation=True), every=2, offset=1),
 )
 def test_where_states_rest_decides_nothing_of_the_rounding(
     tmp_path: Path, optimizer: str, way: str, max_grad_norm: float | None
@@ -111,7 +123,9 @@ def test_a_part_without_a_master(tmp_path: Path) -> None:
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "sgd with momentum", "muon", "adamw without a master"])
+@pytest.mark.parametrize(
+    "optimizer", thinned(["adamw_8bit", "sgd with momentum", "muon", "adamw without a master"], every=4, offset=3)
+)
 def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> None:
     """An embedding of 3 * 256 Ki elements, and a part of a chunk. Groups and the parts of threads are whole chunks."""
     config = larger_config("llama", vocab_size=(3 * CHUNK_ELEMENTS + 20_000) // larger_config("llama").hidden_size)
@@ -127,23 +141,11 @@ def test_blocks_of_several_groups_and_chunks(tmp_path: Path, optimizer: str) -> 
     )
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
 @pytest.mark.parametrize(
-    ("optimizer", "values"),
-    [
-        ("adamw_8bit", 6 + 1 / 8 + 2 * 4 / 256),
-        ("lion", 65 / 8),
-        ("sgd", 33 / 8),
-        ("muon", 65 / 8),
-        ("adamw without a master", 10),
-        ("adamw_8bit without a master", 4 + 2 * 4 / 256),
-        ("sgd without a master", 2),
-    ],
+    ("optimizer", "max_grad_norm"), thinned(rotating(list(BYTES_OF_AN_ELEMENT), [None, 1e-3]), every=3)
 )
-def test_a_step_moves_the_bytes_of_the_record(
-    tmp_path: Path, optimizer: str, values: float, max_grad_norm: float | None
-) -> None:
-    """To the byte as predicted. A whole chunk has this many bytes for each element in bf16."""
+def test_a_step_moves_the_bytes_of_the_record(tmp_path: Path, optimizer: str, max_grad_norm: float | None) -> None:
+    """To the byte as predicted."""
     config = larger_config("llama")
     recipe = replace((RECIPES | WITHOUT_MASTER)[optimizer], dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
     with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
@@ -152,11 +154,11 @@ def test_a_step_moves_the_bytes_of_the_record(
         wanted = step_traffic(spec, Placement(), NOTHING_SPILLED, holds_gradients=max_grad_norm is not None)
     assert moved == (wanted.read_bytes, wanted.written_bytes)
     record = spec.layers[0].blocks[-1 if optimizer == "muon" else 0].record
-    assert record.num_bytes(CHUNK_ELEMENTS) == values * CHUNK_ELEMENTS
+    assert record.num_bytes(CHUNK_ELEMENTS) == BYTES_OF_AN_ELEMENT[optimizer] * CHUNK_ELEMENTS
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("architecture", ["gpt_oss", "llama_tied", "opt"])
+@pytest.mark.parametrize("architecture", thinned(["gpt_oss", "llama_tied", "opt"], every=3))
 def test_what_muon_leaves_to_adamw(tmp_path: Path, architecture: str) -> None:
     """Embeddings, heads, vectors, stacks of experts, and their biases, which are of two dimensions."""
     recipe = replace(RECIPES["muon"], dtype=torch.bfloat16, attn_implementation=attention_of(tiny_config(architecture)))

@@ -43,7 +43,7 @@ def test_it_trains_as_plain_pytorch_does(
     check_net(machine, tmp_path, recipe, num_micro_batches=num_micro_batches, first=first, placement=ahead)
 
 
-@pytest.mark.parametrize("name", thinned(list(PLACEMENTS), every=3))
+@pytest.mark.parametrize("name", thinned(list(PLACEMENTS), every=3, full_every=2))
 def test_so_it_does_wherever_bytes_rest(tmp_path: Path, name: str) -> None:
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)
     check_net(machine, tmp_path, recipe, num_micro_batches=2, first="own", **PLACEMENTS[name])

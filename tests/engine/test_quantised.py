@@ -81,7 +81,7 @@ def check_quantised(
         ["bfloat16", "float32", "float16"],
         [1, 3],
         every=3,
-        full_pairs=True,
+        full_rotation=True,
     ),
 )
 def test_equals_peft_beside_what_bitsandbytes_makes(
@@ -111,7 +111,7 @@ def test_experts_stay_as_they_are(tmp_path: Path, architecture: str) -> None:
         FORMS,
         [1, 3],
         [Placement(), replace(AHEAD, swapped=EVERYTHING)],
-        full_pairs=True,
+        full_rotation=True,
     ),
 )
 def test_quantised_experts(

@@ -100,7 +100,7 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize(
     ("placement_name", "update", "architecture"),
-    rotating(list(PLACEMENTS), list(UPDATES), ["llama", "llama_tied"], full_pairs=True),
+    rotating(list(PLACEMENTS), list(UPDATES), ["llama", "llama_tied"], full_rotation=True),
 )
 def test_traffic_is_the_prediction_to_the_byte(
     tmp_path: Path, placement_name: str, update: str, architecture: str

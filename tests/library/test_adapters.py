@@ -21,6 +21,7 @@ from tests.library.adapters import IN_PEFT, KEYS
 from tests.library.test_own_loop import RATES, Batch, batches, for_reference, saved, wanted
 from tests.quantised import Form, dequantised_weights
 from tests.reference import Recipe, Trained, train_in_memory
+from tests.tiers import rotating, thinned
 
 
 @pytest.fixture(autouse=True)
@@ -42,19 +43,21 @@ def trained(
     return losses
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize(
-    ("keys", "lora"),
-    [
-        ({}, {}),
-        ({"lora_target_modules": r".*\.(q_proj|c_attn)"}, {"target_modules": r".*\.(q_proj|c_attn)"}),
-        ({"peft_use_rslora": True}, {"use_rslora": True}),
-    ],
-    ids=["all linear", "a regular expression", "rslora"],
-)
-def test_it_trains_the_adapter_that_peft_trains(
-    tmp_path: Path, architecture: str, keys: dict[str, object], lora: dict[str, object]
-) -> None:
+LORA: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "all linear": ({}, {}),
+    "a regular expression": (
+        {"lora_target_modules": r".*\.(q_proj|c_attn)"},
+        {"target_modules": r".*\.(q_proj|c_attn)"},
+    ),
+    "rslora": ({"peft_use_rslora": True}, {"use_rslora": True}),
+}
+"""Keys of a config, and what they are in PEFT."""
+FORMS = [pytest.param("load_in_4bit", "nf4 double"), pytest.param("load_in_8bit", "int8")]
+
+
+@pytest.mark.parametrize(("architecture", "what"), rotating(["llama", "gpt2", "mixtral"], list(LORA)))
+def test_it_trains_the_adapter_that_peft_trains(tmp_path: Path, architecture: str, what: str) -> None:
+    keys, lora = LORA[what]
     base, steps = saved(tmp_path / "base", architecture), batches(len(RATES), 2)
     before = (base / "model.safetensors").read_bytes()
     losses = trained(base, tmp_path, steps, KEYS | keys)
@@ -73,12 +76,10 @@ def test_it_trains_the_adapter_that_peft_trains(
         assert PeftModel.from_pretrained(loaded, tmp_path / "adapter").active_adapter == "default"
 
 
-@pytest.mark.parametrize(
-    ("keys", "form"), [({"load_in_4bit": True}, "nf4 double"), ({"load_in_8bit": True}, "int8")], ids=["4 bit", "8 bit"]
-)
-def test_beside_a_quantised_model(tmp_path: Path, keys: dict[str, object], form: Form) -> None:
+@pytest.mark.parametrize(("key", "form"), thinned(FORMS, every=2))
+def test_beside_a_quantised_model(tmp_path: Path, key: str, form: Form) -> None:
     base, steps = saved(tmp_path / "base", "llama"), batches(len(RATES), 2)
-    losses = trained(base, tmp_path, steps, KEYS | keys)
+    losses = trained(base, tmp_path, steps, KEYS | {key: True})
     config = tiny_config("llama")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     recipe = Recipe(dtype=torch.bfloat16, weight_decay=0.0, lora=tuple(IN_PEFT.items()))

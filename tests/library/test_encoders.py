@@ -3,7 +3,6 @@ PyTorch."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,7 +31,7 @@ from tests.library.encoders import (
     trained_encoder,
 )
 from tests.reference import Recipe
-from tests.tiers import pairwise, thinned
+from tests.tiers import pairwise, rotating, thinned
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RATES = (1e-3, 5e-4, 2e-3, 1e-3, 1e-3)
@@ -49,9 +48,10 @@ def _measured_briefly() -> Iterator[None]:
     ("name", "task", "dtype", "num_micro_batches", "max_grad_norm"),
     [
         *thinned(
-            pairwise([*CONFIGS], ["masked_lm", "classification"], ["float32", "bfloat16"], [1, 3], [None, 0.5]), every=2
+            pairwise([*CONFIGS], ["masked_lm", "classification"], ["float32", "bfloat16"], [1, 3], [None, 0.5]),
+            every=4,
         ),
-        *thinned(pairwise([*PAIRS], ["seq2seq"], ["float32", "bfloat16"], [1, 3], [None, 0.5]), every=4),
+        *thinned(pairwise([*PAIRS], ["seq2seq"], ["float32", "bfloat16"], [1, 3], [None, 0.5]), every=8),
         *thinned(pairwise([*CAUSAL], ["classification"], ["float32", "bfloat16"], [1, 3], [None, 0.5]), every=8),
     ],
 )
@@ -96,8 +96,12 @@ def test_they_train_as_plain_pytorch_does(
 @pytest.mark.parametrize(
     ("name", "dtype", "num_micro_batches"),
     [
-        *itertools.product(["bert"], ["float32", "bfloat16"], [1, 3]),
-        *thinned(pairwise([each for each in DROPOUT if each != "bert"], ["float32", "bfloat16"], [1, 3]), every=4),
+        *rotating(["bert"], ["float32", "bfloat16"], [1, 3], full_pairs=True, offset=3),
+        *thinned(
+            pairwise([each for each in DROPOUT if each != "bert"], ["float32", "bfloat16"], [1, 3]),
+            every=8,
+            full_every=2,
+        ),
     ],
 )
 def test_every_part_draws_by_a_seed_of_its_own(

@@ -22,7 +22,7 @@ import ratel_cli as ratel
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.library.nets import NETS, NetBatch
 from tests.reference import Recipe, Trained, train_module
-from tests.tiers import pairwise
+from tests.tiers import pairwise, thinned
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -90,7 +90,8 @@ def assert_same(found: dict[str, torch.Tensor], model: nn.Module, trained: Train
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "num_rounds", "max_grad_norm"), pairwise(list(NETS), DTYPES, [1, 3], [None, 0.5])
+    ("name", "dtype", "num_rounds", "max_grad_norm"),
+    thinned(pairwise(list(NETS), DTYPES, [1, 3], [None, 0.5]), every=3),
 )
 def test_it_trains_as_plain_pytorch_does(
     tmp_path: Path, name: str, dtype: torch.dtype, num_rounds: int, max_grad_norm: float | None
@@ -296,7 +297,7 @@ def bert_rows() -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1e6])
+@pytest.mark.parametrize("max_grad_norm", thinned([0.0, 1e6], every=2, offset=1))
 def test_the_trainer_of_transformers_trains_it(tmp_path: Path, max_grad_norm: float) -> None:
     """With gradient accumulation, a scheduler, and norms in its log."""
     plain = built("bert")

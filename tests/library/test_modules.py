@@ -232,7 +232,7 @@ def opened(
 
 @pytest.mark.parametrize(
     ("name", "dtype", "num_micro_batches", "max_grad_norm"),
-    pairwise(list(KINDS), [torch.float32, torch.bfloat16], [1, 3], [None, 0.5]),
+    thinned(pairwise(list(KINDS), [torch.float32, torch.bfloat16], [1, 3], [None, 0.5]), every=3),
 )
 def test_a_module_trains_as_plain_pytorch_does(
     tmp_path: Path, name: str, dtype: torch.dtype, num_micro_batches: int, max_grad_norm: float | None

@@ -28,7 +28,7 @@ from tests.e2e.runs import measured_briefly
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.engine.machine import attention_of, initial_weights
 from tests.reference import Recipe, Trained, train_in_memory, train_module
-from tests.tiers import pairwise
+from tests.tiers import pairwise, thinned
 
 Batch = dict[str, torch.Tensor]
 RATES = (1e-3, 5e-4, 2e-3, 1e-3, 1e-3)
@@ -98,7 +98,7 @@ def exported(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "max_grad_norm"),
-    pairwise(["llama", "gpt2", "llama_tied"], ["float32", "bfloat16"], [1, 3], [None, 0.5]),
+    thinned(pairwise(["llama", "gpt2", "llama_tied"], ["float32", "bfloat16"], [1, 3], [None, 0.5]), every=2),
 )
 def test_it_trains_as_plain_pytorch_does(
     tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None

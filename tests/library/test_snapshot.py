@@ -165,7 +165,7 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     rotating(
         ["copy", *(each for each in FAILPOINTS if not each.startswith("create"))],
         list(ADAPTERS),
-        every=2,
+        every=4,
         full_rotation=True,
     ),
 )
@@ -203,7 +203,7 @@ def test_a_crash_leaves_the_snapshot_before(
     rotating(
         ["copy", *(each for each in FAILPOINTS if not each.endswith("published"))],
         list(ADAPTERS),
-        every=2,
+        every=4,
         full_rotation=True,
     ),
 )

@@ -63,10 +63,10 @@ def assert_same(found: State, wanted: Trained, *, trained: Iterable[str]) -> Non
 @pytest.mark.parametrize(
     ("architecture", "dtype", "what"),
     [
-        ("llama", "float32", "all weights"),
+        pytest.param("llama", "float32", "all weights", marks=pytest.mark.full),
         ("llama", "bfloat16", "lora"),
         ("llama_tied", "bfloat16", "all weights"),
-        pytest.param("llama", "bfloat16", "all weights", marks=pytest.mark.full),
+        pytest.param("llama", "bfloat16", "all weights", marks=pytest.mark.nightly),
         pytest.param("llama_tied", "float32", "lora", marks=pytest.mark.full),
     ],
 )

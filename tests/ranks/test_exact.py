@@ -95,7 +95,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("name", "size", "dtype", "limit", "num_micro_batches", "plan"),
-    rotating(DRAWN, (2, 3, 4, 1), ("bfloat16", "float32"), (0.5, None), (1, 2, 3), PLANS, every=3, full_pairs=True),
+    rotating(DRAWN, (2, 3, 4, 1), ("bfloat16", "float32"), (0.5, None), (1, 2, 3), PLANS, every=3, full_rotation=True),
 )
 def test_the_bits_of_plain_pytorch(
     processes: Processes,

@@ -123,7 +123,7 @@ def same(found: Sequence[Weights], wanted: Sequence[Weights]) -> bool:
 
 
 @pytest.mark.parametrize("group", sample(range(NUM_GROUPS), every=NUM_GROUPS))
-@pytest.mark.parametrize(("size", "what"), rotating([2, 3], list(ADAPTERS), full_pairs=True))
+@pytest.mark.parametrize(("size", "what"), rotating([2, 3], list(ADAPTERS), every=2, full_rotation=True))
 def test_no_step_is_lost_at_any_moment(
     tmp_path: Path, undisturbed: Undisturbed, size: int, what: str, group: int
 ) -> None:

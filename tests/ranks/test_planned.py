@@ -107,7 +107,7 @@ def spilled_segments(own: ModelSpec, held_bytes: int | None) -> int:
 
 @pytest.mark.parametrize(
     ("family", "size", "update", "pending", "resident"),
-    rotating(FAMILIES, (2, 3, 4, 1), tuple(UPDATES), PENDING, RESIDENT, full_pairs=True),
+    rotating(FAMILIES, (2, 3, 4, 1), tuple(UPDATES), PENDING, RESIDENT, full_rotation=True),
 )
 def test_a_rank_moves_what_is_planned_to_the_byte(
     processes: Processes, family: str, size: int, update: str, pending: int, resident: frozenset[int]
