@@ -31,6 +31,8 @@ Task = Literal["causal_lm", "masked_lm", "classification", "seq2seq", "denoising
 """What a model learns to predict: for each token the next one, the tokens that are masked, the class of a row, the next
 token of a second text, which a decoder writes to that of an encoder, or the noise in a latent."""
 
+NewTokensInit = Literal["mean", "random", "noisy_mean"]
+"""How the rows of new tokens are drawn."""
 PreferenceMethod = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
 """How a model learns from answers that are compared."""
 FIGURES: Final = (

@@ -541,11 +541,12 @@ def recipe_of(config: Path) -> Recipe:
     )
 
 
-def load_data(config: Path, *, row_multiple: int = 1) -> TrainingData:
-    """The training data of a config, loaded as its run loads it. `row_multiple`: what divides its rows' tokens."""
+def load_data(config: Path, *, row_multiple: int = 1, tokenizer_dir: Path | None = None) -> TrainingData:
+    """The training data of a config, loaded as its run loads it. `row_multiple`: what divides its rows' tokens.
+    `tokenizer_dir`: where another tokenizer is than the base model's."""
     settings = load_config(config).config
     assert settings.base_model is not None
-    tokenizer = AutoTokenizer.from_pretrained(settings.base_model)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir or settings.base_model)
     known = tokenizer.get_vocab()  # others would be new tokens, which the model's embedding has no rows for
     tokenizer.add_special_tokens({k: v for k, v in (settings.special_tokens or {}).items() if v in known})
     return load_training_data(

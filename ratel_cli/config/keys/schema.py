@@ -51,7 +51,7 @@ from ratel_cli.config.keys.values import (
     WarmupSteps,
 )
 from ratel_cli.dataset_keys import KEYS_OF_TEXT, types_that_read, unread_for_type
-from ratel_cli.sizes import SPLIT_KEYS, TASKS, DtypeName, Task
+from ratel_cli.sizes import SPLIT_KEYS, TASKS, DtypeName, NewTokensInit, Task
 from ratel_cli.units import counted
 
 __all__ = [
@@ -69,6 +69,7 @@ OWN_DATA: Final = "own data"
 """The context in which a config is validated that names no data, because the caller brings it."""
 
 
+NewTokens = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token"]
 
 
@@ -167,6 +168,21 @@ class RunConfig(Section):
     """More tokens that end a turn, besides the EOS token and those in `eos_token_id` of generation_config.json and
     config.json. A turn has loss up to the first of them, and the export's generation_config.json lists those that
     answers end with. Each must be in the vocabulary. Default: none."""
+    tokens: NewTokens = ()
+    """Tokens to add to the vocabulary, such as `["<think>", "</think>"]`. The tokenizer finds each of them in a text
+    before anything else; those that are named in `special_tokens`, too, come first. Embedding and head get rows for
+    them, if they have none, and the export has the grown model and tokenizer. With an adapter, list embedding and head
+    in `lora_modules_to_save`. Default: none."""
+    new_special_tokens: NewTokens = ()
+    """The same for special tokens, which are left out of generated text. They come last. Default: none."""
+    new_tokens_init: NewTokensInit = "mean"
+    """How new rows of embedding and head are drawn, with `seed`. `mean`: from the normal distribution with mean and
+    covariance of the old rows, as transformers' `resize_token_embeddings` does; it takes three times the memory of the
+    matrix in fp32. `random`: by the model's own initialiser, as with `mean_resizing=False`, the default of axolotl.
+    `noisy_mean`: the mean of the old rows and noise, as in LLaMA-Factory."""
+    pad_vocab_to_multiple_of: Whole | None = Field(default=None, ge=1, le=65536)
+    """Give embedding and head rows up to a multiple of this, if the tokenizer has more tokens than they have rows, or
+    as many as a multiple needs. Default: as many rows as `tokens` and `new_special_tokens` need."""
     tokenizer_use_mistral_common: bool = False
     """Tokenise with the package mistral-common, the reference for Mistral's models, instead of transformers, and encode
     conversations by it, without a chat template. It reads `tekken.json`, or `tokenizer.model`: of version 1 unless its
@@ -409,6 +425,11 @@ class RunConfig(Section):
     def rows_per_sequence(self) -> int:
         """Rows that each of `micro_batch_size` takes: 2 where answers are compared."""
         return 1 if self.rl is None else 2
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether the vocabulary may get more tokens or rows than the base model's."""
+        return bool(self.tokens or self.new_special_tokens or self.pad_vocab_to_multiple_of)
 
     @property
     def has_dropout(self) -> bool:
@@ -789,10 +810,12 @@ def _mistral_contradictions(config: RunConfig) -> list[Contradiction]:
         "chat_template_jinja": config.chat_template_jinja is not None,
         "special_tokens": bool(config.special_tokens),
         "eot_tokens": bool(config.eot_tokens),
+        "tokens": bool(config.tokens),
+        "new_special_tokens": bool(config.new_special_tokens),
     }
     found = []
     for key in (key for key, is_wrong in wrong.items() if is_wrong):
-        reason = "does not change its special tokens" if key.endswith("_tokens") else "has no chat template"
+        reason = "does not change its special tokens" if key.endswith("tokens") else "has no chat template"
         message = f"`tokenizer_use_mistral_common` and `{key}` are both set: mistral-common {reason}"
         keys = (key, "tokenizer_use_mistral_common")
         found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))

@@ -11,6 +11,7 @@ result, until another parameter is read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ from ratel_cli.model.files.directory import WeightFiles, find_weight_files
 from ratel_cli.model.files.in_place import FileRange, FileRanges
 from ratel_cli.model.files.initialise import RandomSource
 from ratel_cli.model.files.kind import declared_class
+from ratel_cli.model.files.new_rows import NewRows
 from ratel_cli.model.files.quantised import QuantisedLayout
 from ratel_cli.model.files.quantised_files import dequantised_files, quantisation_of
 from ratel_cli.model.files.renaming import CONVERSION_ERRORS, Conversion, Renaming, plan_renaming, targets_of, twins
@@ -62,17 +64,25 @@ class CheckpointSource(Closing):
     """An open checkpoint, whose tensors fit the model."""
 
     def __init__(
-        self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec, *, new_head: RandomSource | None = None
+        self,
+        directory: Path,
+        skeleton: PreTrainedModel,
+        spec: ModelSpec,
+        *,
+        new_head: RandomSource | None = None,
+        new_rows: NewRows | None = None,
     ) -> None:
         """Open and check all files of weights. Raises BadInput if they do not fit the model.
 
         `new_head`: draws what is behind the layers, if the files have another head or none; then other heads are left
-        out.
+        out. `new_rows`: draws the rows that the files lack of embedding and head.
         """
         self._directory = directory
         self._skeleton = skeleton
         of_spec = own_names(skeleton, spec)
-        self._new_head = new_head
+        self._new_head, self._new_rows = new_head, new_rows
+        self._shapes_in_files = {} if new_rows is None else new_rows.shapes_in_files(skeleton)
+        """The shapes in the files of what has more rows in the skeleton, by its names there."""
         self.drawn: tuple[str, ...] = ()
         """Parameters of the head that the files do not have, and that are drawn."""
         self._missing: frozenset[str] = frozenset()
@@ -81,6 +91,7 @@ class CheckpointSource(Closing):
         """Whether the files have a head of another kind, which is left out."""
         self._read_targets = {*of_spec, *persistent_buffers(skeleton)}
         """Names in the skeleton of what is read: what a block has, by all its names, and buffers."""
+        self._twins = twins(skeleton)
         self._resources = ExitStack()
         self._converted_tensors: Mapping[str, torch.Tensor] = {}
         files = find_weight_files(directory)
@@ -103,7 +114,7 @@ class CheckpointSource(Closing):
                 own_names=of_spec,
                 direct=renaming.direct,
                 conversions=conversions,
-                frozen=spec.frozen_names,
+                frozen=spec.frozen_names - {of_spec[name] for name in self._shapes_in_files if name in of_spec},
             )
             self._resources = opened.pop_all()
 
@@ -130,7 +141,7 @@ class CheckpointSource(Closing):
             out.copy_(self._drawn(name, 0, len(out)))
             return
         target = self._sources[name]
-        shard = self._direct.get(target)
+        shard = None if target in self._shapes_in_files else self._direct.get(target)
         if shard is not None and self._readers[shard].tensors[shard].dtype == out.dtype:
             self._readers[shard].read_into(shard, 0, out)
             return
@@ -180,7 +191,11 @@ class CheckpointSource(Closing):
         dtypes = self.dtypes if dtype is None else self._spec.exported_dtypes(dtype)
         found = list(dtypes.values())
         most = dtype or DTYPE_NAMES[max(set(found), key=found.count)]
-        return layout_of_files(self._shards, self._origins, dtypes, dtype=most)
+        state = self._skeleton.state_dict()
+        shapes = {
+            self._direct[name]: tuple(state[name].shape) for name in self._shapes_in_files if name in self._direct
+        }
+        return layout_of_files(self._shards, self._origins, dtypes, dtype=most, shapes=shapes)
 
     @cached_property
     def dtypes(self) -> Mapping[str, WeightDtype]:
@@ -239,6 +254,8 @@ class CheckpointSource(Closing):
         if target in self._direct:
             self._converted_tensors = {}
             name = self._direct[target]
+            if target in self._shapes_in_files:
+                return self._read_with_new_rows(target, start, stop)
             return self._readers[name].read(name, start, stop)
         if target not in self._converted_tensors:
             # Drop the last result before the next is made, so that there are never two of them.
@@ -249,6 +266,25 @@ class CheckpointSource(Closing):
                     self._skeleton, lambda name: self._readers[name].read_whole(name).to(dtype)
                 )
         return self._converted_tensors[target].reshape(-1)[start:stop]
+
+    def _read_with_new_rows(self, target: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of what has more rows than in the files: in fp32 if new ones are among them."""
+        name, end = self._direct[target], math.prod(self._shapes_in_files[target])
+        old = self._readers[name].read(name, start, max(start, min(stop, end))) if start < end else torch.empty(0)
+        if stop <= end:
+            return old
+        new = self._drawn_rows[target].reshape(-1)
+        return torch.cat([old.float(), new[max(start - end, 0) : stop - end]])
+
+    @cached_property
+    def _drawn_rows(self) -> Mapping[str, torch.Tensor]:
+        """The new rows, by all names."""
+        assert self._new_rows is not None
+
+        def read(target: str) -> torch.Tensor:
+            return self._read(self._present(target)[0], 0, math.prod(self._shapes_in_files[target]))
+
+        return self._new_rows.draw(read)
 
     def _bytes_of(self, target: str) -> int:
         names = self._converted[target].source_names
@@ -286,7 +322,8 @@ class CheckpointSource(Closing):
     def _check_direct(self) -> None:
         state = self._skeleton.state_dict()
         for target, name in self._direct.items():
-            entry, wanted = self._readers[name].tensors[name], tuple(state[target].shape)
+            entry = self._readers[name].tensors[name]
+            wanted = self._shapes_in_files.get(target, tuple(state[target].shape))
             if entry.shape != wanted:
                 raise BadInput(f"{self._where(name)} has shape {entry.shape}, but the model needs {wanted}")
             if state[target].is_floating_point() and entry.dtype not in _WEIGHT_DTYPES:
@@ -334,18 +371,17 @@ class CheckpointSource(Closing):
 
     def _choose_sources(self, spec: ModelSpec) -> dict[str, str]:
         """For every parameter its name in the files; for a tied parameter that may be its twin's name."""
-        names_of = twins(self._skeleton)
         sources: dict[str, str] = {}
         missing: list[str] = []
         for parameter in spec.parameters:
-            names = [parameter.name, *(name for name in names_of[parameter.name] if name != parameter.name)]
-            present = [name for name in names if name in self._direct or name in self._converted]
+            present = self._present(parameter.name)
             if not present:
                 missing.append(parameter.name)
                 continue
             sources[parameter.name] = present[0]
+            shape = self._shapes_in_files.get(parameter.name, parameter.shape)
             for twin in present[1:]:
-                self._check_equal(present[0], twin, parameter.num_elements)
+                self._check_equal(present[0], twin, math.prod(shape))
         of_head = {each.name for block in spec.head.blocks for each in block.parameters}
         constants = self._skeleton._keys_to_ignore_on_save or ()
         computed = {name for name in spec.frozen_names if any(re.search(each, name) for each in constants)}
@@ -359,6 +395,11 @@ class CheckpointSource(Closing):
                 or "check that config.json describes these weights and that the index names every file",
             )
         return sources
+
+    def _present(self, name: str) -> list[str]:
+        """Those of a parameter's names, its own first, under which the files have it."""
+        names = [name, *(twin for twin in self._twins[name] if twin != name)]
+        return [each for each in names if each in self._direct or each in self._converted]
 
     def _check_equal(self, name: str, twin: str, num_elements: int) -> None:
         for start in range(0, num_elements, _COMPARED_ELEMENTS):

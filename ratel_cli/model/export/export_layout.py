@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.files.classes import class_settings
 from ratel_cli.model.files.directory import WEIGHTS_NAME, index_name_of
+from ratel_cli.model.files.kind import text_config
 from ratel_cli.model.files.renaming import Conversion, Reversal, plan_renaming, reverse, saved_names, targets_of, twins
 from ratel_cli.model.files.shards import TensorFile, TensorSpec, file_bytes
 from ratel_cli.model.files.skeleton import DTYPES
@@ -92,6 +94,8 @@ class ExportLayout:
     """Dtype of what is trained, but for what needs another one; config.json names it."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """What config.json says besides, in place of the base model's: the names of classes."""
+    num_rows: int | None = None
+    """Rows of the embedding, which config.json names; None: it names those that it has."""
     weights_name: str = WEIGHTS_NAME
     """Name of the file of weights, if there is only one."""
 
@@ -194,17 +198,26 @@ class Origins:
 
 
 def layout_of_files(
-    readers: Mapping[str, TensorFile], origins: Origins, dtypes: Mapping[str, WeightDtype], *, dtype: DtypeName
+    readers: Mapping[str, TensorFile],
+    origins: Origins,
+    dtypes: Mapping[str, WeightDtype],
+    *,
+    dtype: DtypeName,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> ExportLayout:
     """The layout of the base model's files, by their names: what is trained in `dtypes`, by parameter, most of it in
-    `dtype`; all others as they are."""
-    tensors = {name: entry for reader in readers.values() for name, entry in reader.tensors.items()}
+    `dtype`; all others as they are. `shapes`: of tensors that have more rows than in the files."""
+    tensors = {
+        name: replace(entry, shape=shapes.get(name, entry.shape))
+        for reader in readers.values()
+        for name, entry in reader.tensors.items()
+    }
     contents = origins.contents(tensors)
     instead = _results_instead(origins, tensors, dtypes)
     shards = []
     for file_name, reader in readers.items():
         placed: list[LaidOutTensor] = []
-        for entry in sorted(reader.tensors.values(), key=lambda entry: entry.offset):
+        for entry in sorted((tensors[name] for name in reader.tensors), key=lambda entry: entry.offset):
             content = contents.get(entry.name)
             if content is not None:
                 placed.append(trained_tensor(entry.name, entry.shape, content, dtypes))
@@ -219,6 +232,7 @@ def layout_of_files(
         architecture=type(origins.model).__name__,
         dtype=dtype,
         settings=class_settings(origins.model.config),
+        num_rows=_num_rows(origins.model),
     )
 
 
@@ -250,6 +264,7 @@ def layout_of_model(
         architecture=spec.architecture,
         dtype=dtype,
         settings=class_settings(model.config),
+        num_rows=_num_rows(model),
     )
 
 
@@ -276,6 +291,11 @@ def layout_of_module(
     return ExportLayout(
         shards=shards, architecture=spec.architecture, dtype=dtype or spec.dtype, weights_name=weights_name
     )
+
+
+def _num_rows(model: PreTrainedModel) -> int | None:
+    found = getattr(text_config(model.config), "vocab_size", None)
+    return found if isinstance(found, int) else None
 
 
 def own_names(model: PreTrainedModel, spec: ModelSpec) -> dict[str, str]:

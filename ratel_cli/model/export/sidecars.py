@@ -149,6 +149,8 @@ class BaseSidecars(Sidecars):
         places = (key for key in model_config.sub_configs if getattr(model_config, key, None) is text)
         part = config.get(next(places, ""))
         (part if isinstance(part, dict) else config).update(of_text)
+        if layout.num_rows not in (None, getattr(text, "vocab_size", None)):
+            (part if isinstance(part, dict) else config)["vocab_size"] = layout.num_rows
         config |= {**layout.settings, "architectures": [layout.architecture], "dtype": layout.dtype}
         staging.write_text("config.json", json.dumps(config, indent=2) + "\n")
         has_file = (self.base_dir / GENERATION_NAME).exists()

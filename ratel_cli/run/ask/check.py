@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 
 from ratel_cli.commands import with_run_named
-from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_QUANTISATION, OF_RATES, OF_VOCABULARY
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import Reading
 from ratel_cli.console import RunLog
@@ -31,8 +31,8 @@ from ratel_cli.run.train.start import Resume
 _DECIDES_ABOUT_ROWS = frozenset(
     {
         "base_model", "datasets", "test_datasets", "streaming", "max_steps", "chat_template", "chat_template_jinja",
-        "special_tokens", "eot_tokens", "tokenizer_use_mistral_common", "train_on_inputs", "sequence_len",
-        "excess_length_strategy", "val_set_size",
+        "special_tokens", "eot_tokens", *OF_VOCABULARY, "tokenizer_use_mistral_common", "train_on_inputs",
+        "sequence_len", "excess_length_strategy", "val_set_size",
     }
 )  # fmt: skip
 """Keys that decide which rows can be used."""
@@ -41,7 +41,7 @@ _DECIDES_ABOUT_TYPES = frozenset({"datasets", "test_datasets", "streaming"})
 _DECIDES_ABOUT_MACHINE = frozenset(
     {
         "base_model", "random_init", "unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_RATES,
-        *OF_QUANTISATION, "model_shape", "sequence_len",
+        *OF_QUANTISATION, *OF_VOCABULARY, "model_shape", "sequence_len",
         "micro_batch_size", "gradient_accumulation_steps", "tokens_per_step", "max_grad_norm", "dtype",
         "gradient_dtype", "attn_implementation", "head_chunk",
         "activations", "optimizer_overlap", "device", "storage", "limits", "output_dir",

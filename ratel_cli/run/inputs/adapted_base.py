@@ -207,8 +207,15 @@ class AdaptedBase(LanguageBase):
     def _open_plain(self, resources: ExitStack) -> tuple[LanguageBase, CheckpointSource]:
         """The language model without the adapter, and its files."""
         model = find_blocks(self._plain(), name=self.model.spec.name, task=self.model.task)
-        plain = LanguageBase(directory=self.directory, config=self.config, attention=self.attention, model=model)
-        source = resources.enter_context(CheckpointSource(self.directory, model.skeleton, model.spec))
+        plain = LanguageBase(
+            directory=self.directory,
+            config=self.config,
+            attention=self.attention,
+            model=model,
+            new_rows=self.new_rows,
+        )
+        source = CheckpointSource(self.directory, model.skeleton, model.spec, new_rows=self.new_rows)
+        resources.enter_context(source)
         install_buffers(model.skeleton, source.read_buffers())
         return plain, source
 
@@ -216,6 +223,8 @@ class AdaptedBase(LanguageBase):
         """See Base. As PEFT loads it onto what transformers loads."""
         loaded, quantised = super().load(self.directory, dtype), self._quantised
         quantisation = quantisation_of(self.directory) if quantised else None
+        if self.new_rows is not None:
+            self.new_rows.resize(loaded)
         if quantisation is not None:
             loaded.config.quantization_config = quantisation  # it says which layers are not quantised
         if self.form is not None:
@@ -236,7 +245,8 @@ class AdaptedBase(LanguageBase):
     def _open_base(self, resources: ExitStack) -> WeightSource:
         """The base model's files. The skeleton gets the buffers."""
         plain, skeleton = self._plain(), self.model.skeleton
-        source = CheckpointSource(self.directory, plain, plain_spec(base_spec(self.model.spec), plain))
+        spec = plain_spec(base_spec(self.model.spec), plain)
+        source = CheckpointSource(self.directory, plain, spec, new_rows=self.new_rows)
         resources.enter_context(source)
         install_buffers(skeleton, source.read_buffers(), name_of=base_name)
         layers = self._quantised

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.text.tokenizer import num_ids
 from ratel_cli.errors import BadInput
 from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.find_blocks import find_blocks
@@ -18,6 +19,7 @@ from ratel_cli.model.files.classes import classes_of, name_classes
 from ratel_cli.model.files.directory import has_weights, resolve_base_model
 from ratel_cli.model.files.in_place import placed_in_files
 from ratel_cli.model.files.kind import text_config
+from ratel_cli.model.files.new_rows import NewRows
 from ratel_cli.model.files.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.values.freezing import freeze
 from ratel_cli.model.values.rate_groups import RateGroups
@@ -26,6 +28,7 @@ from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import rules_in
 from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.sizes import Task
+from ratel_cli.units import align_up
 
 
 def read_language_base(config: RunConfig, log: RunLog, task: Task | None = None) -> LanguageBase:
@@ -49,6 +52,9 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     labels = classes_of(model_config, config.labels) if task == "classification" else ()
     if labels:
         name_classes(model_config, labels)
+    new_rows = _new_rows(config, directory, model_config, task)
+    if new_rows is not None:
+        model_config = new_rows.config
     attention = supported_attention(model_config, config.attn_implementation, task)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
     if config.task == "classification":
@@ -87,10 +93,24 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         attention=attention,
         model=model,
         labels=labels,
+        new_rows=new_rows,
     )
     if config.base_storage == "in_place":
         model.spec = _left_in_files(base, config)
     return base
+
+
+def _new_rows(config: RunConfig, directory: Path, model_config: PretrainedConfig, task: Task) -> NewRows | None:
+    """What the vocabulary of the run has beyond the base model's; None: nothing. Raises BadInput."""
+    if not config.can_grow:
+        return None
+    tokenizer = read_tokenizer(config, directory, model_config, num_embeddings=0, notice=lambda text: None)
+    num_rows = align_up(num_ids(tokenizer), config.pad_vocab_to_multiple_of or 1)
+    if num_rows <= getattr(text_config(model_config), "vocab_size", num_rows):
+        return None
+    return NewRows(
+        base_config=model_config, num_rows=num_rows, init=config.new_tokens_init, seed=config.seed, task=task
+    )
 
 
 def _name_padding(skeleton: PreTrainedModel, config: RunConfig, directory: Path) -> None:

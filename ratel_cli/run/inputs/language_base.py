@@ -27,6 +27,7 @@ from ratel_cli.model.export.reload import load_language_model
 from ratel_cli.model.export.sidecars import BaseSidecars, check_sidecars
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.initialise import RandomSource
+from ratel_cli.model.files.new_rows import NewRows
 from ratel_cli.model.files.quantised_files import quantisation_of
 from ratel_cli.model.files.quantised_formats import method_of
 from ratel_cli.model.files.quantised_model import packed_names
@@ -55,6 +56,8 @@ class LanguageBase(Base):
     model: DecoderModel
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes."""
+    new_rows: NewRows | None = None
+    """What the vocabulary has beyond that of the files."""
 
     def open_weights(self, config: RunConfig, resources: ExitStack) -> Weights:
         """See Base. The skeleton gets the buffers."""
@@ -67,7 +70,8 @@ class LanguageBase(Base):
                 )
             return RandomSource(skeleton, config.seed, self.model.task), self.layout(config)
         new_head = None if self.model.task == "causal_lm" else RandomSource(skeleton, config.seed, self.model.task)
-        source = resources.enter_context(CheckpointSource(self.directory, skeleton, spec, new_head=new_head))
+        source = CheckpointSource(self.directory, skeleton, spec, new_head=new_head, new_rows=self.new_rows)
+        resources.enter_context(source)
         install_buffers(skeleton, source.read_buffers())
         return source, source.layout(config.dtype)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ratel_cli.config.describe import changed_value
-from ratel_cli.config.keys.key_groups import OF_RATES
+from ratel_cli.config.keys.key_groups import OF_RATES, OF_VOCABULARY
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
 from ratel_cli.errors import BadInput, RatelError
@@ -24,7 +24,7 @@ from ratel_cli.training.facts import read_facts
 from ratel_cli.training.schedule import LearningRateSchedule, ScheduleOptions
 
 DECIDES_THE_COUNT: Final = (
-    "base_model", "datasets", "chat_template", "chat_template_jinja", "special_tokens", "eot_tokens",
+    "base_model", "datasets", "chat_template", "chat_template_jinja", "special_tokens", "eot_tokens", *OF_VOCABULARY,
     "tokenizer_use_mistral_common", "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing",
     "attn_implementation", "val_set_size", "seed", *DECIDES_THE_LENGTH,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES
+from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_PREFERENCES, OF_QUANTISATION, OF_RATES, OF_VOCABULARY
 from ratel_cli.config.keys.optimizers import has_default_options, resolved_options
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -41,11 +41,14 @@ it changes the hash in every store's identity."""
 CHOOSES_RULES: Final = ("optimizer", "optim_args", "bf16_master")
 CHOOSES_BITS: Final = (
     "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES, *CHOOSES_RULES,
+    *OF_VOCABULARY,
 )  # fmt: skip
 """Keys that must be the same when a run resumes, too. Those at their default are no part of the hash: so it stays that
 of older stores."""
-CHOOSES_PARAMETERS: Final = ("unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION)
-"""Keys that decide what is trained of a model."""
+CHOOSES_PARAMETERS: Final = (
+    "unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION, *OF_VOCABULARY,
+)  # fmt: skip
+"""Keys that decide what a model's parameters are, and what is trained of them."""
 DECIDES_THE_STATE: Final = (
     "base_model", "revision_of_model", "random_init", "base_storage", *CHOOSES_PARAMETERS, *OF_RATES, *CHOOSES_RULES,
     "dtype",

@@ -8,11 +8,12 @@ Invariant: what a run tokenises with is what its export contains (`tokenizer_fil
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AddedToken, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.data.text.mistral_tokenizer import MistralTokenizer, mistral_file
@@ -77,7 +78,7 @@ def _read(
     if config.tokenizer_use_mistral_common:
         return _mistral_tokenizer(base_dir), {}
     if not any(next(base_dir.glob(pattern), None) for pattern in VOCABULARY_FILES):
-        if config.chat_template or config.chat_template_jinja or config.special_tokens:
+        if config.chat_template or config.chat_template_jinja or config.special_tokens or config.can_grow:
             raise BadInput(f"{base_dir}: no usable tokenizer: there are no tokenizer files")
         return NoTokenizer(f"{base_dir} has no tokenizer files", num_tokens=num_embeddings), {}
     try:
@@ -87,6 +88,7 @@ def _read(
         )
     except Exception as error:
         raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
+    _add_tokens(found, config)
     tokenizer, known = cast(Tokenizer, found), found.get_vocab()
     special = _special_tokens(config, tokenizer, known, notice)
     if special:  # as if the files named them: what is one of them is found in texts before anything else
@@ -98,6 +100,15 @@ def _read(
             if mark not in known:
                 notice(f"chat_template: {config.chat_template}: the tokenizer has no token {mark}; it becomes several")
     return tokenizer, special
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
+    """Add the config's tokens as axolotl does: first those of `special_tokens`, which are found as they are written."""
+    first = [each for each in (config.special_tokens or {}).values() if each in config.tokens]
+    others = [each for each in config.tokens if each not in first]
+    for tokens, are_special in ((first, True), (others, False), (config.new_special_tokens, True)):
+        new = [AddedToken(each, lstrip=False, rstrip=False, normalized=False, special=are_special) for each in tokens]
+        tokenizer.add_tokens(new, special_tokens=are_special)
 
 
 def read_stop_ids(
@@ -112,7 +123,7 @@ def read_stop_ids(
         if token not in known:
             raise BadInput(
                 f"eot_tokens: the tokenizer has no token {token!r}",
-                hint="name tokens that the tokenizer has; Ratel adds no tokens to a vocabulary",
+                hint=f"name tokens that the tokenizer has, or add it: `tokens: [{token!r}]`",
             )
     has_own = (base_dir / GENERATION_NAME).exists()
     listed = read_json_object(base_dir, GENERATION_NAME).get("eos_token_id") if has_own else None
@@ -149,11 +160,12 @@ def _special_tokens(
         elif name in ("bos_token", "eos_token"):
             raise BadInput(
                 f"special_tokens: the tokenizer has no token {token!r}, for {name}",
-                hint="name a token that the tokenizer has; Ratel adds no tokens to a vocabulary",
+                hint=f"name a token that the tokenizer has, or add it: `tokens: [{token!r}]`",
             )
         else:
             notice(
-                f"special_tokens: {name} is ignored: the tokenizer has no token {token!r}, and no loss depends on it"
+                f"special_tokens: {name} is ignored: the tokenizer has no token {token!r}, and no loss depends on it; "
+                f"`tokens: [{token!r}]` would add it"
             )
     end = special.get("eos_token", tokenizer.special_tokens_map.get("eos_token"))
     if config.task == "classification" and tokenizer.pad_token_id is None and "pad_token" not in special and end:
@@ -171,9 +183,13 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
     No file is changed unless the config names a chat template or special tokens, or a classifier needs padding.
     """
     tokenizer, special = _read(config, base_dir, model_config, num_embeddings=0, notice=lambda text: None)
-    changed: dict[str, str] = {}
+    changed: dict[str, str] = _saved(tokenizer) if config.tokens or config.new_special_tokens else {}
     configs = {
-        name: read_json_object(base_dir, name) if (base_dir / name).exists() else {}
+        name: json.loads(changed[name])
+        if name in changed
+        else read_json_object(base_dir, name)
+        if (base_dir / name).exists()
+        else {}
         for name in (TOKENIZER_CONFIG_NAME, _MAP_FILE)
     }
     has_own = (base_dir / TEMPLATE_NAME).exists() or "chat_template" in configs[TOKENIZER_CONFIG_NAME]
@@ -191,6 +207,14 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
         names=tuple(tokenizer.vocab_files_names.values()),
         special_tokens=special_tokens_of(config, tokenizer),
     )
+
+
+def _saved(tokenizer: Tokenizer) -> dict[str, str]:
+    """The text files of a tokenizer with new tokens, by name, as transformers saves them."""
+    with tempfile.TemporaryDirectory() as directory:
+        cast(PreTrainedTokenizerBase, tokenizer).save_pretrained(directory)
+        paths = [path for path in sorted(Path(directory).iterdir()) if path.suffix in (".json", ".jinja", ".txt")]
+        return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def special_tokens_of(config: RunConfig, tokenizer: Tokenizer) -> SpecialTokens:

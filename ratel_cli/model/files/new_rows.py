@@ -1,0 +1,112 @@
+"""The rows that embedding and head of a run have beyond those of the base model's files, for tokens that it adds.
+
+Invariant: they have the bits that `resize_token_embeddings` of transformers gives them in fp32 after
+`torch.manual_seed(seed)`: its own code draws them, from the rows of the files.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ratel_cli.errors import BadInput, first_line
+from ratel_cli.model.files.kind import text_config
+from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.sizes import NewTokensInit, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRows:
+    """What a vocabulary has beyond the base model's."""
+
+    base_config: PretrainedConfig
+    """The configuration of the base model."""
+    num_rows: int
+    """Rows of the embedding, with the new ones."""
+    init: NewTokensInit
+    seed: int
+    task: Task
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the model with the new rows."""
+        config = copy.deepcopy(self.base_config)
+        text_config(config).vocab_size = self.num_rows
+        return config
+
+    def shapes_in_files(self, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+        """The shapes that the files have of the parameters with new rows, by all their names in `model`, which has
+        these rows. Raises BadInput if something else depends on the number of tokens, or nothing does."""
+        before = {name: tuple(each.shape) for name, each in self._base_model().state_dict().items()}
+        changed = {name: each.shape for name, each in model.state_dict().items() if each.shape != before.get(name)}
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name, shape in changed.items():
+            if name not in parameters or shape[0] != self.num_rows or shape[1:] != before[name][1:]:
+                raise self._cannot_grow(model, f"{name} has another form with more tokens")
+        if not changed:
+            raise self._cannot_grow(model, "its embedding does not follow vocab_size of config.json")
+        return {name: before[name] for name in changed}
+
+    def draw(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The new rows in fp32, by all names of the parameters. `read`: gives a whole parameter of the files, flat.
+
+        Memory is that of the matrices, and of what transformers computes from them. Raises BadInput if it cannot.
+        """
+        model = self._base_model()
+        shapes = {name: each.shape for name, each in model.named_parameters(remove_duplicate=False)}
+        made = dict[nn.Parameter, nn.Parameter]()  # one that is tied stays one
+        for path, module in model.named_modules():
+            if module not in (model.get_input_embeddings(), model.get_output_embeddings()):
+                continue
+            for key, each in module.named_parameters(recurse=False):
+                values = made.get(each)
+                if values is None:
+                    name = f"{path}.{key}"
+                    values = nn.Parameter(read(name).float().reshape(shapes[name]), requires_grad=False)
+                made[each] = module._parameters[key] = values
+        model.tie_weights()
+        first = len(model.get_input_embeddings().weight)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.resize(model)
+            state = {name: each for name, each in model.state_dict().items() if not each.is_meta}
+            drawn = {name: each[first:].clone() for name, each in state.items() if len(each) == self.num_rows}
+            if self.init == "noisy_mean":
+                self._add_noise(drawn, state)
+        return drawn
+
+    def resize(self, model: PreTrainedModel) -> None:
+        """Give a model of transformers the new rows. Raises BadInput if it cannot have them."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.resize_token_embeddings(self.num_rows, mean_resizing=self.init == "mean")
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise self._cannot_grow(model, first_line(error)) from error
+
+    def _add_noise(self, drawn: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Replace the new rows of each matrix by the mean of its old ones and noise, the same for all its names."""
+        made = dict[int, torch.Tensor]()
+        for name, rows in drawn.items():
+            whole = state[name]
+            if whole.ndim == 2 and whole.data_ptr() not in made:
+                mean = whole[: len(whole) - len(rows)].mean(dim=0, keepdim=True)
+                made[whole.data_ptr()] = mean + torch.empty_like(rows).normal_(0, 1 / math.sqrt(rows.shape[1]))
+            drawn[name] = made.get(whole.data_ptr(), rows)
+
+    def _base_model(self) -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]):
+            return build_skeleton(self.base_config, dtype="float32", attn_implementation="eager", task=self.task)
+
+    def _cannot_grow(self, model: PreTrainedModel, why: str) -> BadInput:
+        return BadInput(
+            f"tokens: {type(model).__name__} cannot have more tokens: {why}",
+            "name tokens that the tokenizer has, or add them to the model beforehand",
+        )
