@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import exported, load_data, metrics, output_of, recipe_of, save_base, succeed
+from tests.e2e.runs import exported, load_data, metrics, output_of, ratel, recipe_of, save_base, succeed
 from tests.reference import Trained, train_in_memory
 
 TOKENS = ["Which number", "even"]
@@ -52,3 +53,25 @@ def test_a_run_trains_the_grown_model(make_config: MakeConfig, tmp_path: Path, i
     assert {name for name in trained.weights if not torch.equal(weights[name], trained.weights[name])} == set()
     loaded = AutoModelForCausalLM.from_pretrained(output_of(config))
     assert loaded.config.vocab_size == rows == len(AutoTokenizer.from_pretrained(output_of(config)))
+
+
+def test_an_adapter_trains_both_matrices(make_config: MakeConfig, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    saved = ["embed_tokens", "lm_head"]
+    config = make_config(base=base, tokens=TOKENS, adapter="lora", lora_r=4, lora_modules_to_save=saved)
+    succeed(config)
+    rows = len(AutoTokenizer.from_pretrained(base)) + len(TOKENS)
+    directory = grown(base, tmp_path / "grown", rows=rows)
+    lora = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "modules_to_save": saved}
+    trained = plain(config, directory, lora=tuple(lora.items()))
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), output_of(config))
+        merged = loaded.merge_and_unload()
+    ended = ratel("merge", config, "-o", tmp_path / "merged")
+    assert ended.code == 0, ended.stderr
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    wanted = merged.state_dict()
+    assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == rows

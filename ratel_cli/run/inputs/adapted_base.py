@@ -81,8 +81,16 @@ class AdaptedBase(LanguageBase):
 
     def __post_init__(self) -> None:
         """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind;
-        or if text does not use a module that is to be trained whole."""
+        or if text does not use a module that is to be trained whole; or if rows of new tokens would stay as drawn."""
         spec = self.model.spec
+        frozen = {base_name(name) for name in spec.frozen_names}
+        new = [] if self.new_rows is None else [*self.new_rows.shapes_in_files(self._plain())]
+        if untrained := [name.rpartition(".")[0] for name in new if name in frozen]:
+            raise BadInput(
+                f"tokens: the adapter does not train {' and '.join(untrained)}, so the rows of new tokens would stay as "
+                "they are drawn",
+                f"set lora_modules_to_save: [{', '.join(name.rpartition('.')[2] for name in untrained)}]",
+            )
         known = {each.name for each in spec.parameters}
         for name in (name for name, each in self.model.skeleton.named_parameters() if each.requires_grad):
             if name not in known:
