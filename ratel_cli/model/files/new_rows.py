@@ -60,18 +60,16 @@ class NewRows:
         Memory is that of the matrices, and of what transformers computes from them. Raises BadInput if it cannot.
         """
         model = self._base_model()
-        shapes = {name: each.shape for name, each in model.named_parameters(remove_duplicate=False)}
+        ends = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+        found = {each for module in ends for each in module.parameters(recurse=False)}
         made = dict[nn.Parameter, nn.Parameter]()  # one that is tied stays one
         for path, module in model.named_modules():
-            if module not in (model.get_input_embeddings(), model.get_output_embeddings()):
-                continue
             for key, each in module.named_parameters(recurse=False):
-                values = made.get(each)
-                if values is None:
-                    name = f"{path}.{key}"
-                    values = nn.Parameter(read(name).float().reshape(shapes[name]), requires_grad=False)
-                made[each] = module._parameters[key] = values
-        model.tie_weights()
+                if each in found:
+                    if each not in made:
+                        values = read(f"{path}.{key}").float().reshape(each.shape)
+                        made[each] = nn.Parameter(values, requires_grad=False)
+                    module._parameters[key] = made[each]
         first = len(model.get_input_embeddings().weight)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
