@@ -13,7 +13,20 @@ from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import exported, load_data, metrics, output_of, ratel, recipe_of, save_base, succeed
+from tests.e2e.runs import (
+    assert_rejected,
+    assert_same_result,
+    exported,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel,
+    recipe_of,
+    run_until_killed,
+    save_base,
+    succeed,
+)
 from tests.reference import Trained, train_in_memory
 
 TOKENS = ["Which number", "even"]
@@ -37,7 +50,9 @@ def plain(config: Path, directory: Path, **changes: object) -> Trained:
     data = load_data(config, tokenizer_dir=directory)
     steps = [data.step(step) for step in range(len(metrics(config)))]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return train_in_memory(model.config, load_file(directory / "model.safetensors"), steps, replace(recipe_of(config), **changes))
+    return train_in_memory(
+        model.config, load_file(directory / "model.safetensors"), steps, replace(recipe_of(config), **changes)
+    )
 
 
 @pytest.mark.parametrize("init", ["mean", "random"])
@@ -71,7 +86,77 @@ def test_an_adapter_trains_both_matrices(make_config: MakeConfig, tmp_path: Path
         merged = loaded.merge_and_unload()
     ended = ratel("merge", config, "-o", tmp_path / "merged")
     assert ended.code == 0, ended.stderr
+    ended = ratel("verify", config)
+    assert ended.code == 0, ended.stderr
     found = load_file(tmp_path / "merged" / "model.safetensors")
     wanted = merged.state_dict()
     assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == rows
+
+
+def test_a_new_end_of_text(make_config: MakeConfig, tmp_path: Path) -> None:
+    """A token that `special_tokens` names comes first; the run ends in a crash and is resumed; what is exported is what
+    the tokenizer of transformers would be."""
+    base = save_base(tmp_path / "base")
+    settings = {
+        "base": base,
+        "tokens": ["<think>", "<|stop|>"],
+        "new_special_tokens": ["<|tool|>"],
+        "special_tokens": {"eos_token": "<|stop|>"},
+        "pad_vocab_to_multiple_of": 64,
+        "new_tokens_init": "random",
+        "max_steps": 3,
+    }
+    config, killed = make_config(**settings), make_config("killed", **settings)
+    succeed(config)
+    run_until_killed(killed, kill_at="commit.written:2")
+    ended = finetune(killed, "new_tokens_init=mean")
+    assert_rejected(ended, 2, "new_tokens_init was random, is now mean")
+    succeed(killed)
+    assert_same_result(config, killed)
+    tokenizer, before = AutoTokenizer.from_pretrained(output_of(config)), AutoTokenizer.from_pretrained(base)
+    first = len(before)
+    assert tokenizer("<think>a<|stop|><|tool|>").input_ids == [first + 1, *before("a").input_ids, first, first + 2]
+    assert tokenizer.decode([first, first + 1, first + 2], skip_special_tokens=True) == "<think>"
+    model = AutoModelForCausalLM.from_pretrained(output_of(config))
+    rows = model.get_input_embeddings().weight.shape[0]
+    assert (rows % 64, rows - first <= 66) == (0, True)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id[0] == tokenizer.eos_token_id == first
+    for arguments in (("verify", config), ("generate", config, "Which", "--max-new-tokens", "2")):
+        ended = ratel(*arguments)
+        assert ended.code == 0, ended.stderr
+
+
+def test_what_cannot_have_new_tokens(make_config: MakeConfig, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    ended = finetune(make_config(base=base, tokens=TOKENS, adapter="lora"))
+    assert_rejected(ended, 2, "the adapter does not train model.embed_tokens and lm_head")
+    assert "hint: set lora_modules_to_save: [embed_tokens, lm_head]" in ended.stderr
+    for path in base.glob("*token*"):
+        path.unlink()
+    assert_rejected(finetune(make_config("bare", base=base, tokens=TOKENS)), 2, "there are no tokenizer files")
+
+
+def test_an_adapter_and_one_matrix_for_both_ends(make_config: MakeConfig, tmp_path: Path) -> None:
+    """PEFT trains one copy, too, if it is told that embedding and head are tied."""
+    base = save_base(tmp_path / "base", tied=True)
+    changes = {"base": base, "tokens": TOKENS, "adapter": "lora", "lora_r": 4}
+    ended = finetune(make_config("frozen", **changes))
+    assert_rejected(ended, 2, "the adapter does not train model.embed_tokens, so the rows")
+    assert "[embed_tokens] and peft_ensure_weight_tying: true" in ended.stderr
+    changes |= {"lora_modules_to_save": ["embed_tokens"]}
+    assert_rejected(finetune(make_config("copies", **changes)), 2, "are one matrix, of which PEFT trains copies")
+    config = make_config(**changes, peft_ensure_weight_tying=True)
+    succeed(config)
+    directory = grown(base, tmp_path / "grown", rows=len(AutoTokenizer.from_pretrained(base)) + len(TOKENS))
+    lora = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}
+    trained = plain(config, directory, lora=(*lora.items(), ("ensure_weight_tying", True)))
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    ended = ratel("verify", config)
+    assert ended.code == 0, ended.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), output_of(config))
+        merged = loaded.merge_and_unload()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert torch.equal(merged.lm_head.weight, trained.weights["model.embed_tokens.weight"])

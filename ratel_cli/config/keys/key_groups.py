@@ -10,7 +10,8 @@ OF_PREFERENCES: Final = (
 """How answers are compared, if they are."""
 OF_ADAPTER: Final = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_target_parameters",
-    "lora_layers_to_transform", "peft_use_rslora", "peft_use_dora", "lora_modules_to_save", "peft_init_lora_weights",
+    "lora_layers_to_transform", "peft_use_rslora", "peft_use_dora", "lora_modules_to_save",
+    "peft_ensure_weight_tying", "peft_init_lora_weights",
 )  # fmt: skip
 """What an adapter is, if there is one."""
 OF_RATES: Final = ("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale")

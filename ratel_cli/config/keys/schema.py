@@ -128,6 +128,9 @@ class RunConfig(Section):
     lora_modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Modules of the model that are trained whole beside the adapter and exported with it, by the ends of their names:
     `[embed_tokens, lm_head]`. Default: none."""
+    peft_ensure_weight_tying: bool = False
+    """Let `lora_modules_to_save` name an embedding that the head shares: the one matrix of both is trained, and PEFT
+    loads it so. Without it that is an error, since PEFT trains two copies."""
     peft_init_lora_weights: AdapterInitialisation = True
     """How the adapter's weights are initialised, with `seed`. `true`: the second matrix is zero, so the model is as
     before. `gaussian`: the same, with a normal distribution in the first one. `false`: as `true`, which it is in
@@ -172,7 +175,7 @@ class RunConfig(Section):
     """Tokens to add to the vocabulary, such as `["<think>", "</think>"]`. The tokenizer finds each of them in a text
     before anything else; those that are named in `special_tokens`, too, come first. Embedding and head get rows for
     them, if they have none, and the export has the grown model and tokenizer. With an adapter, list embedding and head
-    in `lora_modules_to_save`. Default: none."""
+    in `lora_modules_to_save`; if they are one matrix, see `peft_ensure_weight_tying`. Default: none."""
     new_special_tokens: NewTokens = ()
     """The same for special tokens, which are left out of generated text. They come last. Default: none."""
     new_tokens_init: NewTokensInit = "mean"

@@ -38,6 +38,7 @@ from ratel_cli.model.files.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.in_place import FileRanges, located_in
 from ratel_cli.model.files.quantised_modules import QuantisedLinear
+from ratel_cli.model.files.renaming import twins
 from ratel_cli.model.files.shards import ShardReader
 from ratel_cli.model.values.adapter_settings import ALL_LINEAR, AdapterSettings, base_name
 from ratel_cli.model.values.fetched_code import no_fetched_code
@@ -97,6 +98,7 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     for module in saved:
         module.requires_grad_(True)
     config.modules_to_save = list(settings.saved_modules) or None
+    config.ensure_weight_tying = settings.ties_saved
     _check_adapted(model, settings)
     return config
 
@@ -227,11 +229,18 @@ def _saved_modules(model: PreTrainedModel, settings: AdapterSettings) -> list[nn
             raise BadInput(f"lora_modules_to_save: {end} is quantised, and cannot be trained", "name others")
         found += named.values()
     tied = {model.get_input_embeddings(), model.get_output_embeddings()}.intersection(found)
-    if tied and model.config.get_text_config().tie_word_embeddings:
+    is_tied = bool(model.config.get_text_config().tie_word_embeddings)
+    if tied and is_tied and not settings.ties_saved:
         raise BadInput(
             f"lora_modules_to_save: embedding and head of {type(model).__name__} are one matrix, of which PEFT trains"
             " copies that differ",
-            "remove it, or train the matrix itself: unfrozen_parameters, without an adapter",
+            "set peft_ensure_weight_tying: true, or remove it",
+        )
+    if settings.ties_saved and not (tied and is_tied):
+        raise BadInput(
+            f"peft_ensure_weight_tying: lora_modules_to_save names no matrix that embedding and head of "
+            f"{type(model).__name__} share",
+            "remove it" if not is_tied else "add the embedding to lora_modules_to_save",
         )
     return found
 
@@ -436,12 +445,13 @@ def _hollow_out(model: nn.Module) -> None:
                 module._parameters[name] = nn.Parameter(hollow, requires_grad=False)
 
 
-def adapter_layout(spec: ModelSpec, dtype: DtypeName) -> ExportLayout:
-    """The file of an adapter's weights, with the names that PEFT gives them."""
-    dtypes = spec.exported_dtypes(dtype)
+def adapter_layout(model: PreTrainedModel, spec: ModelSpec, dtype: DtypeName) -> ExportLayout:
+    """The file of an adapter's weights, with the names that PEFT gives them: all names of one that is tied."""
+    dtypes, names_of = spec.exported_dtypes(dtype), twins(model)
     tensors = [
-        trained_tensor(_saved_name(each.name), each.shape, whole_parameter(each.name, each.shape), dtypes)
+        trained_tensor(_saved_name(name), each.shape, whole_parameter(each.name, each.shape), dtypes)
         for each in trained_parameters(spec)
+        for name in names_of[each.name]
     ]
     return ExportLayout(
         shards=split_into_shards(sorted(tensors, key=lambda each: each.name), 1 << 62, ADAPTER_WEIGHTS_NAME),

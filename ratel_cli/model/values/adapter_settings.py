@@ -36,6 +36,8 @@ class AdapterSettings:
     initialisation: bool | Literal["gaussian"] = True
     saved_modules: tuple[str, ...] = ()
     """Ends of names of modules of the base that are trained whole, and are part of the adapter (`modules_to_save`)."""
+    ties_saved: bool = False
+    """A matrix that embedding and head share stays one where it is saved (`ensure_weight_tying`)."""
     task: Task = "causal_lm"
     also_named: tuple[str, ...] = ()
     """Ends of names of modules that must have one, too, because all linear layers do."""

@@ -87,9 +87,10 @@ class AdaptedBase(LanguageBase):
         new = [] if self.new_rows is None else [*self.new_rows.shapes_in_files(self._plain())]
         if untrained := [name.rpartition(".")[0] for name in new if name in frozen]:
             raise BadInput(
-                f"tokens: the adapter does not train {' and '.join(untrained)}, so the rows of new tokens would stay as "
-                "they are drawn",
-                f"set lora_modules_to_save: [{', '.join(name.rpartition('.')[2] for name in untrained)}]",
+                f"tokens: the adapter does not train {' and '.join(untrained)}, so the rows of new tokens would stay as"
+                " they are drawn",
+                f"set lora_modules_to_save: [{', '.join(name.rpartition('.')[2] for name in untrained)}]"
+                + (" and peft_ensure_weight_tying: true" if len(untrained) < len(new) else ""),
             )
         known = {each.name for each in spec.parameters}
         for name in (name for name, each in self.model.skeleton.named_parameters() if each.requires_grad):
@@ -116,7 +117,7 @@ class AdaptedBase(LanguageBase):
 
     def layout(self, config: RunConfig) -> ExportLayout:
         """See Base. The adapter alone."""
-        return adapter_layout(self.model.spec, config.dtype)
+        return adapter_layout(self.model.skeleton, self.model.spec, config.dtype)
 
     def sidecars(self, config: RunConfig) -> BaseSidecars:
         """See Base. The adapter's configuration, with the base model's path as the run's config has it, and the

@@ -157,7 +157,10 @@ def model_hash(config: RunConfig, spec: ModelSpec) -> str:
         content.append(config.revision_of_model)
     if in_files := [block.index for block in spec.blocks if block.is_in_files]:
         content.append(in_files)
-    return hash_of(content if config.adapter is None else [*content, asdict(adapter_of(config, config.task))])
+    if config.adapter is not None:
+        settings = asdict(adapter_of(config, config.task))
+        content.append(settings if settings["ties_saved"] else {k: v for k, v in settings.items() if k != "ties_saved"})
+    return hash_of(content)
 
 
 def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:

@@ -83,6 +83,7 @@ def adapter_of(config: RunConfig, task: Task) -> AdapterSettings:
         scales_by_root=config.peft_use_rslora,
         has_magnitudes=config.peft_use_dora,
         saved_modules=tuple(sorted(config.lora_modules_to_save)),
+        ties_saved=config.peft_ensure_weight_tying,
         initialisation=config.peft_init_lora_weights or True,
         also_named=names if takes_all else (),
         task=task,
