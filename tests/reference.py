@@ -188,7 +188,7 @@ def _with_adapter(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT asks for what transformers calls otherwise now, and sets what it must
         inner = get_peft_model(model, config).base_model.model
-    adapters = {name: each for name, each in inner.named_parameters() if "lora_" in name}
+    adapters = {name: each for name, each in inner.named_parameters() if re.search("lora_|trainable_tokens_", name)}
     assert all(each.dtype == torch.float32 and each.requires_grad for each in adapters.values())
     found = {
         name: each.detach().cpu().clone()
@@ -199,7 +199,7 @@ def _with_adapter(
     return inner.train(), found, replace(recipe, kept=recipe.kept | adapters.keys())
 
 
-_PEFTS_WORDS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)\b")
+_PEFTS_WORDS = re.compile(r"\.(base_layer|token_adapter|original_module|modules_to_save\.default)\b")
 
 
 class AnyBatch(Protocol):

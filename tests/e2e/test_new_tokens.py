@@ -70,28 +70,47 @@ def test_a_run_trains_the_grown_model(make_config: MakeConfig, tmp_path: Path, i
     assert loaded.config.vocab_size == rows == len(AutoTokenizer.from_pretrained(output_of(config)))
 
 
-def test_an_adapter_trains_both_matrices(make_config: MakeConfig, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    saved = ["embed_tokens", "lm_head"]
-    config = make_config(base=base, tokens=TOKENS, adapter="lora", lora_r=4, lora_modules_to_save=saved)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tied", "saved"), [
+    (False, ()), (True, ()), (False, ("embed_tokens", "lm_head")), (False, ("lm_head",)), (True, ("embed_tokens",)),
+], ids=["rows", "rows of one matrix", "matrices", "rows and a matrix", "the one matrix"])  # fmt: skip
+def test_an_adapter(make_config: MakeConfig, tmp_path: Path, *, tied: bool, saved: tuple[str, ...], dtype: str) -> None:
+    """It trains the rows of the new tokens, or what it is told to train whole. PEFT loads it onto the grown base."""
+    base = save_base(tmp_path / "base", tied=tied)
+    config = make_config(
+        base=base,
+        tokens=TOKENS,
+        adapter="lora",
+        lora_r=4,
+        lora_modules_to_save=list(saved),
+        dtype=dtype,
+        peft_ensure_weight_tying=tied and bool(saved),
+    )
     succeed(config)
-    rows = len(AutoTokenizer.from_pretrained(base)) + len(TOKENS)
-    directory = grown(base, tmp_path / "grown", rows=rows)
-    lora = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "modules_to_save": saved}
+    first = len(AutoTokenizer.from_pretrained(base))
+    new = [first, first + 1]
+    directory = grown(base, tmp_path / "grown", rows=first + 2)
+    rows = {name: new for name in ("embed_tokens", "lm_head")[: 1 if tied else 2] if name not in saved}
+    lora: dict[str, object] = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear"}
+    lora |= {"modules_to_save": [*saved] or None, "ensure_weight_tying": tied and bool(saved)}
+    lora |= {"trainable_token_indices": rows or None}
     trained = plain(config, directory, lora=tuple(lora.items()))
     assert [line["loss"] for line in metrics(config)] == list(trained.losses)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), output_of(config))
-        merged = loaded.merge_and_unload()
-    ended = ratel("merge", config, "-o", tmp_path / "merged")
-    assert ended.code == 0, ended.stderr
     ended = ratel("verify", config)
     assert ended.code == 0, ended.stderr
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    wanted = merged.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
+    ended = ratel("merge", config, "-o", tmp_path / "merged")
+    assert ended.code == 0, ended.stderr
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.vocab_size == first + 2
+    found = merged.state_dict()
     assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == rows
+    trained_rows = trained.weights.get("model.embed_tokens.token_adapter.trainable_tokens_delta.default")
+    if trained_rows is not None:
+        assert torch.equal(found["model.embed_tokens.weight"][first:], trained_rows)
 
 
 def test_a_new_end_of_text(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -128,35 +147,15 @@ def test_a_new_end_of_text(make_config: MakeConfig, tmp_path: Path) -> None:
 
 
 def test_what_cannot_have_new_tokens(make_config: MakeConfig, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    ended = finetune(make_config(base=base, tokens=TOKENS, adapter="lora"))
-    assert_rejected(ended, 2, "the adapter does not train model.embed_tokens and lm_head")
-    assert "hint: set lora_modules_to_save: [embed_tokens, lm_head]" in ended.stderr
+    base = save_base(tmp_path / "base", tied=True)
+    changes = {"base": base, "tokens": TOKENS, "adapter": "lora", "lora_modules_to_save": ["embed_tokens"]}
+    ended = finetune(make_config(**changes))
+    assert_rejected(ended, 2, "are one matrix, of which PEFT trains copies that differ")
+    assert "hint: set peft_ensure_weight_tying: true" in ended.stderr
+    changes["lora_modules_to_save"] = ["model.norm"]
+    ended = finetune(make_config("norm", **changes, peft_ensure_weight_tying=True))
+    assert_rejected(ended, 2, "lora_modules_to_save names no matrix that embedding and head of LlamaForCausalLM share")
     for path in base.glob("*token*"):
         path.unlink()
-    assert_rejected(finetune(make_config("bare", base=base, tokens=TOKENS)), 2, "there are no tokenizer files")
-
-
-def test_an_adapter_and_one_matrix_for_both_ends(make_config: MakeConfig, tmp_path: Path) -> None:
-    """PEFT trains one copy, too, if it is told that embedding and head are tied."""
-    base = save_base(tmp_path / "base", tied=True)
-    changes = {"base": base, "tokens": TOKENS, "adapter": "lora", "lora_r": 4}
-    ended = finetune(make_config("frozen", **changes))
-    assert_rejected(ended, 2, "the adapter does not train model.embed_tokens, so the rows")
-    assert "[embed_tokens] and peft_ensure_weight_tying: true" in ended.stderr
-    changes |= {"lora_modules_to_save": ["embed_tokens"]}
-    assert_rejected(finetune(make_config("copies", **changes)), 2, "are one matrix, of which PEFT trains copies")
-    config = make_config(**changes, peft_ensure_weight_tying=True)
-    succeed(config)
-    directory = grown(base, tmp_path / "grown", rows=len(AutoTokenizer.from_pretrained(base)) + len(TOKENS))
-    lora = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}
-    trained = plain(config, directory, lora=(*lora.items(), ("ensure_weight_tying", True)))
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
-    ended = ratel("verify", config)
-    assert ended.code == 0, ended.stderr
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), output_of(config))
-        merged = loaded.merge_and_unload()
-    assert merged.lm_head.weight is merged.model.embed_tokens.weight
-    assert torch.equal(merged.lm_head.weight, trained.weights["model.embed_tokens.weight"])
+    ended = finetune(make_config("bare", base=base, tokens=TOKENS))
+    assert_rejected(ended, 2, "there are no tokenizer files")

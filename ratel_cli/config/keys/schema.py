@@ -174,8 +174,9 @@ class RunConfig(Section):
     tokens: NewTokens = ()
     """Tokens to add to the vocabulary, such as `["<think>", "</think>"]`. The tokenizer finds each of them in a text
     before anything else; those that are named in `special_tokens`, too, come first. Embedding and head get rows for
-    them, if they have none, and the export has the grown model and tokenizer. With an adapter, list embedding and head
-    in `lora_modules_to_save`; if they are one matrix, see `peft_ensure_weight_tying`. Default: none."""
+    them, if they have none, and the export has the grown model and tokenizer. An adapter trains
+    the rows of these tokens alone (`trainable_token_indices` of PEFT), unless `lora_modules_to_save` names the whole
+    matrices. Default: none."""
     new_special_tokens: NewTokens = ()
     """The same for special tokens, which are left out of generated text. They come last. Default: none."""
     new_tokens_init: NewTokensInit = "mean"

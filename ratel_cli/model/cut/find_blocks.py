@@ -27,6 +27,7 @@ from ratel_cli.model.cut.probe import SAMPLE_TOKENS, Usage, probe_usage, separat
 from ratel_cli.model.cut.trials import ROW_TOKENS, carried_bytes, counts_positions_from_zero, ordinary_row
 from ratel_cli.model.cut.two_stacks import AnyRunner, TwoStackRunner
 from ratel_cli.model.files.skeleton import NAMES_OF_DTYPES
+from ratel_cli.model.values.adapter_settings import is_of_tokens
 from ratel_cli.model.values.carried import Embedded
 from ratel_cli.model.values.rate_groups import ONE_RATE, RateGroups
 from ratel_cli.model.values.row_lookup import RowLookup
@@ -82,7 +83,7 @@ def find_blocks(
     found = [
         ("embedding", before),
         *((f"layer {index}", parameters) for index, parameters in enumerate(inside)),
-        ("head", [*after, *(before[:1] if tied else [])]),
+        ("head", [*after, *(before[:1] if tied else []), *(each for each in before[1:] if each.name in usage.after)]),
     ]
     # Tables are there where no parameters give positions.
     has_tables = sum(len(each.shape) > 1 for each in before) == 1
@@ -248,6 +249,8 @@ def _input_and_output(skeleton: PreTrainedModel, *, has_output: bool) -> tuple[n
         embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         embedding, head = None, None
+    # PEFT's module around one whose rows of some tokens are trained reads its matrix as the one within.
+    embedding, head = (getattr(each, "original_module", each) for each in (embedding, head))
     for module, role in ((embedding, "input embedding"), *([(head, "output head")] if has_output else [])):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
@@ -341,7 +344,8 @@ def _split(
 ) -> tuple[list[PlacedParameter], list[PlacedParameter]]:
     """The parameters before the layers, the embedding's weight first, and those after the layers."""
     for parameter in used:
-        if parameter.name in usage.before & usage.after and not (tied and parameter is embedding):
+        is_both = tied and (parameter is embedding or is_of_tokens(parameter.name))
+        if parameter.name in usage.before & usage.after and not is_both:
             raise BadInput(
                 f"{parameter.name} is used both before and after the layers; only a tied embedding may be used twice"
             )

@@ -321,6 +321,8 @@ class _UsageWatch(OperatorMode):
 
 
 def _to_meta(leaf: object) -> object:
+    if isinstance(leaf, torch.device):  # on which the result would be
+        return torch.device("meta")
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 

@@ -22,6 +22,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ from ratel_cli.model.files.in_place import FileRanges, located_in
 from ratel_cli.model.files.quantised_modules import QuantisedLinear
 from ratel_cli.model.files.renaming import twins
 from ratel_cli.model.files.shards import ShardReader
-from ratel_cli.model.values.adapter_settings import ALL_LINEAR, AdapterSettings, base_name
+from ratel_cli.model.values.adapter_settings import ALL_LINEAR, AdapterSettings, base_name, is_of_tokens
 from ratel_cli.model.values.fetched_code import no_fetched_code
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import ParameterSpec
@@ -49,6 +50,7 @@ from ratel_cli.sizes import DtypeName, Task
 with no_fetched_code():
     from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -75,6 +77,7 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         use_rslora=settings.scales_by_root,
         use_dora=settings.has_magnitudes,
         init_lora_weights=settings.initialisation,
+        trainable_token_indices=_trained_rows(model, settings) or None,
     )
     try:
         convert_peft_config_for_transformers(config, model, None)  # names of experts that were modules once
@@ -99,8 +102,21 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
         module.requires_grad_(True)
     config.modules_to_save = list(settings.saved_modules) or None
     config.ensure_weight_tying = settings.ties_saved
+    for each in model.modules():
+        if isinstance(each, TrainableTokensLayer):
+            each.trainable_tokens_original.clear()  # for PEFT's unmerge, which nothing calls here
     _check_adapted(model, settings)
     return config
+
+
+def _trained_rows(model: PreTrainedModel, settings: AdapterSettings) -> dict[str, list[int]]:
+    """The tokens whose rows are trained, by the names of the matrices: those ends of the model that are not trained
+    whole. A head that shares the embedding's matrix shares its rows."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    is_tied = ends[1] is not None and ends[1].weight is ends[0].weight
+    named = {name: module for name, module in model.named_modules() if module in ends[: 1 if is_tied else 2]}
+    saved = tuple(f".{end}" for end in settings.saved_modules)
+    return {name: list(settings.tokens) for name in named if settings.tokens and not f".{name}".endswith(saved)}
 
 
 def _choose_layers(model: PreTrainedModel, settings: AdapterSettings, config: LoraConfig) -> None:
@@ -282,7 +298,7 @@ def _linear_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 def is_of_adapter(name: str) -> bool:
     """Whether a parameter is an adapter's."""
-    return any(part.startswith("lora_") for part in name.split("."))
+    return is_of_tokens(name) or any(part.startswith("lora_") for part in name.split("."))
 
 
 def base_spec(spec: ModelSpec) -> ModelSpec:
@@ -334,6 +350,38 @@ def magnitudes_of(adapted: Mapping[str, AdaptedMatrix]) -> dict[str, AdaptedMatr
     return {each.magnitudes: each for each in adapted.values() if each.magnitudes is not None}
 
 
+class TrainedRows(NamedTuple):
+    """The rows of some tokens, which an adapter trains beside a frozen matrix."""
+
+    name: str
+    """What holds them, `[tokens, width]`."""
+    tokens: tuple[int, ...]
+    width: int
+    matrix: str
+    """The matrix in the model without the adapter."""
+    dtype: torch.dtype
+    """The dtype of the matrix."""
+
+    def read(self, base: WeightSource) -> torch.Tensor:
+        """The rows as they are in the base, in fp32, with which training begins."""
+        rows = [base.read(self.matrix, each * self.width, (each + 1) * self.width) for each in self.tokens]
+        return torch.stack(rows).to(self.dtype).float()
+
+    def put_into(self, matrix: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put trained rows into the matrix, as PEFT's merge does."""
+        matrix.index_copy_(0, torch.tensor(self.tokens), rows.to(matrix.dtype))
+
+
+def trained_rows(spec: ModelSpec, tokens: tuple[int, ...]) -> tuple[TrainedRows, ...]:
+    """The rows that an adapter trains of the embedding and the head, of these tokens."""
+    dtypes = {base_name(each.name): VALUE_DTYPES[block.dtype] for block in spec.blocks for each in block.parameters}
+    found = []
+    for each in filter(lambda each: is_of_tokens(each.name), spec.parameters):
+        matrix = f"{each.name.partition('.token_adapter.')[0]}.weight"
+        found.append(TrainedRows(each.name, tokens, each.shape[1], matrix, dtypes[matrix]))
+    return tuple(found)
+
+
 class AdaptedSource:
     """Weights of a base model, and of an adapter."""
 
@@ -342,12 +390,13 @@ class AdaptedSource:
         base: WeightSource,
         read_adapter: Callable[[], Mapping[str, torch.Tensor]],
         magnitudes: Mapping[str, AdaptedMatrix] = MappingProxyType({}),
+        rows: Mapping[str, TrainedRows] = MappingProxyType({}),
     ) -> None:
-        """`read_adapter`: gives its values in fp32, by name, when the first weight is read. `magnitudes`: by name,
-        those that it does not have: they are the lengths of the matrix's and the adapter's sum."""
+        """`read_adapter`: gives its values in fp32, by name, when the first weight is read. `magnitudes`, `rows`: by
+        name, those that it does not have: the lengths of the matrix's and the adapter's sum; rows of the base."""
         self._base = base
         self._read_adapter = read_adapter
-        self._magnitudes = magnitudes
+        self._magnitudes, self._rows = magnitudes, rows
 
     @cached_property
     def _adapter(self) -> Mapping[str, torch.Tensor]:
@@ -359,6 +408,8 @@ class AdaptedSource:
             return self._adapter[name].reshape(-1)[start:stop]
         if name in self._magnitudes:
             return self._first_magnitudes(self._magnitudes[name])[start:stop]
+        if name in self._rows:
+            return self._rows[name].read(self._base).reshape(-1)[start:stop]
         return self._base.read(base_name(name), start, stop)
 
     def located(self, name: str) -> FileRanges | None:
@@ -431,7 +482,7 @@ def drawn_adapter(plain: PreTrainedModel, settings: AdapterSettings, *, seed: in
     _hollow_out(plain)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject(plain, replace(settings, has_magnitudes=False))  # they draw nothing
+        inject(plain, replace(settings, has_magnitudes=False, tokens=()))  # they draw nothing
         return {name: each.detach() for name, each in plain.named_parameters() if is_of_adapter(name)}
 
 
@@ -451,7 +502,7 @@ def adapter_layout(model: PreTrainedModel, spec: ModelSpec, dtype: DtypeName) ->
     tensors = [
         trained_tensor(_saved_name(name), each.shape, whole_parameter(each.name, each.shape), dtypes)
         for each in trained_parameters(spec)
-        for name in names_of[each.name]
+        for name in ([each.name] if is_of_adapter(each.name) else names_of[each.name])
     ]
     return ExportLayout(
         shards=split_into_shards(sorted(tensors, key=lambda each: each.name), 1 << 62, ADAPTER_WEIGHTS_NAME),

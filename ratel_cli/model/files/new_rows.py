@@ -73,19 +73,22 @@ class NewRows:
         first = len(model.get_input_embeddings().weight)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            self.resize(model)
+            self.make_room(model, as_mean=self.init == "mean")
             state = {name: each for name, each in model.state_dict().items() if not each.is_meta}
             drawn = {name: each[first:].clone() for name, each in state.items() if len(each) == self.num_rows}
             if self.init == "noisy_mean":
                 self._add_noise(drawn, state)
         return drawn
 
-    def resize(self, model: PreTrainedModel) -> None:
-        """Give a model of transformers the new rows. Raises BadInput if it cannot have them."""
+    def make_room(self, model: PreTrainedModel, *, as_mean: bool = False) -> None:
+        """Give a model of transformers the new rows, with any values; `as_mean`: those that `mean` has from here on.
+
+        Raises BadInput if it cannot have them.
+        """
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                model.resize_token_embeddings(self.num_rows, mean_resizing=self.init == "mean")
+                model.resize_token_embeddings(self.num_rows, mean_resizing=as_mean)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise self._cannot_grow(model, first_line(error)) from error
 

@@ -13,7 +13,12 @@ ALL_LINEAR: Final = "all-linear"
 
 def base_name(name: str) -> str:
     """The name of a base parameter in the model without adapters."""
-    return name.replace(".base_layer", "")
+    return name.replace(".token_adapter", "").replace(".base_layer", "")
+
+
+def is_of_tokens(name: str) -> bool:
+    """Whether a parameter is the rows of some tokens, which an adapter trains beside the frozen matrix."""
+    return ".token_adapter.trainable_tokens_delta." in name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,8 @@ class AdapterSettings:
     has_magnitudes: bool = False
     """DoRA: the length of each output's weights is trained by itself."""
     initialisation: bool | Literal["gaussian"] = True
+    tokens: tuple[int, ...] = ()
+    """Tokens whose rows are trained of the embedding and the head that are frozen (`trainable_token_indices`)."""
     saved_modules: tuple[str, ...] = ()
     """Ends of names of modules of the base that are trained whole, and are part of the adapter (`modules_to_save`)."""
     ties_saved: bool = False

@@ -23,6 +23,7 @@ from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.export.adapters import (
     AdaptedSource,
+    TrainedRows,
     adapted_matrices,
     adapter_config_text,
     adapter_layout,
@@ -33,6 +34,7 @@ from ratel_cli.model.export.adapters import (
     load_adapted,
     magnitudes_of,
     read_adapter,
+    trained_rows,
 )
 from ratel_cli.model.export.card import Card
 from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers
@@ -57,7 +59,7 @@ from ratel_cli.model.files.quantised_model import (
 )
 from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
 from ratel_cli.model.files.stored_weights import StoredWeights
-from ratel_cli.model.values.adapter_settings import AdapterSettings, base_name
+from ratel_cli.model.values.adapter_settings import AdapterSettings, base_name, is_of_tokens
 from ratel_cli.run.files.run_directory import as_recorded_by_run
 from ratel_cli.run.inputs.base import Weights
 from ratel_cli.run.inputs.language_base import LanguageBase
@@ -81,23 +83,14 @@ class AdaptedBase(LanguageBase):
 
     def __post_init__(self) -> None:
         """Raise BadInput if something is drawn where the model's own code runs twice: before the layers, and behind;
-        or if text does not use a module that is to be trained whole; or if rows of new tokens would stay as drawn."""
+        or if text does not use a module that is to be trained whole."""
         spec = self.model.spec
-        frozen = {base_name(name) for name in spec.frozen_names}
-        new = [] if self.new_rows is None else [*self.new_rows.shapes_in_files(self._plain())]
-        if untrained := [name.rpartition(".")[0] for name in new if name in frozen]:
-            raise BadInput(
-                f"tokens: the adapter does not train {' and '.join(untrained)}, so the rows of new tokens would stay as"
-                " they are drawn",
-                f"set lora_modules_to_save: [{', '.join(name.rpartition('.')[2] for name in untrained)}]"
-                + (" and peft_ensure_weight_tying: true" if len(untrained) < len(new) else ""),
-            )
         known = {each.name for each in spec.parameters}
         for name in (name for name, each in self.model.skeleton.named_parameters() if each.requires_grad):
             if name not in known:
                 raise BadInput(f"lora_modules_to_save: {name} is in a part that text does not use", "name others")
         outside = (each.name for part in (spec.embedding, spec.head) for each in part.parameters)
-        found = next(filter(is_of_adapter, outside), None)
+        found = next((name for name in outside if is_of_adapter(name) and not is_of_tokens(name)), None)
         if found is not None and self.settings.dropout:
             raise BadInput(
                 f"lora_dropout: {found} is outside the layers, where nothing can be dropped",
@@ -112,7 +105,8 @@ class AdaptedBase(LanguageBase):
 
         has_magnitudes = self.settings.has_magnitudes
         adapted = adapted_matrices(self.model.skeleton, self.model.spec) if has_magnitudes else {}
-        source = AdaptedSource(self._open_base(resources), drawn, magnitudes_of(adapted))
+        rows = {each.name: each for each in self._trained_rows}
+        source = AdaptedSource(self._open_base(resources), drawn, magnitudes_of(adapted), rows)
         return source, self.layout(config)
 
     def layout(self, config: RunConfig) -> ExportLayout:
@@ -176,7 +170,15 @@ class AdaptedBase(LanguageBase):
             name for name, each in quantised.items() if each.layout.form in QUANTISED_FORMS and into == "dequantised"
         }
 
+        rows = {each.matrix: each for each in self._trained_rows}
+
         def base_matrix(name: str) -> torch.Tensor:
+            matrix = frozen_matrix(name)
+            if name in rows:
+                rows[name].put_into(matrix, weights.whole(rows[name].name))
+            return matrix
+
+        def frozen_matrix(name: str) -> torch.Tensor:
             stored_name, block = stored[name]
             wanted, shape = VALUE_DTYPES[source.dtypes[name]], plain.get_parameter(name).shape
             has_all_bits = torch.promote_types(wanted, held := VALUE_DTYPES[block.dtype]) == held
@@ -233,7 +235,12 @@ class AdaptedBase(LanguageBase):
         loaded, quantised = super().load(self.directory, dtype), self._quantised
         quantisation = quantisation_of(self.directory) if quantised else None
         if self.new_rows is not None:
-            self.new_rows.resize(loaded)
+            self.new_rows.make_room(loaded)
+            with ExitStack() as resources:
+                source, grown = self._open_base(resources), self.new_rows.shapes_in_files(loaded)
+                for name, each in loaded.named_parameters():
+                    if name in grown:
+                        each.data.view(-1).copy_(source.read(name, 0, each.numel()))
         if quantisation is not None:
             loaded.config.quantization_config = quantisation  # it says which layers are not quantised
         if self.form is not None:
@@ -266,16 +273,22 @@ class AdaptedBase(LanguageBase):
         """By the names that the parameters have without an adapter."""
         return {base_name(name): each for name, each in quantised_weights(self.model.skeleton).items()}
 
+    @property
+    def _trained_rows(self) -> tuple[TrainedRows, ...]:
+        return trained_rows(self.model.spec, self.settings.tokens)
+
     def _plain(self) -> PreTrainedModel:
         """A new skeleton without the adapter."""
         spec, task = self.model.spec, self.model.task
         return build_skeleton(self.config, dtype=spec.dtype, attn_implementation=self.attention, task=task)
 
 
-def adapt(skeleton: PreTrainedModel, config: RunConfig, task: Task, directory: Path) -> Callable[..., AdaptedBase]:
+def adapt(
+    skeleton: PreTrainedModel, config: RunConfig, task: Task, directory: Path, *, tokens: tuple[int, ...]
+) -> Callable[..., AdaptedBase]:
     """Put the config's adapter into the skeleton, which is quantised first if the config says so, or the files in
-    `directory` are. Returns what makes the base of it. Raises BadInput."""
-    settings, form = adapter_of(config, task), quantised_form(config)
+    `directory` are. `tokens`: new ones, whose rows are trained. Returns what makes the base of it. Raises BadInput."""
+    settings, form = replace(adapter_of(config, task), tokens=tokens), quantised_form(config)
     if form is not None:
         quantise_layers(skeleton, form, with_experts=config.quantize_moe_experts)
     elif not settings.has_magnitudes:  # DoRA takes the numbers of a matrix

@@ -159,7 +159,8 @@ def model_hash(config: RunConfig, spec: ModelSpec) -> str:
         content.append(in_files)
     if config.adapter is not None:
         settings = asdict(adapter_of(config, config.task))
-        content.append(settings if settings["ties_saved"] else {k: v for k, v in settings.items() if k != "ties_saved"})
+        # What older adapters have not is no part of the hash; tokens are those of the vocabulary.
+        content.append({key: value for key, value in settings.items() if value or key not in ("ties_saved", "tokens")})
     return hash_of(content)
 
 

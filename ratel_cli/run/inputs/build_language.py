@@ -52,7 +52,7 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     labels = classes_of(model_config, config.labels) if task == "classification" else ()
     if labels:
         name_classes(model_config, labels)
-    new_rows = _new_rows(config, directory, model_config, task)
+    new_rows, tokens = _grown(config, directory, model_config, task)
     if new_rows is not None:
         model_config = new_rows.config
     attention = supported_attention(model_config, config.attn_implementation, task)
@@ -66,7 +66,7 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     else:
         from ratel_cli.run.inputs.adapted_base import adapt  # PEFT is needed here alone
 
-        make = adapt(skeleton, config, task, directory)
+        make = adapt(skeleton, config, task, directory, tokens=tokens)
     model = find_blocks(
         skeleton,
         name=name,
@@ -100,17 +100,23 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     return base
 
 
-def _new_rows(config: RunConfig, directory: Path, model_config: PretrainedConfig, task: Task) -> NewRows | None:
-    """What the vocabulary of the run has beyond the base model's; None: nothing. Raises BadInput."""
+def _grown(
+    config: RunConfig, directory: Path, model_config: PretrainedConfig, task: Task
+) -> tuple[NewRows | None, tuple[int, ...]]:
+    """The rows that the vocabulary of the run has beyond the base model's, if it has some, and the tokens that the run
+    names or that read one of these rows. Raises BadInput."""
     if not config.can_grow:
-        return None
+        return None, ()
     tokenizer = read_tokenizer(config, directory, model_config, num_embeddings=0, notice=lambda text: None)
+    known = tokenizer.get_vocab()
+    num_before = getattr(text_config(model_config), "vocab_size", num_ids(tokenizer))
+    named = {known[each] for each in (*config.tokens, *config.new_special_tokens)}
+    tokens = tuple(sorted(named.union(each for each in known.values() if each >= num_before)))
     num_rows = align_up(num_ids(tokenizer), config.pad_vocab_to_multiple_of or 1)
-    if num_rows <= getattr(text_config(model_config), "vocab_size", num_rows):
-        return None
-    return NewRows(
-        base_config=model_config, num_rows=num_rows, init=config.new_tokens_init, seed=config.seed, task=task
-    )
+    if num_rows <= num_before:
+        return None, tokens
+    new = NewRows(base_config=model_config, num_rows=num_rows, init=config.new_tokens_init, seed=config.seed, task=task)
+    return new, tokens
 
 
 def _name_padding(skeleton: PreTrainedModel, config: RunConfig, directory: Path) -> None:
