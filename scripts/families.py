@@ -254,9 +254,15 @@ def _loaded(base: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
 
 
-def train_plain(base: Path, recipe: Recipe, *, num_micro_batches: int = _MICRO_BATCHES) -> Trained:
-    """What plain PyTorch makes of a saved model."""
-    rows = training_rows()
+def train_plain(
+    base: Path,
+    recipe: Recipe,
+    *,
+    num_micro_batches: int = _MICRO_BATCHES,
+    rows: Sequence[Sequence[int]] | None = None,
+) -> Trained:
+    """What plain PyTorch makes of a saved model. `rows`: other tokens than `training_rows`, as many."""
+    rows = rows or training_rows()
     batches = [batch_of(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
     starts = range(0, _STEPS * num_micro_batches, num_micro_batches)
     steps = [batches[start : start + num_micro_batches] for start in starts]

@@ -295,12 +295,11 @@ def test_the_old_name_of_special_tokens() -> None:
     imported = import_config(write(f"{AXOLOTL}tokens: {{eos_token: </s>}}\n"))
     Path("run.yaml").write_text(imported.text)
     assert load_config(Path("run.yaml")).config.special_tokens == {"eos_token": "</s>"}
-    fates = {
-        outcome.written: outcome.fate
-        for text in ("tokens: [</s>]", "special_tokens: {eos_token: </s>}\ntokens: {eos_token: <s>}")
-        for outcome in import_config(write(f"{AXOLOTL}{text}\n")).outcomes
-    }
-    assert fates["tokens"] == "undecided"
+    imported = import_config(write(f"{AXOLOTL}tokens: [</s>]\n"))
+    Path("run.yaml").write_text(imported.text)
+    assert load_config(Path("run.yaml")).config.tokens == ("</s>",)
+    with pytest.raises(BadInput, match="`tokens` must be a list, not a mapping"):
+        import_config(write(f"{AXOLOTL}special_tokens: {{eos_token: </s>}}\ntokens: {{eos_token: <s>}}\n"))
 
 
 def test_a_long_text_stays_a_text() -> None:

@@ -347,7 +347,7 @@ def test_a_model_that_can_have_no_adapter_is_looked_at_once(
 ) -> None:
     asked: list[object] = []
 
-    def reject(*arguments: object) -> None:
+    def reject(*arguments: object, **_options: object) -> None:
         asked.append(arguments)
         raise BadInput("it can have none")
 

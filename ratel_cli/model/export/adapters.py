@@ -104,19 +104,28 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     config.ensure_weight_tying = settings.ties_saved
     for each in model.modules():
         if isinstance(each, TrainableTokensLayer):
-            each.trainable_tokens_original.clear()  # for PEFT's unmerge, which nothing calls here
+            each.trainable_tokens_original.clear()  # type: ignore[no-untyped-call]  # for PEFT's unmerge, which nothing calls here
     _check_adapted(model, settings)
     return config
 
 
 def _trained_rows(model: PreTrainedModel, settings: AdapterSettings) -> dict[str, list[int]]:
     """The tokens whose rows are trained, by the names of the matrices: those ends of the model that are not trained
-    whole. A head that shares the embedding's matrix shares its rows."""
+    whole. A head that shares the embedding's matrix shares its rows. Raises BadInput for a head with a bias."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     is_tied = ends[1] is not None and ends[1].weight is ends[0].weight
     named = {name: module for name, module in model.named_modules() if module in ends[: 1 if is_tied else 2]}
     saved = tuple(f".{end}" for end in settings.saved_modules)
-    return {name: list(settings.tokens) for name in named if settings.tokens and not f".{name}".endswith(saved)}
+    found = {name: list(settings.tokens) for name in named if settings.tokens and not f".{name}".endswith(saved)}
+    for name in (
+        name for name, each in model.named_modules() if found and each is ends[1] and ends[1].bias is not None
+    ):
+        raise BadInput(
+            f"tokens: {name} has a bias, which PEFT (0.21) leaves out where it trains the rows of tokens",
+            f"set lora_modules_to_save: [{', '.join(each.rpartition('.')[2] for each in named)}]"
+            + (" and peft_ensure_weight_tying: true" if is_tied else ""),
+        )
+    return found
 
 
 def _choose_layers(model: PreTrainedModel, settings: AdapterSettings, config: LoraConfig) -> None:

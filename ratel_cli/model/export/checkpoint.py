@@ -397,7 +397,7 @@ class CheckpointSource(Closing):
         return sources
 
     def _present(self, name: str) -> list[str]:
-        """Those of a parameter's names, its own first, under which the files have it."""
+        """The names under which the files have a parameter, its own first."""
         names = [name, *(twin for twin in self._twins[name] if twin != name)]
         return [each for each in names if each in self._direct or each in self._converted]
 

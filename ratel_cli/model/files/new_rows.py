@@ -70,7 +70,7 @@ class NewRows:
                         values = read(f"{path}.{key}").float().reshape(each.shape)
                         made[each] = nn.Parameter(values, requires_grad=False)
                     module._parameters[key] = made[each]
-        first = len(model.get_input_embeddings().weight)
+        first = next(each.shape[0] for each in made if each.ndim > 1)  # rows
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.make_room(model, as_mean=self.init == "mean")
