@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
+    ROWS,
     assert_rejected,
     assert_same_result,
     exported,
@@ -26,6 +29,7 @@ from tests.e2e.runs import (
     run_until_killed,
     save_base,
     succeed,
+    succeed_ranks,
 )
 from tests.reference import Trained, train_in_memory
 
@@ -159,3 +163,46 @@ def test_what_cannot_have_new_tokens(make_config: MakeConfig, tmp_path: Path) ->
         path.unlink()
     ended = finetune(make_config("bare", base=base, tokens=TOKENS))
     assert_rejected(ended, 2, "there are no tokenizer files")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("changes", [
+    {"adapter": "lora", "load_in_4bit": True},
+    {"adapter": "lora", "base_storage": "in_place"},
+    {"adapter": "lora", "rl": "dpo"},
+    {"datasets": "classes"},
+], ids=["quantised", "in place", "dpo", "classes"])  # fmt: skip
+def test_other_runs(make_config: MakeConfig, tmp_path: Path, changes: dict[str, object]) -> None:
+    """What is loaded from the export is what the store has."""
+    if "rl" in changes:
+        pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "even"} for row in ROWS]
+        changes = {**changes, "datasets": [{"path": str(_written(tmp_path, pairs))}]}
+    elif "datasets" in changes:
+        texts = [{"text": row["completion"], "label": number % 2} for number, row in enumerate(ROWS)]
+        rows = {"path": str(_written(tmp_path, texts)), "type": "classification", "labels": ["even", "odd"]}
+        changes = {"datasets": [rows]}
+    base = save_base(tmp_path / "base", tied="rl" in changes)
+    config = make_config(base=base, tokens=TOKENS, max_steps=2, **changes)
+    succeed(config)
+    ended = ratel("verify", config)
+    assert ended.code == 0, ended.stderr
+    lines = metrics(config)
+    assert lines[0]["loss"] != lines[1]["loss"] and lines[1]["grad_norm"] > 0
+
+
+@pytest.mark.full
+def test_ranks_begin_with_the_same_rows(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Each imports its slice of the matrices, in which old rows and new ones meet."""
+    base = save_base(tmp_path / "base")
+    changes = {"base": base, "tokens": TOKENS, "max_steps": 1, "learning_rate": 0.0, "weight_decay": 0.0}
+    alone, together = make_config(**changes), make_config("ranks", **changes)
+    succeed(alone)
+    succeed_ranks(together, 2)
+    wanted, found = exported(alone), exported(together)
+    assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
+
+
+def _written(directory: Path, rows: Sequence[object]) -> Path:
+    path = directory / "others.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
@@ -32,6 +33,7 @@ from tests.e2e.runs import (
     write_config,
     write_rows,
 )
+from tests.e2e.test_new_tokens import TOKENS, grown, plain
 from tests.e2e.test_other_parts import load_whole, save_whole
 from tests.e2e.test_same_weights import check_same, reference
 from tests.gpu.machine import GPU, NEEDS_GPU
@@ -293,3 +295,20 @@ def test_the_allocator_is_held_to_a_limit_below_the_card_alone(
     trial, run = shares[:2], shares[2:]
     assert trial == run and len(run) == (2 if is_held else 0)
     assert not is_held or (run[0] < 0.05 and run[1] == 1.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tied", [False, True], ids=["rows of two matrices", "rows of one"])
+def test_an_adapter_trains_rows_of_new_tokens(tmp_path: Path, rows: Path, *, tied: bool) -> None:
+    """The whole matrix is there while its rows are read, and the rows' gradient is that of PEFT."""
+    base = save_base(tmp_path / "base", tied=tied)
+    changes = {"tokens": TOKENS, "adapter": "lora", "lora_r": 4, "device": GPU_KEY, "dtype": "bfloat16"}
+    config = write_config(tmp_path, base=base, rows=rows, **changes)
+    succeed(config)
+    first = len(AutoTokenizer.from_pretrained(base))
+    new = {name: [first, first + 1] for name in ("embed_tokens", "lm_head")[: 1 if tied else 2]}
+    lora = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "trainable_token_indices": new}
+    grown_base, device = grown(base, tmp_path / "grown", rows=first + 2), compute_device("auto").type
+    trained = plain(config, grown_base, lora=tuple(lora.items()), device=device)
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
