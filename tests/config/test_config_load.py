@@ -19,10 +19,11 @@ OF_THE_INTERFACE = """
     base_model revision_of_model model_shape cost_model random_init base_storage unfrozen_parameters frozen_parameters
     adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_target_parameters
     lora_layers_to_transform
-    peft_use_rslora peft_use_dora lora_modules_to_save peft_init_lora_weights
+    peft_use_rslora peft_use_dora lora_modules_to_save peft_ensure_weight_tying peft_init_lora_weights
     load_in_4bit load_in_8bit bnb_4bit_use_double_quant quantize_moe_experts
     datasets test_datasets streaming chat_template chat_template_jinja
-    special_tokens eot_tokens tokenizer_use_mistral_common train_on_inputs sequence_len excess_length_strategy
+    special_tokens eot_tokens tokens new_special_tokens added_tokens_overrides new_tokens_init pad_vocab_to_multiple_of
+    tokenizer_use_mistral_common train_on_inputs sequence_len excess_length_strategy
     sample_packing
     mlm_probability
     shuffle

@@ -60,7 +60,6 @@ def fate(found: Imported, key: str) -> str:
         (AXOLOTL + "sample_packing_sequentially: true\n", "sample_packing_sequentially"),
         (AXOLOTL + "pretrain_multipack_attn: false\n", "pretrain_multipack_attn"),
         (AXOLOTL + "dataset_shard_num: 4\n", "dataset_shard_num"),
-        (AXOLOTL + "resize_token_embeddings_to_32x: true\n", "resize_token_embeddings_to_32x"),
         (AXOLOTL.replace("chat_template", "alpaca_chat"), "datasets.type"),
         (AXOLOTL.replace("{path", "{split_thinking: true, path"), "datasets.split_thinking"),
         (AXOLOTL.replace("d.jsonl", "org/set, data_files: [a.jsonl, b.jsonl]"), "datasets.data_files"),

@@ -206,3 +206,21 @@ def _written(directory: Path, rows: Sequence[object]) -> Path:
     path = directory / "others.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+@pytest.mark.full
+def test_reserved_tokens_get_other_names(make_config: MakeConfig, tmp_path: Path) -> None:
+    """No row is added; the export's tokenizer reads the new names, and not the old ones."""
+    base = save_base(tmp_path / "base")
+    before = AutoTokenizer.from_pretrained(base)
+    reserved = before.convert_tokens_to_ids("<|user|>")
+    config = make_config(base=base, added_tokens_overrides={str(reserved): "<|person|>"}, max_steps=1)
+    succeed(config)
+    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    assert len(tokenizer) == len(before)
+    assert tokenizer("<|person|>").input_ids == [reserved]
+    assert len(tokenizer("<|user|>").input_ids) > 1
+    ended = ratel("verify", config)
+    assert ended.code == 0, ended.stderr
+    ended = finetune(make_config("unknown", base=base, added_tokens_overrides={"299": "<|person|>"}))
+    assert_rejected(ended, 2, "added_tokens_overrides: 299 is no token beside the vocabulary")

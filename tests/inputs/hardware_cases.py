@@ -24,7 +24,7 @@ _MORE = {
     "format_version: '1'": "`format_version` must be",
     "host: {}": "appears twice",
     "nvm: {}": "unknown key `nvm`",
-    "1: 2": "a key must be text",
+    "1.5: 2": "a key must be text",
     "x: *nowhere": "not valid YAML",
     "x: !!python/name:os.system y": "the tag .* is not allowed here",
     "\tx: 1": "a tab where only spaces are allowed",

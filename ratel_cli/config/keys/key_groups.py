@@ -20,5 +20,7 @@ OF_WARMUP: Final = ("warmup_rounding", "max_warmup_steps")
 """How a share of all steps becomes a warm-up."""
 OF_QUANTISATION: Final = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "quantize_moe_experts")
 """How the model beside an adapter is quantised, if it is."""
-OF_VOCABULARY: Final = ("tokens", "new_special_tokens", "new_tokens_init", "pad_vocab_to_multiple_of")
+OF_VOCABULARY: Final = (
+    "tokens", "new_special_tokens", "added_tokens_overrides", "new_tokens_init", "pad_vocab_to_multiple_of",
+)  # fmt: skip
 """What the vocabulary gets besides the base model's."""

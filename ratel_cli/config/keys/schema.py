@@ -179,6 +179,11 @@ class RunConfig(Section):
     matrices. Default: none."""
     new_special_tokens: NewTokens = ()
     """The same for special tokens, which are left out of generated text. They come last. Default: none."""
+    added_tokens_overrides: (
+        dict[Annotated[int, Field(ge=0, strict=False)], Annotated[str, Field(min_length=1)]] | None
+    ) = None
+    """Other names for tokens that the tokenizer has beside its vocabulary, by id, such as reserved ones:
+    `{128011: "<|think|>"}`. No row is added. Default: none."""
     new_tokens_init: NewTokensInit = "mean"
     """How new rows of embedding and head are drawn, with `seed`. `mean`: from the normal distribution with mean and
     covariance of the old rows, as transformers' `resize_token_embeddings` does; it takes three times the memory of the
@@ -816,10 +821,11 @@ def _mistral_contradictions(config: RunConfig) -> list[Contradiction]:
         "eot_tokens": bool(config.eot_tokens),
         "tokens": bool(config.tokens),
         "new_special_tokens": bool(config.new_special_tokens),
+        "added_tokens_overrides": bool(config.added_tokens_overrides),
     }
     found = []
     for key in (key for key, is_wrong in wrong.items() if is_wrong):
-        reason = "does not change its special tokens" if key.endswith("tokens") else "has no chat template"
+        reason = "does not change its special tokens" if "tokens" in key else "has no chat template"
         message = f"`tokenizer_use_mistral_common` and `{key}` are both set: mistral-common {reason}"
         keys = (key, "tokenizer_use_mistral_common")
         found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))

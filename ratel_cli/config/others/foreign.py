@@ -95,7 +95,7 @@ _ROWS: tuple[ForeignKey, ...] = (
         how="ignored",
         why="it avoids running out of memory; Ratel plans its memory",
     ),
-    ForeignKey(theirs="mean_resizing_embeddings", how="ignored", why="Ratel adds no tokens to a vocabulary"),
+    ForeignKey(theirs="mean_resizing_embeddings", how="ignored", why="`new_tokens_init` says how rows are drawn"),
     ForeignKey(theirs="pad_token padding_value", how="ignored", why="padding has no loss"),
     ForeignKey(
         theirs="upcast_lmhead_output embeddings_skip_upcast", how="ignored", why="Ratel computes the loss in fp32"
@@ -239,7 +239,7 @@ _ROWS: tuple[ForeignKey, ...] = (
     ForeignKey(
         theirs="resize_token_embeddings_to_32x shrink_embeddings",
         how="undecided",
-        why="Ratel does not resize the embedding: new rows would count in the softmax",
+        why="Ratel does not make an embedding smaller: its rows count in the softmax",
         hint="remove it, or change the model beforehand",
     ),
     ForeignKey(
@@ -482,11 +482,10 @@ _ROWS: tuple[ForeignKey, ...] = (
         hint="remove it, or set a template that writes an empty reasoning block: `chat_template_jinja: FILE`",
     ),
     ForeignKey(
-        theirs="""tokens added_tokens_overrides add_tokens add_special_tokens new_special_tokens resize_vocab
-        split_special_tokens tokenizer_config tokenizer_name_or_path tokenizer_path eos_token
-        new_special_tokens_config init_special_tokens""",
+        theirs="""add_tokens add_special_tokens resize_vocab split_special_tokens tokenizer_config
+        tokenizer_name_or_path tokenizer_path eos_token new_special_tokens_config init_special_tokens""",
         how="undecided",
-        why="Ratel does not change the tokenizer or the vocabulary",
+        why="Ratel takes the base model's tokenizer, with `tokens` and `new_special_tokens`",
         hint="remove it if the tokenizer has these tokens already",
     ),
     *_with(

@@ -108,6 +108,8 @@ def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
     half = theirs.entries.get("bf16")
     if tool == "axolotl" and half is not None and half.value.content is None:
         more["dtype"] = "float32"  # its default is `auto`
+    if tool == "axolotl" and theirs.entries.keys() & {"tokens", "resize_token_embeddings_to_32x"}:
+        more["new_tokens_init"] = "random"
     method = theirs.entries.get("rl")
     if tool == "TRL" and method is not None and method.value.content == "kto":
         more["shuffle"] = False  # its trainer takes no other order

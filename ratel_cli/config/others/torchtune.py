@@ -224,7 +224,7 @@ def _optimizer(given: Given) -> str:
 
 
 def _is_8_bit(given: Given) -> bool:
-    """Those of bitsandbytes have an argument for the bits of their moments, too."""
+    """Whether its moments are 8-bit: optimizers of bitsandbytes have an argument for that, too."""
     return _optimizer(given).endswith("8bit") or given.value("optimizer.optim_bits") == 8
 
 

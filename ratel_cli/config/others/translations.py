@@ -32,6 +32,7 @@ from ratel_cli.config.others.their_datasets import DATASETS
 from ratel_cli.config.others.their_preferences import PREFERENCES
 from ratel_cli.config.others.their_quantisation import QUANTISATION
 from ratel_cli.config.others.their_trackers import TRACKERS
+from ratel_cli.config.others.their_vocabulary import VOCABULARY
 from ratel_cli.config.yaml.reporting import Entries, Report, made
 from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain, plain, show
 
@@ -478,6 +479,7 @@ _TOP_LEVEL: tuple[ForeignKey, ...] = (
     *QUANTISATION,
     *ADAPTERS,
     *_TEXTS,
+    *VOCABULARY,
     *PREFERENCES,
     *DATASETS,
 )

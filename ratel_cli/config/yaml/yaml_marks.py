@@ -208,6 +208,8 @@ class _Converter:
             where = self._where(key_node)
             value = self.convert(value_node, depth=depth + 1)
             key = self._scalar(key_node, where) if isinstance(key_node, yaml.ScalarNode) else None
+            if type(key) is int:
+                key = str(key)  # the id of a token
             if not isinstance(key, str):
                 self._findings.append(Finding(where=where, message="a key must be text"))
             elif key in entries:

@@ -43,8 +43,12 @@ class NewRows:
 
     def shapes_in_files(self, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
         """The shapes that the files have of the parameters with new rows, by all their names in `model`, which has
-        these rows. Raises BadInput if something else depends on the number of tokens, or nothing does."""
-        before = {name: tuple(each.shape) for name, each in self._base_model().state_dict().items()}
+        these rows. Raises BadInput if something else depends on the number of tokens, or nothing does, or if the
+        model's code cannot make them."""
+        base = self._base_model()
+        before = {name: tuple(each.shape) for name, each in base.state_dict().items()}
+        with torch.random.fork_rng(devices=[]):
+            self.make_room(base)
         changed = {name: each.shape for name, each in model.state_dict().items() if each.shape != before.get(name)}
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for name, shape in changed.items():
@@ -89,7 +93,7 @@ class NewRows:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model.resize_token_embeddings(self.num_rows, mean_resizing=as_mean)
-        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise self._cannot_grow(model, first_line(error)) from error
 
     def _add_noise(self, drawn: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

@@ -219,7 +219,7 @@ def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
 def _check_tokenizer(config: RunConfig, base: LanguageBase, *, is_changed: bool) -> list[Check]:
     """The row of the export's tokenizer; none if the run has none. `is_changed`: maybe by the user, since then."""
     in_files = dict.fromkeys(("special_tokens", "chat_template", "chat_template_jinja"))
-    own = config.model_copy(update={**in_files, "tokens": (), "new_special_tokens": ()})
+    own = config.model_copy(update={**in_files, "tokens": (), "new_special_tokens": (), "added_tokens_overrides": None})
     check = Check(what="tokenizer", num_bytes=0, checked="ids, special tokens, template", verdict="equal to the run's")
     read = partial(read_tokenizer, model_config=base.config, num_embeddings=0, notice=lambda text: None)
     wanted = read(config, base.directory)

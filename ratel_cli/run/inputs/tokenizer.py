@@ -81,13 +81,12 @@ def _read(
         if config.chat_template or config.chat_template_jinja or config.special_tokens or config.can_grow:
             raise BadInput(f"{base_dir}: no usable tokenizer: there are no tokenizer files")
         return NoTokenizer(f"{base_dir} has no tokenizer files", num_tokens=num_embeddings), {}
-    try:
-        # Whether mistral-common is installed must not change the tokens.
-        found = AutoTokenizer.from_pretrained(
-            base_dir, config=model_config, trust_remote_code=False, mistral_format=False
-        )
-    except Exception as error:
-        raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
+    found = _loaded(base_dir, model_config)
+    if config.added_tokens_overrides:
+        with tempfile.TemporaryDirectory() as directory:
+            found.save_pretrained(directory)
+            _rename_tokens(Path(directory), config.added_tokens_overrides)
+            found = _loaded(Path(directory), model_config)
     _add_tokens(found, config)
     tokenizer, known = cast(Tokenizer, found), found.get_vocab()
     special = _special_tokens(config, tokenizer, known, notice)
@@ -100,6 +99,44 @@ def _read(
             if mark not in known:
                 notice(f"chat_template: {config.chat_template}: the tokenizer has no token {mark}; it becomes several")
     return tokenizer, special
+
+
+def _loaded(directory: Path, model_config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    try:
+        # Whether mistral-common is installed must not change the tokens.
+        found = AutoTokenizer.from_pretrained(
+            directory, config=model_config, trust_remote_code=False, mistral_format=False
+        )
+    except Exception as error:
+        raise BadInput(f"{directory}: no usable tokenizer: {first_line(error)}") from error
+    return cast(PreTrainedTokenizerBase, found)
+
+
+def _rename_tokens(directory: Path, names: Mapping[int, str]) -> None:
+    """Give tokens of the files in `directory` other names. Raises BadInput if they are none beside the vocabulary."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise BadInput("added_tokens_overrides: the tokenizer has no tokenizer.json", "use a fast tokenizer")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    entries = {each["id"]: each for each in content["added_tokens"]}
+    if unknown := sorted(names.keys() - entries.keys()):
+        known = f"{min(entries)} to {max(entries)}" if entries else "none"
+        raise BadInput(f"added_tokens_overrides: {unknown[0]} is no token beside the vocabulary", f"those are: {known}")
+    renamed = {entries[number]["content"]: name for number, name in names.items()}
+    vocabulary = content["model"].get("vocab")
+    for number, name in names.items():
+        entries[number]["content"] = name
+    if isinstance(vocabulary, dict):
+        content["model"]["vocab"] = {renamed.get(token, token): number for token, number in vocabulary.items()}
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    for other in (directory / TOKENIZER_CONFIG_NAME, directory / _MAP_FILE):
+        if other.exists():
+            text = other.read_text(encoding="utf-8")
+            for old, name in renamed.items():
+                text = text.replace(json.dumps(old), json.dumps(name)).replace(
+                    json.dumps(old, ensure_ascii=False), json.dumps(name, ensure_ascii=False)
+                )
+            other.write_text(text, encoding="utf-8")
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
@@ -183,7 +220,8 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
     No file is changed unless the config names a chat template or special tokens, or a classifier needs padding.
     """
     tokenizer, special = _read(config, base_dir, model_config, num_embeddings=0, notice=lambda text: None)
-    changed: dict[str, str] = _saved(tokenizer) if config.tokens or config.new_special_tokens else {}
+    is_other = config.tokens or config.new_special_tokens or config.added_tokens_overrides
+    changed: dict[str, str] = _saved(tokenizer) if is_other else {}
     configs = {
         name: json.loads(changed[name])
         if name in changed
