@@ -33,6 +33,7 @@ from tests.e2e.runs import (
 )
 from tests.reference import Trained, train_in_memory
 
+_OTHERS = [("mean", False), ("random", True), ("random", False)]
 TOKENS = ["Which number", "even"]
 """Both are in the rows."""
 
@@ -59,8 +60,9 @@ def plain(config: Path, directory: Path, **changes: object) -> Trained:
     )
 
 
-@pytest.mark.parametrize("init", ["mean", "random"])
-@pytest.mark.parametrize("tied", [False, True], ids=["two matrices", "tied"])
+@pytest.mark.parametrize(
+    ("init", "tied"), [("mean", True), *(pytest.param(*each, marks=pytest.mark.full) for each in _OTHERS)]
+)
 def test_a_run_trains_the_grown_model(make_config: MakeConfig, tmp_path: Path, init: str, tied: bool) -> None:
     base = save_base(tmp_path / "base", tied=tied)
     config = make_config(base=base, tokens=TOKENS, new_tokens_init=init)
@@ -74,10 +76,15 @@ def test_a_run_trains_the_grown_model(make_config: MakeConfig, tmp_path: Path, i
     assert loaded.config.vocab_size == rows == len(AutoTokenizer.from_pretrained(output_of(config)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("tied", "saved"), [
-    (False, ()), (True, ()), (False, ("embed_tokens", "lm_head")), (False, ("lm_head",)), (True, ("embed_tokens",)),
-], ids=["rows", "rows of one matrix", "matrices", "rows and a matrix", "the one matrix"])  # fmt: skip
+@pytest.mark.parametrize(("saved", "tied", "dtype"), [
+    ((), True, "bfloat16"),
+    pytest.param((), False, "float32", marks=pytest.mark.full),
+    pytest.param(("lm_head",), False, "bfloat16", marks=pytest.mark.full),
+    pytest.param(("embed_tokens", "lm_head"), False, "bfloat16", marks=pytest.mark.full),
+    pytest.param(("embed_tokens",), True, "float32", marks=pytest.mark.full),
+    pytest.param((), True, "float32", marks=pytest.mark.nightly),
+    pytest.param((), False, "bfloat16", marks=pytest.mark.nightly),
+], ids=str)  # fmt: skip
 def test_an_adapter(make_config: MakeConfig, tmp_path: Path, *, tied: bool, saved: tuple[str, ...], dtype: str) -> None:
     """It trains the rows of the new tokens, or what it is told to train whole. PEFT loads it onto the grown base."""
     base = save_base(tmp_path / "base", tied=tied)
@@ -117,6 +124,7 @@ def test_an_adapter(make_config: MakeConfig, tmp_path: Path, *, tied: bool, save
         assert torch.equal(found["model.embed_tokens.weight"][first:], trained_rows)
 
 
+@pytest.mark.full
 def test_a_new_end_of_text(make_config: MakeConfig, tmp_path: Path) -> None:
     """A token that `special_tokens` names comes first; the run ends in a crash and is resumed; what is exported is what
     the tokenizer of transformers would be."""

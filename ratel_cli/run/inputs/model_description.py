@@ -98,16 +98,20 @@ def description_file(config: RunConfig) -> Path:
     looks_at_files = (
         config.base_storage == "in_place" or '"quantization_config"' in content or '"compression_config"' in content
     )
-    of_files = [config.base_storage, _files_of_weights(config.base_model)] if looks_at_files else []
+    of_files: list[object] = []
+    if looks_at_files:
+        of_files += [config.base_storage, _files(config.base_model, "*.safetensors*")]
+    of_files += _files(config.base_model, "*") if config.can_grow else []
     known = [content, config.dtype, config.attn_implementation, software, chosen, *of_task, *of_files]
     if config.revision_of_model is not None:
         known.append(config.revision_of_model)
     return user_cache_file("model", known)
 
 
-def _files_of_weights(base_model: str) -> list[tuple[str, int, int]]:
-    """The name, the size and the time of change of each safetensors file: what it has may decide where blocks lie."""
-    paths = sorted(Path(os.path.expanduser(base_model)).glob("*.safetensors*"))
+def _files(base_model: str, pattern: str) -> list[tuple[str, int, int]]:
+    """The name, the size and the time of change of each file of weights, or of the tokenizer: what it has may decide
+    where blocks lie, or how many rows there are."""
+    paths = sorted(Path(os.path.expanduser(base_model)).glob(pattern))
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
 
 
