@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant("AdamW is subtracted twice", "run/train/planner.py", "lost_seconds = share * updated", "lost_seconds = 2 * share * updated", "blocks' times are without what AdamW takes of them", "run/test_planner.py"),
     Mutant("one step changes the plan", "run/train/adaptation.py", "len(self._departed) < NUM_STEPS or", "", "three steps in a row depart", "run/test_adaptation.py"),
     Mutant("plans without end", "run/train/adaptation.py", "self._num_waited, self._wait = 0, 2 * self._wait", "pass", "plans change ever more seldom", "run/test_adaptation.py"),
-    Mutant("another plan for nothing", "run/train/adaptation.py", "(1 - _LEAST_GAIN) * _seconds(now, clipped)", "2 * _seconds(now, clipped)", "a plan is changed for a gain", "run/test_adaptation.py"),
+    Mutant("another plan for nothing", "run/train/adaptation.py", "(1 - _GAIN_OF_NEW_PLAN) * _seconds(now, clipped)", "2 * _seconds(now, clipped)", "a plan is changed for a gain", "run/test_adaptation.py"),
     Mutant("idle drives fill nothing", "engine/optimizer/groups.py", "block.num_elements > 0 and block.index in self._resident", "False and block.index in self._resident", "states that stay are read while nothing is updated", "engine/test_follow.py"),
     Mutant("wear in vain is free", "planning/search/clipping.py", "needed = self.time_per_wear *", "needed = 0.0 *", "writing in vain counts", "engine/test_speculation.py"),
     Mutant("time in vain is free", "planning/search/clipping.py", "vain_shares * (self.vain_seconds + needed)", "vain_shares * needed", "updating in vain counts", "engine/test_speculation.py"),

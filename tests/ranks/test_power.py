@@ -206,7 +206,7 @@ def test_a_power_cut_of_all_machines(directory: Path, size: int, per_event: int)
     assert recover(recording, of_all_machines(recording, per_event=per_event)) > 25 * per_event
 
 
-@pytest.mark.parametrize(("rank", "per_event"), rotating([0, 1], [2, 6], every=2, full_pairs=True))
+@pytest.mark.parametrize(("rank", "per_event"), rotating([0, 1], [2, 6], every=2, full_rotation=True))
 def test_a_power_cut_of_one_machine(directory: Path, rank: int, per_event: int) -> None:
     recording = record(directory, 2)
     assert recover(recording, of_one_machine(recording, rank, per_event=per_event)) > 10 * per_event
