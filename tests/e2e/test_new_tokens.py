@@ -66,8 +66,9 @@ def plain(config: Path, directory: Path, **changes: object) -> Trained:
 def test_a_run_trains_the_grown_model(make_config: MakeConfig, tmp_path: Path, init: str, tied: bool) -> None:
     base = save_base(tmp_path / "base", tied=tied)
     config = make_config(base=base, tokens=TOKENS, new_tokens_init=init)
-    succeed(config)
+    stderr = succeed(config)
     rows = len(AutoTokenizer.from_pretrained(base)) + len(TOKENS)
+    assert f"the vocabulary grows to {rows} rows; new ones are drawn (new_tokens_init: {init})" in stderr
     trained = plain(config, grown(base, tmp_path / "grown", rows=rows, mean=init == "mean"))
     assert [line["loss"] for line in metrics(config)] == list(trained.losses)
     weights = exported(config)

@@ -83,6 +83,11 @@ class LanguageBase(Base):
         """See Base. What the files have besides is reported."""
         if config.deterministic:
             errors.attempt(("attn_implementation",), lambda: require_deterministic(self.attention))
+        if self.new_rows is not None:
+            log.notice(
+                f"the vocabulary grows to {self.new_rows.num_rows} rows; new ones are drawn (new_tokens_init: "
+                f"{self.new_rows.init})"
+            )
         for text in [] if weights is None else unused_parts(self.directory, weights[0]):
             log.notice(text)
         quantisation = quantisation_of(self.directory)
