@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant("fewer steps than are done", "run/inputs/length.py", "if first_step > now:", "if False:", "a run is not cut below the steps that are done", "e2e/test_length.py"),
     Mutant("the length in the identity", "run/inputs/settings.py", "*DECIDES_THE_BITS, *others}", "*DECIDES_THE_BITS, *others, *DECIDES_THE_LENGTH}", "a run goes on with more steps", "run/test_settings.py"),
     Mutant("moments are forgotten", "run/train/branch.py", "copy_weights if self.origin.fresh_optimizer else copy_generation", "copy_weights", "a run that starts from another one has its moments", "e2e/test_branch.py"),
-    Mutant("moments are kept", "model/files/copy_weights.py", "encode_record(block.record, tensors)", "pass", "a fresh optimizer has no moments", "model/test_copy_weights.py"),
+    Mutant("moments are kept", "model/files/import_weights.py", "encode_record(block.record, buffers.tensors((W32, *block.record.fields), stop - start))", "pass", "a fresh optimizer has no moments", "model/test_copy_weights.py"),
     Mutant("steps begin anew", "run/train/branch.py", "return beginning() if self.origin.fresh_optimizer else self.generation.progress", "return beginning()", "a run that starts from another one goes on after its step", "e2e/test_branch.py"),
     Mutant("any origin", "run/files/origin.py", "    if is_same:", "    if True:", "a run is not taken for one that began elsewhere", "run/test_origin.py"),
     Mutant("the other run's writes", "training/wear_limit.py", "return self.first_step + (self.max_bytes", "return (self.max_bytes", "storage.max_tb_written counts what this run writes", "training/test_loop.py"),

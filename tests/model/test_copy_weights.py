@@ -10,7 +10,7 @@ import torch
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.model.files.copy_weights import copy_weights
+from ratel_cli.model.files.import_weights import copy_weights
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME

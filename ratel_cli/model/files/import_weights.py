@@ -1,6 +1,6 @@
-"""Import: from a source of weights into the store, one group of elements at a time.
+"""Fills a store with master weights, of a source or of another store, one group of elements at a time.
 
-The import runs between `Store.create` and `Store.commit_import`. Invariant: the fp32 master weights in the store equal
+An import runs between `Store.create` and `Store.commit_import`. Invariant: the fp32 master weights in the store equal
 the source bit for bit, and weights without a master the source rounded to the nearest; moments and the gaps between
 parameters are zero. A weight beyond the range of a block's float16 is refused. Memory is one group, whatever the size
 of a block.
@@ -17,10 +17,11 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
 from ratel_cli.model.values.adapter_settings import base_name
 from ratel_cli.model.values.finite import rounded
-from ratel_cli.model.values.records import RecordBuffers, encode_record
+from ratel_cli.model.values.records import RecordBuffers, decode_weights, encode_record, fields_for
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.rules import W32
+from ratel_cli.store.joined import Readable
 from ratel_cli.store.shadow import Shadow
 
 WEIGHT_GROUP_ELEMENTS = 1 << 23
@@ -49,21 +50,65 @@ def import_weights(
     import for a model. Raises what `source.read` and the store raise, BadInput for a weight that its block cannot hold,
     and DoesNotFit if the pool has no memory for a group.
     """
-    group_elements = max(1, min(group_elements, max(spec.block_elements)))
-    stored = target.generation.blocks
-    fields = [W32, *(field for block in stored for field in block.record.fields)]
-    with RecordBuffers(pool, fields, group_elements, "import") as buffers:
-        for block in spec.blocks:
-            record = stored[block.index].record
+
+    def read(index: int, start: int, stop: int, buffers: RecordBuffers) -> int:
+        masters = buffers.tensors((W32,), stop - start)[W32.name]
+        return _read_group(spec.blocks[index], source, start, stop, masters)
+
+    _fill(target, pool, read, purpose="import", progress=progress, group_elements=group_elements)
+
+
+def copy_weights(
+    source: Readable,
+    target: Shadow,
+    pool: BufferPool,
+    *,
+    progress: Callable[[int], None],
+    group_elements: int = WEIGHT_GROUP_ELEMENTS,
+) -> None:
+    """Write every record of `target` with the master weights of `source`, bit for bit, and moments of zero: the
+    optimizer begins anew. `progress` is called with the bytes of each group.
+
+    The caller commits the copy. Raises IntegrityFailure if bytes of the source are damaged, DoesNotFit if the pool has
+    no memory for a group.
+    """
+    assert source.blocks == target.generation.blocks
+
+    def read(index: int, start: int, stop: int, buffers: RecordBuffers) -> int:
+        record = source.blocks[index].record
+        fields = fields_for(record, "float32")
+        buffers.read(source, index, fields, start, stop)
+        tensors = buffers.tensors((W32, *record.fields), stop - start)
+        tensors[W32.name].copy_(decode_weights(fields, tensors, "float32"))
+        return sum(field.num_bytes(stop - start) for field in record.fields)
+
+    _fill(target, pool, read, purpose="copied weights", progress=progress, group_elements=group_elements)
+
+
+def _fill(
+    target: Shadow,
+    pool: BufferPool,
+    read: Callable[[int, int, int, RecordBuffers], int],
+    *,
+    purpose: str,
+    progress: Callable[[int], None],
+    group_elements: int,
+) -> None:
+    """Write every record of `target` from master weights, a group of elements at a time. `read` fills the masters of
+    elements of a block, and returns how far that is, for `progress`."""
+    blocks = target.generation.blocks
+    group_elements = max(1, min(group_elements, max(block.num_elements for block in blocks)))
+    fields = [W32, *(field for block in blocks for field in block.record.fields)]
+    with RecordBuffers(pool, fields, group_elements, purpose) as buffers:
+        for index, block in enumerate(blocks):
             for start in range(0, block.num_elements, group_elements):
                 stop = min(start + group_elements, block.num_elements)
-                tensors = buffers.tensors((W32, *record.fields), stop - start)
-                num_parameters = _read_group(block, source, start, stop, tensors[W32.name])
-                encode_record(record, tensors)
-                buffers.clear_ends(record.fields, stop - start)
-                written = {field.name: buffers.memory(field, stop - start) for field in record.fields}
-                join([target.write(block.index, name, start, stop, memory) for name, memory in written.items()]).wait()
-                progress(num_parameters)
+                amount = read(index, start, stop, buffers)
+                encode_record(block.record, buffers.tensors((W32, *block.record.fields), stop - start))
+                buffers.clear_ends(block.record.fields, stop - start)
+                parts = {field: buffers.memory(field, stop - start) for field in block.record.fields}
+                join([target.write(index, field.name, start, stop, part) for field, part in parts.items()]).wait()
+                progress(amount)
 
 
 def overlaps(block: BlockSpec, start: int, stop: int) -> list[tuple[ParameterSpec, int, int]]:

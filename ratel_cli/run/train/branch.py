@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ratel_cli.commands import command, errors_about
 from ratel_cli.config.describe import changed_value
 from ratel_cli.errors import BadInput
-from ratel_cli.model.files.copy_weights import copy_weights
+from ratel_cli.model.files.import_weights import copy_weights
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.origin import Origin, OriginRecord
