@@ -42,7 +42,7 @@ from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.planning.profile.placement import ActivationPolicy, Overlap, Workload
-from ratel_cli.planning.search.problem import Decisions
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.units import GIB, format_bytes
 from scripts.bench.ceilings import block_rates

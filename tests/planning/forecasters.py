@@ -10,7 +10,7 @@ from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.profile.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.profile.placement import ActivationPolicy, Overlap, Workload
-from ratel_cli.planning.search.problem import Decisions
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.units import GIB
 

@@ -9,7 +9,8 @@ import pytest
 from ratel_cli.hardware.shares import RankLayout, share_of
 from ratel_cli.hardware.spec import HardwareProfile, Network
 from ratel_cli.planning.profile.placement import Placement, Workload
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.decisions import Decisions
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.network import NO_TRAFFIC, network_traffic
 from ratel_cli.planning.time.step_time import StepTime
 from ratel_cli.schedule.slices import GATHERED_AHEAD

@@ -10,8 +10,9 @@ import pytest
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import Plan, make_plan
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.sizes import Filling
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import estimated

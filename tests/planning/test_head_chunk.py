@@ -18,8 +18,9 @@ from ratel_cli.planning.memory.capacity import check_device_memory
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
 from ratel_cli.planning.profile.placement import LEAST_UNITS, Workload
 from ratel_cli.planning.search.choose import Choice, weigh
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.split import best_split
 from ratel_cli.run.ask.plan_inputs import forecaster_of, setting_of
 from ratel_cli.run.files.hardware_file import load_hardware

@@ -12,7 +12,8 @@ from hypothesis import given
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
 from ratel_cli.planning.profile.activations import NOT_EXPOSED, ExposedUnits, offload
 from ratel_cli.planning.profile.placement import LEAST_UNITS, Placement, UnitsOnGpu
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.decisions import Decisions
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.swap import SwapOrder
 from ratel_cli.planning.time.costs import ComputeSeconds, overlapped_step
 from ratel_cli.planning.time.link import exposed_unit_bytes, exposed_units, waited_unit_bytes

@@ -13,8 +13,9 @@ from ratel_cli.planning.memory.capacity import StepMemory
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, Overlap
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import Plan, make_plan
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.costs import compute_seconds, overlapped_step
 from ratel_cli.planning.time.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB

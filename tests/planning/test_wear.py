@@ -12,8 +12,9 @@ from hypothesis import given
 
 from ratel_cli.planning.profile.placement import Placement, Workload
 from ratel_cli.planning.search.choose import weigh
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import make_plan
-from ratel_cli.planning.search.problem import Decisions, Evaluation, Problem
+from ratel_cli.planning.search.problem import Evaluation, Problem
 from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.units import GIB

@@ -15,8 +15,9 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.analytic import spec_from_shape
 from ratel_cli.planning.profile.placement import ActivationPolicy, Workload
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import Plan, make_plan
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.planning.time.wear import WearTrade
 from ratel_cli.report.words.plan import split_words, wear_rows

@@ -15,8 +15,8 @@ from ratel_cli.engine.measure.telemetry import Span, SpanLabel
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import Plan, make_plan, predicted_again
-from ratel_cli.planning.search.problem import Decisions
 from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.run.train.adaptation import Adaptation, Adapted
 from ratel_cli.run.train.planner import Planner

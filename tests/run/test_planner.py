@@ -10,7 +10,7 @@ from ratel_cli.engine.measure.telemetry import Span, SpanLabel
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.profile.recorded import UnitRecord
-from ratel_cli.planning.search.problem import Decisions
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.run.train.planner import Planner
 from ratel_cli.schedule.uses import Stage

@@ -12,8 +12,8 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
 from ratel_cli.planning.profile.placement import LEAST_UNITS, Workload
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.head_chunk import CHUNK_BYTES
-from ratel_cli.planning.search.problem import Decisions
 from ratel_cli.run.inputs.settings import as_recorded, settings_hash
 from ratel_cli.run.train.engine import engine_settings
 from ratel_cli.run.train.planner import Planner

@@ -13,9 +13,10 @@ from ratel_cli.hardware.spec import margin_bytes, plannable_gpu_bytes
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.forecast.forecast import Forecast, Setting, Tier
 from ratel_cli.planning.profile.model_profile import ModelProfile
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.search.plan import Plan, make_plan
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.split import SplitRate
 from ratel_cli.store.layout import RankSlice
 

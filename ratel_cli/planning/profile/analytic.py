@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ratel_cli.model.values.spec import (
     ROTARY_BYTES,
@@ -48,6 +50,11 @@ _LOGSUMEXP_BYTES = 4
 _NORM_STATISTICS_BYTES = 8
 """Per token: a norm saves mean and inverse deviation in fp32."""
 
+_Parameter = tuple[str, tuple[int, ...]]
+"""Name and shape."""
+_Segment = tuple[str, list[_Parameter]]
+"""Name and parameters."""
+
 
 def spec_from_shape(
     *,
@@ -67,8 +74,52 @@ def spec_from_shape(
     for a depth that only a mistake can be.
     """
     check_depth(num_layers)
+    segments = _gpt_segments(num_layers, hidden_size, vocab_size, num_parameters or 0)
+    return ModelSpec(
+        name=name,
+        architecture="GPT",
+        blocks=tuple(
+            lay_out_block(
+                index=index,
+                segment=block.segment,
+                name=block.name_in(segments[block.segment][0], dtype, is_main=block.rule == rules.main),
+                parameters=[(parameter, shape, decays(parameter)) for parameter, shape in block.parameters],
+                dtype=dtype,
+                gradient_dtype=gradient_dtype,
+                rule=block.rule,
+                borrowers=() if block.segment else (num_layers + 1,),
+                is_looked_up=not block.segment,
+            )
+            for index, block in enumerate(_cut_by_rule(segments, rules))
+        ),
+        segment_names=tuple(segment for segment, _ in segments),
+        dtype=dtype,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        batch_bytes=TOKEN_BYTES + ROTARY_BYTES,
+    )
+
+
+class _Cut(NamedTuple):
+    """What becomes a block: parameters of a segment that are updated by one rule."""
+
+    segment: int
+    rule: Rule
+    parameters: Sequence[_Parameter]
+
+    def name_in(self, segment_name: str, dtype: DtypeName, *, is_main: bool) -> str:
+        """Return the block's name in a real model (model/cut/binding.py). `is_main`: its rule is the main one."""
+        if is_main or not self.segment:
+            return segment_name
+        if self.rule.takes_matrices:
+            return f"{segment_name}, {self.parameters[0][0]}"
+        return f"{segment_name}, by {self.rule.title} in {dtype}"
+
+
+def _gpt_segments(num_layers: int, hidden_size: int, vocab_size: int, num_parameters: int) -> list[_Segment]:
+    """The segments of the papers' GPT, with what a nominal `num_parameters` has beyond them."""
     h = hidden_size
-    layer: list[tuple[str, tuple[int, ...]]] = [
+    layer: list[_Parameter] = [
         ("norm1.weight", (h,)),
         ("qkv.weight", (3 * h, h)),
         ("projection.weight", (h, h)),
@@ -77,10 +128,10 @@ def spec_from_shape(
         ("fc2.weight", (h, 4 * h)),
     ]
     counted = num_layers * (12 * h**2 + 2 * h) + vocab_size * h + h
-    unlisted = ((num_parameters or 0) - counted) // num_layers
+    unlisted = (num_parameters - counted) // num_layers
     if unlisted > 0:
         layer.append(("unlisted", (unlisted,)))
-    groups: list[tuple[str, list[tuple[str, tuple[int, ...]]]]] = [
+    return [
         ("embedding", [("embedding.weight", (vocab_size, h))]),
         *(
             (f"layer {index}", [(f"layers.{index}.{parameter}", shape) for parameter, shape in layer])
@@ -88,48 +139,21 @@ def spec_from_shape(
         ),
         ("head", [("norm.weight", (h,))]),
     ]
-    cut: list[tuple[int, Rule, str, list[tuple[str, tuple[int, ...]]]]] = []
-    for segment, (block_name, parameters) in enumerate(groups):
-        by_rule = defaultdict[Rule, list[tuple[str, tuple[int, ...]]]](list)
+
+
+def _cut_by_rule(segments: Sequence[_Segment], rules: RuleChoice) -> list[_Cut]:
+    """The blocks in the order of a real model's (model/cut/binding.py): a segment's parameters by rule, each matrix for
+    itself where a rule takes matrices; those by other rules than the main one last."""
+    cut = list[_Cut]()
+    for number, (_, parameters) in enumerate(segments):
+        is_in_layer = 0 < number < len(segments) - 1
+        by_rule = defaultdict[Rule, list[_Parameter]](list)
         for parameter in parameters:
-            is_in_layer = 0 < segment < len(groups) - 1
-            by_rule[rules.of(parameter[1], is_embedding=not segment, is_weight_of_layer=is_in_layer)].append(parameter)
+            by_rule[rules.of(parameter[1], is_embedding=not number, is_weight_of_layer=is_in_layer)].append(parameter)
         for rule, chosen in by_rule.items():
             blocks = [[each] for each in chosen] if rule.takes_matrices else [chosen]
-            cut.extend((segment, rule, block_name, each) for each in blocks)
-    cut.sort(key=lambda block: block[0] > 0 and block[1] != rules.main)  # as in a real model (model/cut/binding.py)
-    return ModelSpec(
-        name=name,
-        architecture="GPT",
-        blocks=tuple(
-            lay_out_block(
-                index=index,
-                segment=segment,
-                name=_block_name(block_name, rule, parameters, dtype, is_main=not segment or rule == rules.main),
-                parameters=[(parameter, shape, decays(parameter)) for parameter, shape in parameters],
-                dtype=dtype,
-                gradient_dtype=gradient_dtype,
-                rule=rule,
-                borrowers=() if segment else (num_layers + 1,),
-                is_looked_up=not segment,
-            )
-            for index, (segment, rule, block_name, parameters) in enumerate(cut)
-        ),
-        segment_names=tuple(block_name for block_name, _ in groups),
-        dtype=dtype,
-        hidden_size=h,
-        vocab_size=vocab_size,
-        batch_bytes=TOKEN_BYTES + ROTARY_BYTES,
-    )
-
-
-def _block_name(
-    segment: str, rule: Rule, parameters: list[tuple[str, tuple[int, ...]]], dtype: DtypeName, *, is_main: bool
-) -> str:
-    """Return the name that the block has in a real model (model/cut/binding.py)."""
-    if is_main:
-        return segment
-    return f"{segment}, {parameters[0][0]}" if rule.takes_matrices else f"{segment}, by {rule.title} in {dtype}"
+            cut.extend(_Cut(number, rule, each) for each in blocks)
+    return sorted(cut, key=lambda block: block.segment > 0 and block.rule != rules.main)
 
 
 def gpt_activations(*, num_heads: int, hidden_size: int, compute_bytes: int) -> LayerActivations:

@@ -149,7 +149,7 @@ def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
         spilled = problem.spill_into(available_bytes, num_outputs=num_outputs)
         if spilled is not None:
             traffic = problem.traffic(chosen.placement, spilled.offloaded, spilled_segments=chosen.spilled_segments)
-            seconds = problem.seconds(chosen.placement, traffic, spilled.offloaded, num_outputs=num_outputs)
+            seconds = problem.time(chosen.placement, traffic, spilled.offloaded, num_outputs=num_outputs).total
             points.append((spilled.offloaded.total_bytes, seconds))
     return points
 
@@ -373,7 +373,7 @@ def _best_swap(problem: Problem, placement: Placement, objective: Objective) -> 
         if found is None or not problem.fits_device(num_outputs):
             return None
         with_units = traffic.with_offloaded(problem.moved(found.offloaded))
-        return problem.seconds(placement, with_units, found.offloaded, num_outputs=num_outputs), with_units
+        return problem.time(placement, with_units, found.offloaded, num_outputs=num_outputs).total, with_units
 
     key = (
         *(placement.prefetch_blocks, placement.pending_updates, placement.groups, placement.deferred),

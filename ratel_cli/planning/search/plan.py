@@ -14,8 +14,9 @@ from ratel_cli.planning.memory.gpu_memory import activation_bytes
 from ratel_cli.planning.profile.placement import Placement, Workload, gradient_bytes
 from ratel_cli.planning.search.choose import Choice, curve, weigh
 from ratel_cli.planning.search.clipping import SpeculationCosts, speculation_costs
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.prediction import Case, Prediction, SwappedOperator
-from ratel_cli.planning.search.problem import Decisions, Evaluation, Problem
+from ratel_cli.planning.search.problem import Evaluation, Problem
 from ratel_cli.planning.search.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.time.traffic import store_bytes
 from ratel_cli.planning.time.wear import WearTrade

@@ -31,50 +31,23 @@ from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import (
     LEAST_UNITS,
     AccessMode,
-    ActivationPolicy,
-    Overlap,
     Placement,
     UnitsOnGpu,
     Workload,
     most_rows,
 )
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.time.costs import ComputeSeconds, compute_seconds, overlapped_step
 from ratel_cli.planning.time.link import exposed_units
 from ratel_cli.planning.time.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
 from ratel_cli.planning.time.step_time import StepTime
 from ratel_cli.planning.time.traffic import Traffic, state_written_bytes, step_traffic, unfrozen_state_bytes
-from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.store.layout import WHOLE, RankSlice
 
 _LEAST_ROW_BYTES = 512
 """Smallest row that is read in place. An H200 reads rows of 4 KiB at 50 GB/s where it copies at 55; short ones were not
 measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
-    """What the user's config and limits decide before the plan is made."""
-
-    holds_gradients: bool
-    """No block is updated before the last gradient is there: the norm may have to be clipped, or the store is written
-    in place."""
-    num_slots: int
-    """Generations that the store has space for."""
-    host_limit_bytes: int
-    """Host memory that the run may take, the process included."""
-    activations: ActivationPolicy = "auto"
-    overlap: Overlap = "optimized"
-    wear: WearPolicy = "ignore"
-    device_limit_bytes: int | None = None
-    """Memory of the compute device that the plan may use; for a CPU, a budget for what computes. None is no limit."""
-    device_reserve_bytes: int = 0
-    """GPU memory that the run may take in addition: segments of torch's allocator are rarely full."""
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether the only generation is overwritten, so that nothing is written before the step is decided."""
-        return self.num_slots == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,16 +269,10 @@ class Problem:
         filling = self.workload.filling
         return offloaded if filling is None else offloaded.moved(filling.computed)
 
-    def seconds(
-        self, placement: Placement, traffic: Traffic, offloaded: OffloadedActivations, *, num_outputs: int
-    ) -> float:
-        """Predicted seconds of a step that swaps a prefix; `traffic` and `offloaded` belong to it."""
-        return self.time(placement, traffic, offloaded, num_outputs=num_outputs).total
-
     def time(
         self, placement: Placement, traffic: Traffic, offloaded: OffloadedActivations, *, num_outputs: int
     ) -> StepTime:
-        """The stages of these seconds."""
+        """The predicted time of a step that swaps a prefix; `traffic` and `offloaded` belong to it."""
         placement = self._with_gpu_resident(placement, num_outputs)
         return self._time(placement, traffic, self.order.prefix(num_outputs), offloaded)
 

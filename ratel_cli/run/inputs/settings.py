@@ -18,8 +18,8 @@ from ratel_cli.model.files.denoiser_config import read_denoiser_config
 from ratel_cli.model.values.adapter_settings import ALL_LINEAR, AdapterSettings
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.placement import Workload
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.head_chunk import CHUNK_BYTES, with_chunk
-from ratel_cli.planning.search.problem import Decisions
 from ratel_cli.planning.search.split import divisors
 from ratel_cli.schedule.rules import RuleChoice, rules_of
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, QuantisedForm, Task

@@ -29,8 +29,9 @@ from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.planning.profile.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import Plan, make_plan
-from ratel_cli.planning.search.problem import Decisions, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.refined import SeenStep, refined_hardware, refined_profile
 from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.run.context import RunContext
