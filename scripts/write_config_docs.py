@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ratel_cli.config.describe import GROUPS, facts_of, meaning_of
+from ratel_cli.config.describe import GROUPS, facts_of, meaning_of, relations_in_words
 from ratel_cli.config.json_schema import SCHEMA_FILE, schema_text
 from ratel_cli.config.others.aliases import SECTIONS, TOP
 from ratel_cli.config.others.foreign import LISTED
@@ -95,11 +95,11 @@ def config_page() -> str:
 
 
 def _entry(section: str, name: str) -> str:
-    """One key: its heading, a line of facts, and its meaning."""
+    """One key: its heading, a line of facts, its meaning, and what it has to do with other keys."""
     key = f"{section}.{name}" if section else name
-    meaning = meaning_of(section, name)
-    facts = facts_of(section, name)
-    return f"### `{key}`\n\n{' · '.join(facts)}\n\n{meaning}\n"
+    relations = " ".join(relations_in_words(section, name))
+    parts = (f"### `{key}`", " · ".join(facts_of(section, name)), meaning_of(section, name), relations)
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _rejected_rows() -> Iterator[str]:

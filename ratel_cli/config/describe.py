@@ -1,6 +1,7 @@
-"""A key of the config in words: its type and bounds, its default, its other names, and its meaning.
+"""A key of the config in words: its type and bounds, its default, its other names, its meaning and its relations.
 
-docs/config.md and `ratel explain` are made from these. The meaning is the docstring under the key.
+docs/config.md and `ratel explain` are made from these. The meaning is the docstring under the key; what it needs and
+excludes are the relations in its type.
 
 Invariant: only what the schema, the tables of aliases and those of other trainers' keys say; nothing is written down
 twice.
@@ -20,7 +21,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ratel_cli.config.keys.sections import MOST, Section
+from ratel_cli.config.keys.base import Section
+from ratel_cli.config.keys.relation import words_of_relations
+from ratel_cli.config.keys.sections import MOST
 from ratel_cli.config.keys.topics import TOPICS, topic_of
 from ratel_cli.config.others.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
 from ratel_cli.config.others.foreign import foreign_key
@@ -103,7 +106,8 @@ def explain(key: str) -> list[Line]:
         return _entry(f"{key}: a key of other trainers ({others.fate})", *others.lines)
     section, name = _found(key)
     title = key if name == _last(key) else f"{key}: another name of {name}"
-    entry = _entry(title, ", ".join(facts_of(section, name)), meaning_of(section, name))
+    words = (meaning_of(section, name), *relations_in_words(section, name))
+    entry = _entry(title, ", ".join(facts_of(section, name)), *words)
     return entry + _lines_of_section(_dotted(section, name))
 
 
@@ -132,7 +136,7 @@ def explain_json(key: str) -> dict[str, object]:
         "type": describe_type(field).replace("`", ""),
         "is_required": field.default is PydanticUndefined,
         "default": field.default if is_plain else None,
-        "meaning": meaning_of(section, name).replace("`", ""),
+        "meaning": whole_meaning_of(section, name).replace("`", ""),
         "keys": [f"{dotted}.{each}" for each in SECTIONS[dotted].model_fields] if dotted in SECTIONS else [],
     }
 
@@ -251,6 +255,16 @@ def all_keys() -> list[str]:
 def meaning_of(section: str, name: str) -> str:
     """The docstring under a key, on one line."""
     return " ".join((SECTIONS[section].model_fields[name].description or "").split())
+
+
+def relations_in_words(section: str, name: str) -> list[str]:
+    """What a key needs and excludes, and when it is ignored, a sentence each."""
+    return words_of_relations(SECTIONS[section], name)
+
+
+def whole_meaning_of(section: str, name: str) -> str:
+    """The meaning of a key and its relations, on one line."""
+    return " ".join((meaning_of(section, name), *relations_in_words(section, name)))
 
 
 def facts_of(section: str, name: str) -> list[str]:

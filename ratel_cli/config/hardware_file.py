@@ -16,8 +16,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from ratel_cli.config.keys.base import Contradiction, Section, contradictions, rejection
 from ratel_cli.config.keys.messages import contradictions_in, finding_of
-from ratel_cli.config.keys.sections import Contradiction, Section, contradictions, rejection
 from ratel_cli.config.yaml.source import locate, read_file
 from ratel_cli.config.yaml.yaml_marks import Finding, Marked, plain, raise_all, read_text
 from ratel_cli.units import parse_bytes, parse_rate

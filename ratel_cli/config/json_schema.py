@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratel_cli.config.describe import meaning_of
+from ratel_cli.config.describe import whole_meaning_of
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.others.aliases import ALIASES, INVERSE, SECTIONS, TOP, VALUE_ALIASES
 
@@ -69,7 +69,7 @@ def _section(name: str, made: JsonObject) -> JsonObject:
         dotted = f"{name}.{key}" if name else key
         value = found[key]
         assert isinstance(value, dict)
-        properties[key] = _property(value, dotted, meaning_of(name, key))
+        properties[key] = _property(value, dotted, whole_meaning_of(name, key))
     for alias, key in ALIASES.get(name, {}).items():
         ours = properties[key]
         assert isinstance(ours, dict)

@@ -21,8 +21,8 @@ from pydantic_core import ErrorDetails
 
 from ratel_cli.commands import command
 from ratel_cli.config.dialect import Dialect
-from ratel_cli.config.keys.doubtful import doubtful_keys
 from ratel_cli.config.keys.messages import contradictions_in, finding_of
+from ratel_cli.config.keys.relation import doubtful_keys
 from ratel_cli.config.keys.schema import OWN_DATA, RunConfig
 from ratel_cli.config.others.aliases import SECTIONS, TOP
 from ratel_cli.config.others.other_tools import other_length, other_mask, other_switch, recognise_surely

@@ -217,7 +217,7 @@ def test_a_plan_needs_only_a_shape(load: Load) -> None:
 @pytest.mark.parametrize(
     ("lines", "notice"),
     [
-        ("num_epochs: 3\nmax_steps: 5", "3:1: `num_epochs` is ignored: `max_steps` (5) decides when the run ends"),
+        ("num_epochs: 3\nmax_steps: 5", "3:1: `num_epochs` is ignored: `max_steps` decides when the run ends"),
         ("eval_steps: 3", "3:1: `eval_steps` is ignored: `val_set_size` is 0"),
         ("load_best_model_at_end: true", "3:1: `load_best_model_at_end` is ignored: there is no data to evaluate on"),
         (

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 from ratel_cli.config.importing import Imported, import_config
-from ratel_cli.config.keys.doubtful import doubtful_keys
+from ratel_cli.config.keys.relation import doubtful_keys
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import load_config
 from ratel_cli.errors import BadInput

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.keys.doubtful import doubtful_keys
+from ratel_cli.config.keys.relation import doubtful_keys
 from tests.config.config_loading import MINIMAL, Complain, Load
 
 
@@ -668,7 +668,7 @@ def test_quantised_models_of_other_trainers(load: Load, text: str, expected: tup
         ),
         ("adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: fp4\n", "`bnb_config_kwargs` is not a key"),
         ("model_quantization_config_kwargs: {dequantize: true}\n", "`model_quantization_config_kwargs` is not a key"),
-        ("load_in_8bit: true\n", "`load_in_8bit` is set without `adapter`"),
+        ("load_in_8bit: true\n", "`load_in_8bit` needs `adapter`"),
     ],
 )
 def test_quantised_models_that_ratel_has_not(complain: Complain, text: str, message: str) -> None:

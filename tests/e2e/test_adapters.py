@@ -274,8 +274,8 @@ def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
         ({"lora_modules_to_save": ["score"]}, "lora_modules_to_save: score: no module of the model with weights"),
         ({"unfrozen_parameters": ["lm_head"]}, "`adapter` and `unfrozen_parameters` are both set"),
         ({"random_init": True}, "`adapter` and `random_init` are both set"),
-        ({"data_type": "latents"}, "`adapter` is for language models"),
-        ({"data_type": "classification"}, "and not for classifiers"),
+        ({"data_type": "latents"}, "`adapter` is not for datasets of `type: latents`"),
+        ({"data_type": "classification"}, "the new head of a classifier must be trained"),
     ],
 )
 def test_adapters_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:

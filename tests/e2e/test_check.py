@@ -14,6 +14,7 @@ import torch
 from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.run.inputs import inputs
 from tests.e2e.conftest import MakeConfig
+from tests.e2e.preferences import pairs, write
 from tests.e2e.runs import Ended, assert_rejected, finetune, output_of, ratel, succeed
 from tests.tiers import thinned
 
@@ -272,3 +273,10 @@ def test_flash_attention_that_cannot_be_deterministic(
     assert "flash_attention_2 may give other bits each time" in ended.stderr
     assert files(config.parent) == [config]
     assert check(make_config(deterministic=False)).code == 0
+
+
+def test_rows_are_not_read_as_others_than_they_may_be(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Where a key beside `rl` is wrong, nobody knows which of both goes: pairs are not said to be no answers."""
+    config = make_config(datasets=[{"path": str(write(tmp_path / "pairs.jsonl", pairs()))}], rl="dpo", sequence_len=64)
+    ended = check(config, "label_smoothing_factor=0.1")
+    assert_rejected(ended, 2, "`rl` and `label_smoothing_factor` are both set", num_errors=1)

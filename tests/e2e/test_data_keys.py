@@ -74,7 +74,7 @@ def test_another_name_means_the_tokenizers_own_template(make_config: MakeConfig)
         ({"test_datasets": ["a.jsonl"], "val_set_size": 2}, ["`test_datasets` and `val_set_size` are both set"]),
         ({"test_datasets": ["none.jsonl"]}, ["none.jsonl: no such file"]),
         ({"streaming": True, "max_steps": None}, ["`streaming` needs `max_steps`"]),
-        ({"streaming": True, "val_set_size": 0.1}, ["`val_set_size` holds out a part of all samples"]),
+        ({"streaming": True, "val_set_size": 0.1}, ["`streaming` and `val_set_size` are both set"]),
     ],
 )
 def test_what_cannot_be_done_is_said(make_config: MakeConfig, changes: dict[str, object], parts: list[str]) -> None:

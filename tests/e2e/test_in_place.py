@@ -191,10 +191,16 @@ def test_one_store_or_the_other(make_config: MakeConfig) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({}, "all weights are trained, so each step writes them"),
-        ({"random_init": True, "frozen_parameters": ["lm_head"]}, "`random_init` draws weights that no file has"),
+        (
+            {},
+            "`base_storage: in_place` needs `adapter`, `unfrozen_parameters` or `frozen_parameters`: each step writes",
+        ),
+        (
+            {"random_init": True, "frozen_parameters": ["lm_head"]},
+            "`random_init` and `base_storage: in_place` are both set: no file has weights that are drawn",
+        ),
     ],
 )
 def test_what_cannot_stay_in_files(make_config: MakeConfig, base: Path, keys: dict[str, object], reason: str) -> None:
     config = make_config(**keys, base=base)
-    assert_rejected(finetune(config, "base_storage=in_place"), 2, f"`base_storage: in_place` is set, but {reason}")
+    assert_rejected(finetune(config, "base_storage=in_place"), 2, reason)

@@ -397,8 +397,8 @@ def test_data_that_cannot_be_used_is_rejected(
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"streaming": True}, "`streaming` is for rows of text"),
-        ({"tokens_per_step": 96, "micro_batch_size": None, "gradient_accumulation_steps": None}, "tokens of text"),
+        ({"streaming": True}, "`streaming` is not for datasets of `type: latents`"),
+        ({"tokens_per_step": 96, "micro_batch_size": None, "gradient_accumulation_steps": None}, "a step of latents is counted in samples"),
     ],
 )  # fmt: skip
 def test_keys_of_text_are_rejected(

@@ -270,7 +270,7 @@ def test_experts_are_quantised_too(base: Path, rows: Path, tmp_path: Path, famil
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"quantize_moe_experts": True}, "`quantize_moe_experts` is set without `load_in_4bit` or `load_in_8bit`"),
+        ({"quantize_moe_experts": True}, "`quantize_moe_experts` needs `load_in_4bit` or `load_in_8bit`"),
         (
             {"load_in_4bit": True, "quantize_moe_experts": True, "lora_target_parameters": ["mlp.experts.down_proj"]},
             "`quantize_moe_experts` and `lora_target_parameters` are both set",
@@ -326,8 +326,8 @@ def test_ranks_train_one_adapter(make_config: MakeConfig) -> None:
     ("keys", "message"),
     [
         ({"load_in_4bit": True, "load_in_8bit": True}, "`load_in_4bit` and `load_in_8bit` are both set"),
-        ({"load_in_4bit": True, "adapter": None}, "`load_in_4bit` is set without `adapter`"),
-        ({"load_in_8bit": True, "adapter": None}, "`load_in_8bit` is set without `adapter`"),
+        ({"load_in_4bit": True, "adapter": None}, "`load_in_4bit` needs `adapter`"),
+        ({"load_in_8bit": True, "adapter": None}, "`load_in_8bit` needs `adapter`"),
         ({"load_in_8bit": True, "peft_use_dora": True}, "DoRA beside a quantised model is not supported"),
         ({"load_in_4bit": True, "lora_modules_to_save": ["o_proj"]}, "o_proj is quantised, and cannot be trained"),
     ],

@@ -10,7 +10,8 @@ from difflib import get_close_matches
 
 from pydantic_core import ErrorDetails
 
-from ratel_cli.config.keys.sections import MOST, Contradiction
+from ratel_cli.config.keys.base import Contradiction
+from ratel_cli.config.keys.sections import MOST
 from ratel_cli.config.keys.topics import instead_of
 from ratel_cli.config.yaml.source import locate, place_of_keys
 from ratel_cli.config.yaml.yaml_marks import Finding, Marked, show

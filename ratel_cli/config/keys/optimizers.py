@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from ratel_cli.config.keys.sections import Contradiction, Section
+from ratel_cli.config.keys.base import Contradiction, Section
 
 OptimizerChoice = Literal["adamw", "adamw_8bit", "lion", "sgd", "muon"]
 _OPTIONS: Final[Mapping[str, Mapping[str, object]]] = {

@@ -10,7 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ratel_cli.config.keys.sections import Contradiction, Number, Section, Whole
+from ratel_cli.config.keys.base import Contradiction, Section
+from ratel_cli.config.keys.sections import Number, Whole
 
 SchedulerChoice = Literal[
     "constant",

@@ -1,7 +1,8 @@
 """The config of a run: every key with its type, its default and its meaning. The only home of defaults.
 
-The docstring under a key is its help text: `scripts/write_config_docs.py` writes docs/config.md from it. Nothing below
-`run` knows these classes; the layers there take plain values.
+The docstring under a key is its help text, and what the key asks of others stands in its type (`relation`):
+`scripts/write_config_docs.py` writes docs/config.md from both. Nothing below `run` knows these classes; the layers there
+take plain values.
 
 Invariant: a RunConfig is complete and consistent. Every key has its type, no two keys contradict each other, and a
 config that is written (`config.load.to_yaml`) and loaded again is equal to the first.
@@ -15,23 +16,32 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
+from ratel_cli.config.keys.base import Contradiction, Section, contradictions, without_defaults
 from ratel_cli.config.keys.optimizers import OptimizerChoice, OptimizerConfig, optimizer_contradictions
+from ratel_cli.config.keys.relation import (
+    ANY_TEXT,
+    Beyond,
+    broken,
+    doubt,
+    excludes,
+    has,
+    ignored_with,
+    needs,
+    only_if,
+    unless,
+)
 from ratel_cli.config.keys.scheduler import SchedulerChoice, SchedulerConfig, scheduler_contradictions
 from ratel_cli.config.keys.sections import (
-    Contradiction,
     DatasetConfig,
     Directory,
     LimitsConfig,
     ModelShape,
     Number,
     PathOrHubId,
-    Section,
     SizeOrAuto,
     SnapshotConfig,
     StorageConfig,
     Whole,
-    contradictions,
-    without_defaults,
 )
 from ratel_cli.config.keys.values import (
     ActivationPolicy,
@@ -73,6 +83,39 @@ NewTokens = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(str
 SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token"]
 
 
+_WITH_ADAPTER = (has("adapter"),)
+_WITH_EVALUATION = (has("val_set_size"), has("test_datasets"))
+_WITH_EVALUATED_STEPS = (_WITH_EVALUATION, (has("eval_steps"), has("evals_per_epoch")))
+"""Guards of relations."""
+_LATENTS = has("datasets.type", "latents")
+_OF_ADAPTER = only_if("adapter")
+_OF_PREFERENCES = only_if("rl")
+_OF_SIMPO = only_if(has("rl", "simpo"))
+_OF_KTO = only_if(has("rl", "kto"))
+_OF_ADAM = only_if(has("optimizer", "adamw", "adamw_8bit", "muon"))
+_OF_ADAM_AND_LION = only_if(has("optimizer", "adamw", "adamw_8bit", "lion", "muon"))
+_OF_TOKENS = ignored_with(_LATENTS, why="latents are not tokens")
+_OF_EMBEDDING = only_if(
+    "lora_modules_to_save", when=(_WITH_ADAPTER,), why="embedding and head are frozen beside an adapter"
+)
+_OF_EVALUATION = only_if(*_WITH_EVALUATION, why="there is no data to evaluate on")
+_OF_EVALUATED_STEPS = only_if(
+    "eval_steps", "evals_per_epoch", when=(_WITH_EVALUATION,), why="only the last step is evaluated"
+)
+_IF_BEST_COUNTS = only_if("load_best_model_at_end", "early_stopping_patience")
+_NEEDS_ADAPTER = needs("adapter", why="quantised weights cannot be trained", hint="add `adapter: lora`, or remove it")
+_NOT_BESIDE_ADAPTER = excludes("adapter", why="with an adapter, all of the model is frozen")
+_NOT_OF_SHAPE = excludes(
+    "model_shape", why="a shape has no modules or parameters to name", hint="name a `base_model` instead"
+)
+_NOT_OF_PREFERENCES = excludes("rl", why="each is a loss of its own")
+_NEEDS_DURABILITY = needs(has("storage.durability", "step"), why="with `none` the store has no earlier step")
+_NEITHER_TEXT = ("alpaca", "tokens", "mlm", "classification", "seq2seq", "latents")
+_IN_PLACE_HINT = "remove base_storage; it is for frozen weights: those beside an `adapter`, or `frozen_parameters`"
+_NO_TEMPLATE = "mistral-common has no chat template"
+_NOT_OF_MISTRAL = excludes("tokenizer_use_mistral_common", why="mistral-common does not change its special tokens")
+
+
 class RunConfig(Section):
     """All settings of a run, as `ratel finetune`, `ratel plan` and the other commands read them."""
 
@@ -80,71 +123,127 @@ class RunConfig(Section):
     """The model to train: a directory with config.json and safetensors files, or a Hugging Face hub id. Required."""
     revision_of_model: Annotated[str, Field(min_length=1)] | None = None
     """The branch, tag or commit of a hub model. Default: its main branch."""
-    model_shape: ModelShape | None = None
+    model_shape: Annotated[ModelShape | None, excludes("base_model"), excludes("rl", why="a shape has no data")] = None
     """For `ratel plan` only, instead of `base_model` and `datasets`: a GPT-type model described by its shape."""
     cost_model: Literal["ratel", "paper"] = "ratel"
     """For `ratel plan` only: how a step is predicted. `ratel`: as for a run. `paper`: with the equations of the Ratel
     paper, with 14 bytes of state per parameter and 34 b s h bytes of activations per layer."""
-    random_init: bool = False
+    random_init: Annotated[bool, excludes("adapter", why="an adapter needs a trained model")] = False
     """Draw the weights from the model's own initialiser, with `seed`, instead of reading them. `base_model` then needs
     no safetensors files."""
-    base_storage: Literal["store", "in_place"] = "store"
+    base_storage: Annotated[
+        Literal["store", "in_place"],
+        excludes("random_init", of=("in_place",), why="no file has weights that are drawn", hint=_IN_PLACE_HINT),
+        excludes("model_shape", of=("in_place",), why="a shape has no files", hint=_IN_PLACE_HINT),
+        excludes(
+            _LATENTS, of=("in_place",), why="all weights of a diffusion transformer are trained", hint=_IN_PLACE_HINT
+        ),
+        needs(
+            "adapter",
+            "unfrozen_parameters",
+            "frozen_parameters",
+            of=("in_place",),
+            why="each step writes the weights that are trained",
+            hint=_IN_PLACE_HINT,
+        ),
+    ] = "store"
     """Where frozen weights are read from, such as the base model of an adapter. `store`: they are copied into
     `storage.paths` once. `in_place`: each step reads them from the base model's own files, where these have them in
     `dtype`. That takes no disk space, writes nothing, and is as fast as the drive with these files. The files must not
     change: each read is compared with a checksum."""
-    unfrozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    unfrozen_parameters: Annotated[tuple[str, ...], Field(strict=False), _NOT_BESIDE_ADAPTER, _NOT_OF_SHAPE] = ()
     """Train only the parameters whose names match one of these regular expressions from their beginning, as in axolotl:
     `lm_head`, or `model.layers.2[0-9]+.mlp` (a dot is a dot). The others are frozen: they have no gradient and no
     state, no step writes them, and backward ends where nothing below is trained. Default: all are trained."""
-    frozen_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    frozen_parameters: Annotated[tuple[str, ...], Field(strict=False), _NOT_BESIDE_ADAPTER, _NOT_OF_SHAPE] = ()
     """Freeze the parameters whose names match one of these, also among `unfrozen_parameters`. Default: none."""
-    adapter: Literal["lora"] | None = None
+    adapter: Annotated[
+        Literal["lora"] | None,
+        _NOT_OF_SHAPE,
+        excludes(
+            _LATENTS,
+            why="it is for language models",
+            hint="remove it; `unfrozen_parameters` trains a part of any model",
+        ),
+        excludes(
+            has("datasets.type", "classification"),
+            why="the new head of a classifier must be trained",
+            hint="remove it; `unfrozen_parameters` trains a part of any model",
+        ),
+    ] = None
     """Train an adapter beside the frozen model, by PEFT's modules: `lora`. What is exported is then the adapter, in
     PEFT's format. Default: the model's own weights are trained."""
-    lora_r: int = Field(default=16, ge=1, le=1 << 16)
+    lora_r: Annotated[int, _OF_ADAPTER] = Field(default=16, ge=1, le=1 << 16)
     """The rank of the adapter's matrices."""
-    lora_alpha: Whole | None = Field(default=None, ge=1)
+    lora_alpha: Annotated[Whole | None, _OF_ADAPTER] = Field(default=None, ge=1)
     """The adapter's output is multiplied by `lora_alpha / lora_r`. Default: `lora_r`."""
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    lora_dropout: Annotated[float, _OF_ADAPTER] = Field(default=0.0, ge=0, lt=1)
     """The share of an adapter's input that dropout sets to zero."""
-    lora_target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str = ()
+    lora_target_modules: Annotated[
+        Annotated[tuple[str, ...], Field(strict=False)] | str,
+        _OF_ADAPTER,
+        excludes(
+            "lora_layers_to_transform",
+            of=(ANY_TEXT,),
+            when=(_WITH_ADAPTER,),
+            why="a regular expression names layers itself",
+            hint="put the layers into the expression, or write a list of names",
+        ),
+    ] = ()
     """The linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. One string is a regular
     expression that whole names match, as in PEFT: `.*layers.[0-9]+.self_attn.(q|v)_proj`. Default: all of them but the
     head; none if `lora_target_parameters` is set."""
-    lora_target_linear: bool = False
+    lora_target_linear: Annotated[bool, _OF_ADAPTER] = False
     """All linear layers get an adapter, whatever `lora_target_modules` and `lora_target_parameters` name."""
-    lora_target_parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    lora_target_parameters: Annotated[
+        tuple[str, ...],
+        Field(strict=False),
+        _OF_ADAPTER,
+        excludes(
+            "quantize_moe_experts",
+            why="PEFT cannot adapt quantised experts",
+            hint="remove one of them; `lora_target_modules` adapts all else",
+        ),
+    ] = ()
     """Stacked expert matrices that also get an adapter, by the ends of their names: `[mlp.experts.gate_up_proj]`. PEFT
     recomputes each stack in forward and backward, which takes memory of its size. In some models `lora_target_modules`
     can name them."""
-    lora_layers_to_transform: Annotated[tuple[Annotated[Whole, Field(ge=0)], ...], Field(strict=False)] = ()
+    lora_layers_to_transform: Annotated[
+        tuple[Annotated[Whole, Field(ge=0)], ...], Field(strict=False), _OF_ADAPTER
+    ] = ()
     """The layers that get an adapter, counted from 0. Default: all."""
-    peft_use_rslora: bool = False
+    peft_use_rslora: Annotated[bool, _OF_ADAPTER] = False
     """Multiply by `lora_alpha / sqrt(lora_r)` instead (rank-stabilised LoRA)."""
-    peft_use_dora: bool = False
+    peft_use_dora: Annotated[
+        bool,
+        _OF_ADAPTER,
+        excludes("load_in_4bit", "load_in_8bit", why="DoRA beside a quantised model is not supported"),
+    ] = False
     """Train DoRA: the magnitude of each output's weights separately, and their direction by the adapter. Each matrix
     is then recomputed in forward and backward, which takes time and memory."""
-    lora_modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    lora_modules_to_save: Annotated[tuple[str, ...], Field(strict=False), _OF_ADAPTER] = ()
     """Modules of the model that are trained whole beside the adapter and exported with it, by the ends of their names:
     `[embed_tokens, lm_head]`. Default: none."""
-    peft_ensure_weight_tying: bool = False
+    peft_ensure_weight_tying: Annotated[bool, _OF_ADAPTER] = False
     """Let `lora_modules_to_save` name an embedding that the head shares: the one matrix of both is trained, and PEFT
     loads it so. Without it that is an error, since PEFT trains two copies."""
-    peft_init_lora_weights: AdapterInitialisation = True
+    peft_init_lora_weights: Annotated[AdapterInitialisation, _OF_ADAPTER] = True
     """How the adapter's weights are initialised, with `seed`. `true`: the second matrix is zero, so the model is as
     before. `gaussian`: the same, with a normal distribution in the first one. `false`: as `true`, which it is in
     axolotl."""
-    load_in_4bit: bool = False
+    load_in_4bit: Annotated[bool, _NEEDS_ADAPTER] = False
     """QLoRA: quantise the linear layers of the frozen model, except the head, to NF4, as bitsandbytes does. A weight
-    then takes about half a byte, in the store, in memory and on the link. The layers compute in `dtype`. Needs
-    `adapter`."""
-    load_in_8bit: bool = False
+    then takes about half a byte, in the store, in memory and on the link. The layers compute in `dtype`."""
+    load_in_8bit: Annotated[bool, _NEEDS_ADAPTER, excludes("load_in_4bit")] = False
     """Quantise these layers to 8 bit instead, with a scale for each row, as in LLM.int8(). Activations are not
     quantised."""
-    bnb_4bit_use_double_quant: bool = True
-    """With `load_in_4bit`: also quantise the scales of NF4, which saves 0.05 bytes for each weight."""
-    quantize_moe_experts: bool = False
+    bnb_4bit_use_double_quant: Annotated[bool, only_if("load_in_4bit")] = True
+    """Also quantise the scales of NF4, which saves 0.05 bytes for each weight."""
+    quantize_moe_experts: Annotated[
+        bool,
+        _NEEDS_ADAPTER,
+        needs("load_in_4bit", "load_in_8bit", why="they say how", hint="add one of them, or remove it"),
+    ] = False
     """With `load_in_4bit` or `load_in_8bit`: also quantise stacks of experts, which are most of the weights of a
     mixture of experts. The experts of a layer are dequantised together while it computes. Experts then get no
     adapter."""
@@ -154,34 +253,53 @@ class RunConfig(Section):
     Required."""
     test_datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to evaluate on, written like `datasets`, instead of samples held out by `val_set_size`. Default: none."""
-    streaming: bool = False
+    streaming: Annotated[
+        bool,
+        needs("max_steps", why="the end of a stream is not known"),
+        excludes("rl", why="preference data is read whole before step 1"),
+        excludes(_LATENTS, why="latents are read from their files", hint="remove it"),
+    ] = False
     """Read only as many rows as `max_steps` needs, in order, and shuffle them in windows of 16384 samples. Use it for
     datasets that are larger than the drives, or that need not be downloaded whole. Several datasets are interleaved in
-    proportion to their weights. Needs `max_steps`, and `test_datasets` instead of `val_set_size`."""
-    chat_template: ChatTemplate | None = None
+    proportion to their weights."""
+    chat_template: Annotated[
+        ChatTemplate | None,
+        needs("chat_template_jinja", of=("jinja",), hint="write `chat_template_jinja: FILE`"),
+        excludes("chat_template_jinja", but=("jinja",), why="they name two templates"),
+        excludes("tokenizer_use_mistral_common", but=("jinja", "tokenizer_default*"), why=_NO_TEMPLATE),
+    ] = None
     """The chat template for conversations: `chatml` or `llama3`; `jinja`: the one in `chat_template_jinja`;
     `tokenizer_default`: the tokenizer's own. Under another name of axolotl, such as `qwen3`, the tokenizer's own is
     used, with a notice. The exported tokenizer has it too. Default: the tokenizer's own."""
-    chat_template_jinja: Annotated[str, Field(min_length=1)] | None = None
+    chat_template_jinja: Annotated[
+        Annotated[str, Field(min_length=1)] | None, excludes("tokenizer_use_mistral_common", why=_NO_TEMPLATE)
+    ] = None
     """A chat template in Jinja, or the path of a file with one."""
-    special_tokens: dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None = None
+    special_tokens: Annotated[
+        dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None,
+        _NOT_OF_MISTRAL,
+    ] = None
     """Other special tokens than the tokenizer's own, such as `{eos_token: "<|im_end|>"}`. `bos_token` and `eos_token`
     must be in its vocabulary; others that are not are ignored, with a notice. The exported tokenizer has them too."""
-    eot_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    eot_tokens: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(strict=False),
+        _NOT_OF_MISTRAL,
+    ] = ()
     """More tokens that end a turn, besides the EOS token and those in `eos_token_id` of generation_config.json and
     config.json. A turn has loss up to the first of them, and the export's generation_config.json lists those that
     answers end with. Each must be in the vocabulary. Default: none."""
-    tokens: NewTokens = ()
+    tokens: Annotated[NewTokens, _NOT_OF_MISTRAL] = ()
     """Tokens to add to the vocabulary, such as `["<think>", "</think>"]`. The tokenizer finds each of them in a text
     before anything else; those that are named in `special_tokens`, too, come first. Embedding and head get rows for
     them, if they have none, and the export has the grown model and tokenizer. An adapter trains
     the rows of these tokens alone (`trainable_token_indices` of PEFT), unless `lora_modules_to_save` names the whole
     matrices. Default: none."""
-    new_special_tokens: NewTokens = ()
+    new_special_tokens: Annotated[NewTokens, _NOT_OF_MISTRAL] = ()
     """The same for special tokens, which are left out of generated text. They come last. Default: none."""
-    added_tokens_overrides: (
-        dict[Annotated[int, Field(ge=0, strict=False)], Annotated[str, Field(min_length=1)]] | None
-    ) = None
+    added_tokens_overrides: Annotated[
+        dict[Annotated[int, Field(ge=0, strict=False)], Annotated[str, Field(min_length=1)]] | None, _NOT_OF_MISTRAL
+    ] = None
     """Other names for tokens that the tokenizer has beside its vocabulary, by id, such as reserved ones:
     `{128011: "<|think|>"}`. No row is added. Default: none."""
     new_tokens_init: NewTokensInit = "mean"
@@ -192,20 +310,29 @@ class RunConfig(Section):
     pad_vocab_to_multiple_of: Whole | None = Field(default=None, ge=1, le=65536)
     """Give embedding and head rows up to a multiple of this, if the tokenizer has more tokens than they have rows, or
     as many as a multiple needs. Default: as many rows as `tokens` and `new_special_tokens` need."""
-    tokenizer_use_mistral_common: bool = False
+    tokenizer_use_mistral_common: Annotated[
+        bool,
+        excludes(
+            has("datasets.type", "mlm", "seq2seq", "latents"), why="it is for rows of a decoder", hint="remove it"
+        ),
+    ] = False
     """Tokenise with the package mistral-common, the reference for Mistral's models, instead of transformers, and encode
     conversations by it, without a chat template. It reads `tekken.json`, or `tokenizer.model`: of version 1 unless its
     name ends with another one, such as `.v3`. Needs `pip install 'ratel-cli[mistral]'`."""
-    train_on_inputs: TrainOnInputs = False
+    train_on_inputs: Annotated[
+        TrainOnInputs, ignored_with("rl", of=(True,), why="preference losses do not count prompts")
+    ] = False
     """Also train on the tokens of the prompt. By default only the answer counts in the loss. `conversations`: train on
     all tokens of conversations, but not on a prompt that has a completion of its own; this is the default of TRL."""
-    sequence_len: Whole = Field(default=1024, ge=2)
+    sequence_len: Annotated[
+        Whole, ignored_with(_LATENTS, why="the size of the latents decides the number of tokens")
+    ] = Field(default=1024, ge=2)
     """The maximum number of tokens in a sequence. For longer samples see `excess_length_strategy`."""
     excess_length_strategy: Literal["truncate", "drop", "raise"] = "truncate"
     """What becomes of a sample that is longer than `sequence_len`. `truncate`: its end is cut off. `drop`: it is left
     out; this is the default of axolotl. `raise`: it is an error. A notice counts the samples that were truncated or
     dropped. Plain text (`completion`) is always split into several samples."""
-    sample_packing: bool = True
+    sample_packing: Annotated[bool, ignored_with("rl", of=(True,), why="preference data is not packed")] = True
     """Put several short samples into one sequence, so that fewer tokens are padding. No token attends to another
     sample. A model that cannot separate packed samples gets one sample per sequence, with a notice."""
     mlm_probability: float = Field(default=0.15, gt=0, lt=1)
@@ -213,49 +340,82 @@ class RunConfig(Section):
     shuffle: bool = True
     """Visit the samples in a new order in each epoch. The order is drawn from `seed`."""
 
-    micro_batch_size: CountOrAuto = 1
+    micro_batch_size: Annotated[
+        CountOrAuto,
+        doubt(
+            has("micro_batch_size", 1),
+            "the KL divergence of each micro-batch is estimated from one answer",
+            "set it to 2 or more",
+            when=((has("rl", "kto"),),),
+        ),
+    ] = 1
     """Sequences that the model computes at once. More of them need more GPU memory, or RAM on the CPU. `auto`: it
     follows from `tokens_per_step` and `gradient_accumulation_steps`. If the latter is `auto` too, the plan chooses the
     fastest split of the step that fits, before the first step and for the whole run."""
     gradient_accumulation_steps: CountOrAuto = 1
     """Micro-batches in one step. More of them cost computing time but no further weight or optimizer traffic, because
     weights and states move once per step. `auto`: as many as reach `tokens_per_step`."""
-    tokens_per_step: Whole | None = Field(default=None, ge=1)
+    tokens_per_step: Annotated[
+        Whole | None,
+        excludes("rl", why="a step is counted in pairs or answers", hint="remove it, and set `micro_batch_size`"),
+        excludes(
+            _LATENTS,
+            why="a step of latents is counted in samples",
+            hint="set `micro_batch_size` and `gradient_accumulation_steps`",
+        ),
+    ] = Field(default=None, ge=1)
     """Tokens in one step, of all ranks, padding included: a multiple of `sequence_len`. If you set it,
     `micro_batch_size` and `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
-    num_epochs: Number = Field(default=1.0, gt=0)
-    """Passes over the training data; a fraction is allowed, and a last partial step counts as one. Ignored if
-    `max_steps` is set. To continue a finished run, raise it and run again."""
+    num_epochs: Annotated[Number, ignored_with("max_steps", why="`max_steps` decides when the run ends")] = Field(
+        default=1.0, gt=0
+    )
+    """Passes over the training data; a fraction is allowed, and a last partial step counts as one. To continue a
+    finished run, raise it and run again."""
     max_steps: Whole | None = Field(default=None, ge=1)
     """End the run after this many steps. Default: `num_epochs` decides. To continue a finished run, raise it and run
     again."""
 
-    learning_rate: Number = Field(default=2e-5, ge=0)
+    learning_rate: Annotated[
+        Number,
+        doubt(
+            Beyond("learning_rate", 0.1),
+            "every weight moves by about that much in a step",
+            "1e-6 to 1e-3 are usual",
+            when=((unless("optimizer", "sgd"),),),
+        ),
+        doubt(
+            Beyond("learning_rate", 3e-5, is_below=True),
+            "that suits full fine-tuning, and is low for an adapter",
+            "1e-4 to 5e-4 are usual for LoRA",
+            when=(_WITH_ADAPTER, (unless("rl"),), (has("optimizer", "adamw", "adamw_8bit"),)),
+        ),
+    ] = Field(default=2e-5, ge=0)
     """The peak learning rate, which is reached at the end of the warm-up."""
-    loraplus_lr_ratio: Number | None = Field(default=None, gt=0)
+    loraplus_lr_ratio: Annotated[Number | None, _OF_ADAPTER] = Field(default=None, gt=0)
     """LoRA+: the second matrices of an adapter, and vectors, learn at `learning_rate` times this, as in PEFT. 16 is
     usual. Default: all learn at `learning_rate`."""
-    embedding_lr: Number | None = Field(default=None, ge=0)
+    embedding_lr: Annotated[Number | None, _OF_TOKENS, _OF_EMBEDDING] = Field(default=None, ge=0)
     """The peak learning rate of the weights (not biases) of embedding, head and `lora_modules_to_save`, which then do
     not decay, as in axolotl. Default: `learning_rate`."""
-    embedding_lr_scale: Number | None = Field(default=None, ge=0)
-    """The same as a multiple of `learning_rate`. Set one of the two."""
+    embedding_lr_scale: Annotated[Number | None, excludes("embedding_lr"), _OF_TOKENS, _OF_EMBEDDING] = Field(
+        default=None, ge=0
+    )
+    """The same as a multiple of `learning_rate`."""
     lr_scheduler: SchedulerChoice = "cosine"
     """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
     the last step. The others are those of transformers, to the bit; `lr_scheduler_kwargs` has their settings."""
     lr_scheduler_kwargs: Annotated[SchedulerConfig | None, AfterValidator(without_defaults)] = None
     """More settings of the schedule, such as `min_lr` for `cosine_with_min_lr`. Default: the schedule's own
     defaults."""
-    warmup_steps: WarmupSteps = 0
+    warmup_steps: Annotated[WarmupSteps, doubt(Beyond("warmup_steps", "max_steps"), "the run ends during warm-up")] = 0
     """Steps in which the learning rate rises linearly from zero to its peak. A number below 1 is a share of all steps,
     rounded up, as in transformers. If you set this key, `warmup_ratio` becomes 0."""
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """The length of the warm-up as a fraction of all steps, rounded as `warmup_rounding` says. Set this or
-    `warmup_steps`, not both."""
-    warmup_rounding: Literal["up", "down"] = "up"
+    warmup_ratio: Annotated[float, excludes("warmup_steps")] = Field(default=0.03, ge=0, lt=1)
+    """The length of the warm-up as a fraction of all steps, rounded as `warmup_rounding` says."""
+    warmup_rounding: Annotated[Literal["up", "down"], ignored_with("warmup_steps")] = "up"
     """How `warmup_ratio` becomes a number of steps. `up`: as in transformers. `down`: as in axolotl, where a warm-up
     of one step has two."""
-    max_warmup_steps: Whole | None = Field(default=None, ge=1)
+    max_warmup_steps: Annotated[Whole | None, ignored_with("warmup_steps")] = Field(default=None, ge=1)
     """The most steps that `warmup_ratio` gives. axolotl has 100 if a config says nothing about its warm-up. Default: no
     limit."""
     optimizer: OptimizerChoice = "adamw"
@@ -267,20 +427,30 @@ class RunConfig(Section):
     embedding and head, with the same learning rate. A smaller state means less to read and write in a step."""
     optim_args: Annotated[OptimizerConfig | None, AfterValidator(without_defaults)] = None
     """More settings of the optimizer, such as `momentum` for `sgd`. Default: the optimizer's own defaults."""
-    bf16_master: Literal["fp32", "stochastic"] = "fp32"
+    bf16_master: Annotated[
+        Literal["fp32", "stochastic"],
+        needs(has("dtype", "bfloat16"), of=("stochastic",), hint="set `dtype: bfloat16`, or remove `bf16_master`"),
+        excludes(
+            "adapter",
+            of=("stochastic",),
+            when=((unless("lora_modules_to_save"),),),
+            why="adapters are trained in fp32, and the model is frozen",
+            hint="remove `bf16_master`",
+        ),
+    ] = "fp32"
     """The master weights of a bf16 model. `fp32`: fp32 master weights, so no update is lost. `stochastic`: no master
     weights; each update is computed in fp32 and rounded stochastically to a neighbouring bf16 number, so that small
     updates count on average. Then `adamw` has 10 bytes of state per parameter, `adamw_8bit` 4.0, `lion`, `muon` and
     `sgd` with momentum 6, and `sgd` 2; a step reads and writes as much less. The random numbers follow from `seed`: a
-    run that starts from the weights of another one needs its own. Weights in fp32, such as adapters, are not rounded.
-    Needs `dtype: bfloat16`."""
-    adam_beta1: Decay = 0.9
+    run that starts from the weights of another one needs its own. Weights in fp32, such as adapters, are not
+    rounded."""
+    adam_beta1: Annotated[Decay, _OF_ADAM_AND_LION] = 0.9
     """Decay rate of AdamW's first moment, the running mean of the gradients; and Lion's first one, which weighs its
     mean against the gradient in an update."""
-    adam_beta2: Decay = 0.999
+    adam_beta2: Annotated[Decay, _OF_ADAM_AND_LION] = 0.999
     """Decay rate of AdamW's second moment, the running mean of the squared gradients; and that of Lion's mean of
     gradients, for which its authors use 0.99 with 0.9, or 0.98 with 0.95."""
-    adam_epsilon: Number = Field(default=1e-8, gt=0)
+    adam_epsilon: Annotated[Number, _OF_ADAM] = Field(default=1e-8, gt=0)
     """Added to the square root of AdamW's second moment, so that no update divides by zero."""
     weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay, decoupled as in AdamW; `sgd` adds it to the gradient, as in torch. Biases and the weights of norms
@@ -288,40 +458,70 @@ class RunConfig(Section):
     max_grad_norm: ClipNorm = 1.0
     """Clip the gradients so that their global norm is at most this. The clipping is exact. 0 or null turns it off."""
 
-    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
+    label_smoothing_factor: Annotated[float, _NOT_OF_PREFERENCES, _OF_TOKENS] = Field(default=0.0, ge=0, lt=1)
     """Label smoothing: the share of a target's probability that all tokens of the vocabulary get instead."""
-    neftune_noise_alpha: NoiseAlpha = None
+    neftune_noise_alpha: Annotated[
+        NoiseAlpha,
+        excludes(
+            has("datasets.type", "latents", "seq2seq"),
+            why="it needs a model with one stack of layers that begins with an embedding of tokens",
+            hint="remove it",
+        ),
+    ] = None
     """Train with noise on the embedding (NEFTune): uniform, up to this number divided by the root of the tokens of a
     row times the width of the embedding. 5 to 15 are usual. 0 or null: none."""
-    use_dft_loss: bool = False
+    use_dft_loss: Annotated[
+        bool, _NOT_OF_PREFERENCES, excludes("label_smoothing_factor", why="each is a loss of its own"), _OF_TOKENS
+    ] = False
     """The loss of dynamic fine-tuning: the cross-entropy of each token, times its probability."""
 
-    rl: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None
+    rl: Annotated[
+        Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None,
+        excludes(
+            has("datasets.type", *_NEITHER_TEXT),
+            why="it needs texts or conversations",
+            hint="set `type: chat_template` or remove `type`",
+            at=("datasets",),
+        ),
+        excludes(
+            has("test_datasets.type", *_NEITHER_TEXT),
+            why="it needs texts or conversations",
+            hint="set `type: chat_template` or remove `type`",
+            at=("test_datasets",),
+        ),
+    ] = None
     """Preference training, as in TRL. `dpo`, `ipo`, `orpo` and `simpo` train on pairs of a chosen and a rejected
     answer, `kto` on single answers that are marked good or bad. `micro_batch_size` counts pairs, or answers for `kto`;
     each takes two rows. `dpo`, `ipo` and `kto` have a reference model: the model before step 1. Its log-probabilities
     are computed in one pass over the data before step 1, a block at a time, and kept in `run/reference.bin`. Default:
     supervised fine-tuning."""
-    rl_beta: Number = Field(default=0.1, gt=0)
+    rl_beta: Annotated[Number, _OF_PREFERENCES] = Field(default=0.1, gt=0)
     """How strongly the answers' probabilities count in the loss: beta in DPO, KTO and SimPO, tau in IPO, lambda in
     ORPO."""
-    simpo_gamma: Number = Field(default=0.5, ge=0)
-    """The margin between the rewards of both answers, for `rl: simpo`."""
-    cpo_alpha: Number = Field(default=1.0, ge=0)
-    """The weight of the chosen answers' cross-entropy, for `rl: simpo`. 0: there is none, as in the SimPO paper; 1 is
+    simpo_gamma: Annotated[Number, _OF_SIMPO] = Field(default=0.5, ge=0)
+    """The margin between the rewards of both answers."""
+    cpo_alpha: Annotated[Number, _OF_SIMPO] = Field(default=1.0, ge=0)
+    """The weight of the chosen answers' cross-entropy. 0: there is none, as in the SimPO paper; 1 is
     the default of axolotl and TRL."""
-    kto_desirable_weight: Number = Field(default=1.0, ge=0)
-    """The weight of the losses of good answers, for `rl: kto`."""
-    kto_undesirable_weight: Number = Field(default=1.0, ge=0)
-    """The weight of the losses of bad answers, for `rl: kto`."""
-    disable_dropout: bool = True
+    kto_desirable_weight: Annotated[Number, _OF_KTO] = Field(default=1.0, ge=0)
+    """The weight of the losses of good answers."""
+    kto_undesirable_weight: Annotated[Number, _OF_KTO] = Field(default=1.0, ge=0)
+    """The weight of the losses of bad answers."""
+    disable_dropout: Annotated[bool, _OF_PREFERENCES] = True
     """With `rl`, turn off the model's dropout modules and `lora_dropout`, as TRL, axolotl and LLaMA-Factory do.
     `false`: dropout is as without `rl`. Attention dropout that is not a module stays on in both cases."""
 
     dtype: DtypeName = "bfloat16"
     """The data type that the model computes in. Master weights are fp32, but for `bf16_master: stochastic`. `float16`
     uses dynamic loss scaling."""
-    gradient_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    gradient_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        needs(
+            has("dtype", "float16"),
+            of=("float16",),
+            hint="set `dtype: float16`, which scales the loss, or remove `gradient_dtype`",
+        ),
+    ] = "auto"
     """The data type of gradients on their way to the optimizer. Micro-batches are summed in fp32 first. `auto`: the
     same as `dtype`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -356,33 +556,56 @@ class RunConfig(Section):
     output_dir: Directory = Path("outputs/run")
     """The directory for the trained model, in the Hugging Face format, and for the run's records in run/. Default:
     outputs/ and the name of the config file."""
-    save_steps: Interval = None
+    save_steps: Annotated[Interval, _NEEDS_DURABILITY] = None
     """Save a step in the store every N steps, without copying anything. `ratel export` and `--resume` can go back to
     saved steps. A number below 1 is a share of all steps. Default: no step is saved but the last one."""
-    saves_per_epoch: TimesPerEpoch = None
+    saves_per_epoch: Annotated[TimesPerEpoch, excludes("save_steps"), _NEEDS_DURABILITY] = None
     """Save a step this many times in each of `num_epochs`, instead of every `save_steps`. 0: never."""
-    save_total_limit: Whole = Field(default=1, ge=1)
+    save_total_limit: Annotated[Whole, only_if("save_steps", "saves_per_epoch")] = Field(default=1, ge=1)
     """The most saved steps in the store. When there is one more, the oldest is dropped. With `load_best_model_at_end`
     the best step is one of them, and is kept in addition to the last one if this is 1."""
-    eval_steps: Interval = None
+    eval_steps: Annotated[Interval, only_if(*_WITH_EVALUATION)] = None
     """Evaluate on the held-out samples every N steps, and at the end. A number below 1 is a share of all steps.
-    Default: only at the end. Needs `val_set_size` or `test_datasets`."""
-    evals_per_epoch: TimesPerEpoch = None
+    Default: only at the end."""
+    evals_per_epoch: Annotated[TimesPerEpoch, excludes("eval_steps"), only_if(*_WITH_EVALUATION)] = None
     """Evaluate this many times in each of `num_epochs`, instead of every `eval_steps`. 0: only at the end."""
-    load_best_model_at_end: bool = False
+    load_best_model_at_end: Annotated[
+        bool,
+        _OF_EVALUATION,
+        _OF_EVALUATED_STEPS,
+        needs(
+            has("storage.durability", "step"),
+            when=_WITH_EVALUATED_STEPS,
+            why="with `none` the store has no earlier step",
+        ),
+    ] = False
     """Export the step with the best evaluation instead of the last one. That step is saved until there is a better one,
     whatever `save_steps` is. `ratel export`, `eval` and `generate` take it, too, unless they are given a step."""
-    metric_for_best_model: MetricOfBest = "loss"
+    metric_for_best_model: Annotated[
+        MetricOfBest,
+        needs("rl", of=("rewards/margins",), hint="set it to loss"),
+        needs(has("rl", "dpo", "ipo", "orpo", "simpo"), of=("rewards/accuracies",), hint="set it to loss"),
+        needs(has("datasets.type", "classification"), of=("accuracy",), hint="set it to loss"),
+        _IF_BEST_COUNTS,
+    ] = "loss"
     """The metric by which the best step is chosen: `loss`; for a classifier, `accuracy`; with `rl`, also
     `rewards/margins` and, but for `kto`, `rewards/accuracies`."""
-    greater_is_better: bool | None = None
+    greater_is_better: Annotated[bool | None, _IF_BEST_COUNTS] = None
     """Whether a greater value is better. Default: for every metric but the loss."""
-    early_stopping_patience: Whole | None = Field(default=None, ge=1)
+    early_stopping_patience: Annotated[Whole | None, _OF_EVALUATION, _OF_EVALUATED_STEPS] = Field(default=None, ge=1)
     """End the run after this many evaluations in a row that do not improve on the best one. Default: no early
     stopping."""
-    early_stopping_threshold: Number = Field(default=0.0, ge=0)
+    early_stopping_threshold: Annotated[Number, only_if("early_stopping_patience")] = Field(default=0.0, ge=0)
     """An evaluation must be better by more than this to count as an improvement for `early_stopping_patience`."""
-    val_set_size: FractionOrCount = 0
+    val_set_size: Annotated[
+        FractionOrCount,
+        excludes("test_datasets"),
+        excludes(
+            "streaming",
+            why="the number of samples of a stream is not known",
+            hint="name data for evaluation with `test_datasets`",
+        ),
+    ] = 0
     """Samples that are held out of training for evaluation: a fraction below 1, or a whole number of samples. 0:
     none."""
     logging_steps: Whole = Field(default=1, ge=1)
@@ -593,8 +816,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
-        found = _model_contradictions(self, needs_data=info.context != OWN_DATA)
-        found += _dtype_contradictions(self) + _run_contradictions(self) + _split_contradictions(self)
+        found = broken(self) + _missing(self, needs_data=info.context != OWN_DATA)
+        found += _task_contradictions(self) + _unread_contradictions(self) + _split_contradictions(self)
+        found += _generation_contradictions(self)
         options = self.lr_scheduler_kwargs or SchedulerConfig()
         found += scheduler_contradictions(self.lr_scheduler, options, learning_rate=self.learning_rate)
         found += optimizer_contradictions(self.optimizer, self.optim_args or OptimizerConfig())
@@ -605,135 +829,13 @@ class RunConfig(Section):
 
 def may_have_adapter(config: RunConfig) -> bool:
     """Whether the config trains a whole model and could train an adapter instead, as far as the config alone says."""
-    return config.adapter is None and _training_contradiction(config.model_copy(update={"adapter": "lora"})) is None
+    return config.adapter is None and not broken(config.model_copy(update={"adapter": "lora"}))
 
 
-def _training_contradiction(config: RunConfig) -> Contradiction | None:
-    """What cannot be trained so; None if there is nothing."""
-    if config.neftune_noise_alpha is not None and config.task in ("denoising", "seq2seq"):
-        message = "`neftune_noise_alpha` needs a model with one stack of layers that begins with an embedding of tokens"
-        return Contradiction(keys=("neftune_noise_alpha",), message=message, hint="remove it")
-    if config.use_dft_loss and config.label_smoothing_factor:
-        message = "`use_dft_loss` and `label_smoothing_factor` are both set, and each is a loss of its own"
-        keys = ("use_dft_loss", "label_smoothing_factor")
-        return Contradiction(keys=keys, message=message, hint="remove one of them")
-    other = _in_place_contradiction(config) or _adapter_contradiction(config)
-    if other is not None:
-        return other
+def _missing(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
+    """The keys without which there is no run."""
     if config.model_shape is not None:
-        for key in ("adapter", "unfrozen_parameters", "frozen_parameters"):
-            if getattr(config, key):
-                message = f"`{key}` names modules or parameters, which a `model_shape` has none of"
-                return Contradiction(keys=(key, "model_shape"), message=message, hint="name a `base_model` instead")
-    return None
-
-
-def _preference_contradiction(config: RunConfig) -> Contradiction | None:
-    """What cannot be learnt from answers that are compared; None if there is nothing."""
-    if config.rl is None:
-        return None
-    for key, reason in (
-        ("streaming", "preference data is read whole before step 1"),
-        ("tokens_per_step", "a step is counted in pairs or answers: set `micro_batch_size`"),
-        ("label_smoothing_factor", "each is a loss of its own"),
-        ("use_dft_loss", "each is a loss of its own"),
-        ("model_shape", "a shape has no data"),
-    ):
-        if getattr(config, key):
-            message = f"`rl` and `{key}` are both set: {reason}"
-            return Contradiction(keys=(key, "rl"), message=message, hint="remove one of them")
-    types = {each.type for each in (*config.datasets, *config.test_datasets)}
-    if others := sorted(types - {"auto", "chat_template", "completion"}):
-        message = f"`rl` needs texts or conversations, not `type: {others[0]}`"
-        hint = "set `type: chat_template` or remove `type`"
-        return Contradiction(keys=("datasets", "test_datasets", "rl"), message=message, hint=hint)
-    return None
-
-
-def _in_place_contradiction(config: RunConfig) -> Contradiction | None:
-    """What cannot stay in the base model's files; None if there is nothing."""
-    if config.base_storage == "store":
-        return None
-    for is_so, key, reason in (
-        (config.random_init, "random_init", "`random_init` draws weights that no file has"),
-        (config.model_shape is not None, "model_shape", "a `model_shape` has no files"),
-        (config.task == "denoising", "datasets", "all weights of a diffusion transformer are trained"),
-        (
-            not any(map(bool, (config.adapter, config.unfrozen_parameters, config.frozen_parameters))),
-            "adapter",
-            "all weights are trained, so each step writes them",
-        ),
-    ):
-        if is_so:
-            hint = "remove base_storage; it is for frozen weights: those beside an `adapter`, or `frozen_parameters`"
-            message = f"`base_storage: in_place` is set, but {reason}"
-            return Contradiction(keys=("base_storage", key), message=message, hint=hint)
-    return None
-
-
-def _adapter_contradiction(config: RunConfig) -> Contradiction | None:
-    """What cannot be trained beside a frozen model; None if there is nothing."""
-    if config.adapter is None:
-        for key in ("load_in_4bit", "load_in_8bit", "quantize_moe_experts"):
-            if getattr(config, key):
-                message = f"`{key}` is set without `adapter`: quantised weights cannot be trained"
-                hint = "add `adapter: lora`, or remove it"
-                return Contradiction(keys=(key,), message=message, hint=hint)
-        return None
-    for key, reason in (
-        ("unfrozen_parameters", "with an adapter, all of the model is frozen"),
-        ("frozen_parameters", "with an adapter, all of the model is frozen"),
-        ("random_init", "an adapter needs a trained model"),
-    ):
-        if getattr(config, key):
-            message = f"`adapter` and `{key}` are both set: {reason}"
-            return Contradiction(keys=(key, "adapter"), message=message, hint="remove one of them")
-    if isinstance(config.lora_target_modules, str) and config.lora_layers_to_transform:
-        message = (
-            "`lora_layers_to_transform` is set, and `lora_target_modules` is a regular expression, which names layers "
-            "itself"
-        )
-        hint = "put the layers into the expression, or write a list of names"
-        return Contradiction(keys=("lora_target_modules", "lora_layers_to_transform"), message=message, hint=hint)
-    if (found := _quantisation_contradiction(config)) is not None:
-        return found
-    if config.task in ("denoising", "classification"):
-        message = "`adapter` is for language models, and not for classifiers, whose new head must be trained"
-        hint = "remove it; `unfrozen_parameters` trains a part of any model"
-        return Contradiction(keys=("adapter",), message=message, hint=hint)
-    return None
-
-
-def _quantisation_contradiction(config: RunConfig) -> Contradiction | None:
-    """What cannot be quantised so; None if there is nothing."""
-    if config.peft_use_dora and (config.load_in_4bit or config.load_in_8bit):
-        key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
-        message = f"`{key}` and `peft_use_dora` are both set: DoRA beside a quantised model is not supported"
-        return Contradiction(keys=("peft_use_dora", key), message=message, hint="remove one of them")
-    if config.quantize_moe_experts and not (config.load_in_4bit or config.load_in_8bit):
-        message = "`quantize_moe_experts` is set without `load_in_4bit` or `load_in_8bit`, which say how"
-        return Contradiction(keys=("quantize_moe_experts",), message=message, hint="add one of them, or remove it")
-    if config.quantize_moe_experts and config.lora_target_parameters:
-        message = (
-            "`quantize_moe_experts` and `lora_target_parameters` are both set: PEFT cannot adapt quantised experts"
-        )
-        hint = "remove one of them; `lora_target_modules` adapts all else"
-        return Contradiction(keys=("lora_target_parameters", "quantize_moe_experts"), message=message, hint=hint)
-    if config.load_in_4bit and config.load_in_8bit:
-        message = "`load_in_4bit` and `load_in_8bit` are both set"
-        return Contradiction(keys=("load_in_8bit", "load_in_4bit"), message=message, hint="remove one of them")
-    return None
-
-
-def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contradiction]:
-    other = _training_contradiction(config) or _preference_contradiction(config)
-    if other is not None:
-        return [other]
-    if config.model_shape is not None:
-        if config.base_model is None:
-            return []
-        message = "`model_shape` and `base_model` are both set"
-        return [Contradiction(keys=("model_shape", "base_model"), message=message, hint="remove one of them")]
+        return []
     found = []
     if config.base_model is None:
         hint = "name a directory or hub id: `base_model: org/name`"
@@ -742,99 +844,6 @@ def _model_contradictions(config: RunConfig, *, needs_data: bool) -> list[Contra
         given = "is empty" if "datasets" in config.model_fields_set else "is missing"
         hint = "name a file, directory or hub id: `datasets: train.jsonl`"
         found.append(Contradiction(keys=("datasets", "model_shape"), message=f"`datasets` {given}", hint=hint))
-    return found
-
-
-def _dtype_contradictions(config: RunConfig) -> list[Contradiction]:
-    found = []
-    if config.bf16_master == "stochastic":
-        if config.dtype != "bfloat16":
-            message = f"`bf16_master: stochastic` needs `dtype: bfloat16`; `dtype` is {config.dtype}"
-            keys, hint = ("bf16_master", "dtype"), "set `dtype: bfloat16`, or remove `bf16_master`"
-            found.append(Contradiction(keys=keys, message=message, hint=hint))
-        elif config.adapter is not None and not config.lora_modules_to_save:
-            message = "`bf16_master: stochastic` is set, but adapters are trained in fp32, and the model is frozen"
-            hint = "remove `bf16_master`"
-            found.append(Contradiction(keys=("bf16_master", "adapter"), message=message, hint=hint))
-    if config.gradient_dtype == "float16" and config.dtype != "float16":
-        message = f"`gradient_dtype: float16` needs `dtype: float16`, which scales the loss; `dtype` is {config.dtype}"
-        found.append(Contradiction(keys=("gradient_dtype", "dtype"), message=message))
-    return found
-
-
-def _run_contradictions(config: RunConfig) -> list[Contradiction]:
-    found = []
-    if config.embedding_lr is not None and config.embedding_lr_scale is not None:
-        message = "`embedding_lr` and `embedding_lr_scale` are both set"
-        found.append(Contradiction(keys=("embedding_lr_scale", "embedding_lr"), message=message, hint="remove one"))
-    if config.warmup_steps and config.warmup_ratio:
-        message = "`warmup_steps` and `warmup_ratio` are both set"
-        found.append(Contradiction(keys=("warmup_ratio", "warmup_steps"), message=message, hint="remove one of them"))
-    for pair in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
-        if all(getattr(config, key) is not None for key in pair):
-            message = f"`{pair[0]}` and `{pair[1]}` are both set"
-            found.append(Contradiction(keys=(pair[1], pair[0]), message=message, hint="remove one of them"))
-    if config.saves or config.saves_best:
-        found.extend(_save_contradictions(config))
-    metric = config.metric_for_best_model
-    if metric.startswith("rewards/") and (config.rl is None or (config.rl == "kto" and metric.endswith("accuracies"))):
-        message = f"`metric_for_best_model: {metric}` needs preference pairs (`rl: dpo`, `ipo`, `orpo` or `simpo`)"
-        found.append(Contradiction(keys=("metric_for_best_model",), message=message, hint="set it to loss"))
-    if metric == "accuracy" and config.task != "classification":
-        message = "`metric_for_best_model: accuracy` needs datasets of `type: classification`"
-        found.append(Contradiction(keys=("metric_for_best_model",), message=message, hint="set it to loss"))
-    return found + _data_contradictions(config)
-
-
-def _data_contradictions(config: RunConfig) -> list[Contradiction]:
-    found = _task_contradictions(config) + _mistral_contradictions(config) + _unread_contradictions(config)
-    if config.test_datasets and config.val_set_size:
-        message = "`test_datasets` and `val_set_size` are both set"
-        found.append(Contradiction(keys=("val_set_size", "test_datasets"), message=message, hint="remove one of them"))
-    if config.streaming and config.max_steps is None:
-        message = "`streaming` needs `max_steps`: the end of a stream is not known"
-        found.append(Contradiction(keys=("streaming",), message=message))
-    if config.streaming and config.val_set_size:
-        message = "`val_set_size` holds out a part of all samples, whose number `streaming` does not know"
-        hint = "name data for evaluation with `test_datasets`"
-        found.append(Contradiction(keys=("val_set_size", "streaming"), message=message, hint=hint))
-    if config.chat_template == "jinja" and config.chat_template_jinja is None:
-        message = "`chat_template: jinja` needs `chat_template_jinja`"
-        hint = "write `chat_template_jinja: FILE`"
-        found.append(Contradiction(keys=("chat_template",), message=message, hint=hint))
-    if config.chat_template_jinja is not None and config.chat_template not in (None, "jinja"):
-        keys = ("chat_template", "chat_template_jinja")
-        message = "`chat_template` and `chat_template_jinja` name two templates"
-        found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
-    return found
-
-
-def _mistral_contradictions(config: RunConfig) -> list[Contradiction]:
-    """What cannot be had from mistral-common."""
-    if not config.tokenizer_use_mistral_common:
-        return []
-    template = config.chat_template or "jinja"  # which has a key of its own
-    wrong = {
-        "chat_template": template != "jinja" and not template.startswith("tokenizer_default"),
-        "chat_template_jinja": config.chat_template_jinja is not None,
-        "special_tokens": bool(config.special_tokens),
-        "eot_tokens": bool(config.eot_tokens),
-        "tokens": bool(config.tokens),
-        "new_special_tokens": bool(config.new_special_tokens),
-        "added_tokens_overrides": bool(config.added_tokens_overrides),
-    }
-    found = []
-    for key in (key for key, is_wrong in wrong.items() if is_wrong):
-        reason = "does not change its special tokens" if "tokens" in key else "has no chat template"
-        message = f"`tokenizer_use_mistral_common` and `{key}` are both set: mistral-common {reason}"
-        keys = (key, "tokenizer_use_mistral_common")
-        found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
-    if config.task not in ("causal_lm", "classification"):
-        types = {each.type for each in (*config.datasets, *config.test_datasets)}
-        message = f"`tokenizer_use_mistral_common` needs rows for a decoder, not `type: {min(types & set(TASKS))}`"
-        found.append(
-            Contradiction(keys=("tokenizer_use_mistral_common", "datasets"), message=message, hint="remove it")
-        )
     return found
 
 
@@ -885,13 +894,11 @@ def _readers_of(key: str) -> str:
 def _latents_contradictions(config: RunConfig) -> list[Contradiction]:
     """What data of latents cannot have."""
     found = []
-    if config.streaming:
-        message = "`streaming` is for rows of text; latents are read from their files"
-        found.append(Contradiction(keys=("streaming",), message=message, hint="remove it"))
-    if config.tokens_per_step is not None or config.split is None:
-        message = "`tokens_per_step` counts tokens of text; a step of latents is counted in samples"
+    if config.tokens_per_step is None and config.split is None:
+        message = "`auto` follows from `tokens_per_step`; a step of latents is counted in samples"
         hint = "set `micro_batch_size` and `gradient_accumulation_steps`"
-        found.append(Contradiction(keys=("tokens_per_step", "micro_batch_size"), message=message, hint=hint))
+        keys = ("micro_batch_size", "gradient_accumulation_steps")
+        found.append(Contradiction(keys=keys, message=message, hint=hint))
     if any(each.max_samples is not None or each.weight != 1 for each in (*config.datasets, *config.test_datasets)):
         message = "`max_samples` and `weight` are for rows of text"
         found.append(Contradiction(keys=("datasets", "test_datasets"), message=message, hint="remove them"))
@@ -936,14 +943,10 @@ def _split_contradictions(config: RunConfig) -> list[Contradiction]:
     return []
 
 
-def _save_contradictions(config: RunConfig) -> list[Contradiction]:
-    saved_by = "save_steps" if config.save_steps is not None else "saves_per_epoch"
-    saved_by = saved_by if config.saves else "load_best_model_at_end"
-    if config.storage.durability == "none":
-        message = f"`{saved_by}` needs `storage.durability: step`; with `none` the store has no earlier step"
-        return [Contradiction(keys=(saved_by, "storage"), message=message)]
+def _generation_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What is wrong about the number of saved steps that the store has space for."""
     keep, hint = config.storage.keep_generations, "increase `storage.keep_generations`"
-    if keep is None:
+    if keep is None or config.storage.durability == "none":
         return []
     if config.saves and keep < config.save_total_limit:
         message = f"`save_total_limit` is {config.save_total_limit}, but `storage.keep_generations` is {keep}"

@@ -1,21 +1,18 @@
 """The sections of a run's config: a dataset, the store, the snapshot, the limits, a model's shape.
 
-`config.schema` composes them into RunConfig. The field types for what people write, such as sizes (24GiB) and paths
-(~/store), are here too.
-
-Invariant: a validator raises only `rejection`, in words that a user reads. A rule about several keys raises
-`contradictions`, so that each can be shown at its own key.
+`schema` composes them into RunConfig. The field types for what people write, such as sizes (24GiB) and paths (~/store),
+are here too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ratel_cli.config.keys.base import Contradiction, Section, contradictions, rejection
+from ratel_cli.config.keys.relation import broken, has, needs
 from ratel_cli.units import MIB, parse_bytes
 
 _LEAST_LIMIT_BYTES = MIB
@@ -23,45 +20,7 @@ MOST = 10**15
 """No number of a config is larger: products of several of them are numbers that can be computed with."""
 
 
-class Section(BaseModel):
-    """Base of all sections: frozen, without unknown keys, without coercion, with docstrings as help texts."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-_AnySection = TypeVar("_AnySection", bound=Section)
 _AnyNumber = TypeVar("_AnyNumber", int, float, int | float)
-
-
-def without_defaults(section: _AnySection | None) -> _AnySection | None:
-    """None for a section that says nothing but its defaults, so that a run is the same with and without it."""
-    return None if section is None or section == type(section)() else section
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contradiction:
-    """Something wrong about several keys that are valid by themselves."""
-
-    keys: tuple[str, ...]
-    """The keys. The error is shown at the first of these that the user wrote."""
-    message: str
-    hint: str | None = None
-    within: tuple[str | int, ...] = ()
-    """The key inside the value of the first of `keys` at which the error is shown instead."""
-
-
-def rejection(words: str, hint: str | None = None) -> PydanticCustomError:
-    """The error that a field's validator raises. `words` complete a sentence that begins with the key."""
-    return PydanticCustomError("rejected", "{words}", {"words": words, "hint": hint})
-
-
-def contradictions(found: list[Contradiction]) -> PydanticCustomError:
-    """The error that a section's validator raises, with all its contradictions at once."""
-    return PydanticCustomError(
-        "contradictions", "{words}", {"words": "; ".join(each.message for each in found), "found": tuple(found)}
-    )
 
 
 def within_most(value: _AnyNumber) -> _AnyNumber:
@@ -256,33 +215,23 @@ class StorageConfig(Section):
     endurance_tb: Number | None = Field(default=None, gt=0)
     """The rated endurance of all drives of the store together: the sum of their TBW, in TB (10^12 bytes). With it,
     `ratel plan` and a run report the share of the drives' life that the run takes. Default: unknown."""
-    keep_generations: Whole | None = Field(default=None, ge=0)
+    keep_generations: Annotated[
+        Whole | None, needs(has("durability", "step"), but=(0,), why="with `none` there is only one generation")
+    ] = Field(default=None, ge=0)
     """How many saved steps the store has space for, in addition to the two generations that a step needs. Fixed when
     the store is made. Default: `save_total_limit` if `save_steps` is set, otherwise 0."""
-    snapshot: SnapshotConfig | None = None
+    snapshot: Annotated[
+        SnapshotConfig | None,
+        needs(has("durability", "step"), why="with `none` there is no second generation to copy from"),
+    ] = None
     """A second copy of the state on another device, in case this one fails. `ratel restore` makes a store from it.
     Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        found = []
+        found = broken(self)
         if len(set(self.paths)) < len(self.paths):
             found.append(Contradiction(keys=("paths",), message="`paths` contains a directory twice"))
-        if self.durability == "none" and self.keep_generations:
-            found.append(
-                Contradiction(
-                    keys=("keep_generations", "durability"),
-                    message="`keep_generations` needs `durability: step`; with `none` there is only one generation",
-                )
-            )
-        if self.durability == "none" and self.snapshot is not None:
-            found.append(
-                Contradiction(
-                    keys=("snapshot", "durability"),
-                    message="`snapshot` needs `durability: step`; "
-                    "with `none` there is no second generation to copy from",
-                )
-            )
         if found:
             raise contradictions(found)
         return self

@@ -12,7 +12,8 @@ from typing import Annotated, Final, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ratel_cli.config.keys.sections import Number, rejection, within_most
+from ratel_cli.config.keys.base import rejection
+from ratel_cli.config.keys.sections import Number, within_most
 from ratel_cli.config.yaml.yaml_marks import show
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]

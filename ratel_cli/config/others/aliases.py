@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+from ratel_cli.config.keys.base import Section
 from ratel_cli.config.keys.schema import (
     DatasetConfig,
     LimitsConfig,
@@ -21,7 +22,6 @@ from ratel_cli.config.keys.schema import (
     SnapshotConfig,
     StorageConfig,
 )
-from ratel_cli.config.keys.sections import Section
 from ratel_cli.config.others.foreign import FOREIGN, foreign_key
 from ratel_cli.config.others.torchtune import MOMENTS_IN_FP32
 from ratel_cli.config.yaml.yaml_marks import Finding, Marked, Where

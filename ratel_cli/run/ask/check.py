@@ -32,11 +32,11 @@ _DECIDES_ABOUT_ROWS = frozenset(
     {
         "base_model", "datasets", "test_datasets", "streaming", "max_steps", "chat_template", "chat_template_jinja",
         "special_tokens", "eot_tokens", *OF_VOCABULARY, "tokenizer_use_mistral_common", "train_on_inputs",
-        "sequence_len", "excess_length_strategy", "val_set_size",
+        "sequence_len", "excess_length_strategy", "val_set_size", "rl",
     }
 )  # fmt: skip
 """Keys that decide which rows can be used."""
-_DECIDES_ABOUT_TYPES = frozenset({"datasets", "test_datasets", "streaming"})
+_DECIDES_ABOUT_TYPES = frozenset({"datasets", "test_datasets", "streaming", "rl"})
 """Keys that decide what a row is, whatever the tokenizer is."""
 _DECIDES_ABOUT_MACHINE = frozenset(
     {
