@@ -579,6 +579,8 @@ MUTANTS = (
     Mutant("a wrong config is all", "run/ask/check.py", "    elif config is not None:", "    elif False:", "`check` reads the model and the data of a wrong config", "e2e/test_check.py"),
     Mutant("check gives up after the model", "run/inputs/inputs.py", "read_data is None or (errors and not dry_run)", "True", "`check` reads the rows", "e2e/test_check.py"),
     Mutant("a started config without types", "run/start/starting_data.py", 'return wanted if same == found else "auto"', 'return "auto"', "`init` writes the type of the data", "e2e/test_init.py"),
+    Mutant("the first relation that is broken alone", "config/keys/relation.py", "                yield found\n", "                yield found\n                return\n", "no error of a config hides another one", "config/test_relations.py"),
+    Mutant("explain without relations", "config/describe.py", "words = (meaning_of(section, name), *relations_in_words(section, name))", "words = (meaning_of(section, name),)", "explain says what a key needs and excludes", "cli/test_explain.py"),
     Mutant("a schema without other names", "config/json_schema.py", "properties[alias] = {**ours, **words}", "pass", "the schema has other names of keys", "config/test_json_schema.py"),
     Mutant("preferences are imitated", "config/others/dataset_info.py", 'bool(info.get("ranking"))', "False", "preference data is refused by name", "config/test_other_trainers.py"),
     Mutant("ranks keep what they know", "run/train/reference.py", "            of_ranks = ranks.gathered(values.reshape(-1).tolist())", "            of_ranks = [values.reshape(-1).tolist()]", "no rank leaves answers to the others that they do not compute", "run/test_reference.py"),

@@ -398,7 +398,7 @@ def test_data_that_cannot_be_used_is_rejected(
     ("changes", "part"),
     [
         ({"streaming": True}, "`streaming` is not for datasets of `type: latents`"),
-        ({"tokens_per_step": 96, "micro_batch_size": None, "gradient_accumulation_steps": None}, "a step of latents is counted in samples"),
+        ({"tokens_per_step": 96, "micro_batch_size": None, "gradient_accumulation_steps": None}, "a step of latents"),
     ],
 )  # fmt: skip
 def test_keys_of_text_are_rejected(

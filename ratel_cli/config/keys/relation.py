@@ -152,7 +152,7 @@ class Relation:
         values = about.values if isinstance(about, Is) else ()
         if self.kind == "needs":
             state = f"; {about.state(config)}" if values and "." not in about.key else ""
-            return f"{subject} needs {_either(map(str, self.others))}{why or state}"
+            return f"{subject} needs {_listed(map(str, self.others))}{why or state}"
         if isinstance(about, Is) and values:
             [value, *_] = about.meant(config)
             return f"{subject} is not for {_named(about.key, (value,))}{why}"
@@ -160,11 +160,11 @@ class Relation:
 
     def words(self) -> str:
         """The relation as a sentence about the key."""
-        verb = _VERBS[self.kind].format(_either(map(str, self.others)))
+        verb = _VERBS[self.kind].format(_listed(map(str, self.others)))
         if self.kind == "doubt":
             return self._sentence(verb)
         if self.of or self.but:
-            values = "a text" if ANY_TEXT in self.of else _either(f"`{_shown(each)}`" for each in self.of or self.but)
+            values = "a text" if ANY_TEXT in self.of else _listed(f"`{_shown(each)}`" for each in self.of or self.but)
             return self._sentence(f"{values if self.of else f'any value but {values}'} {verb}")
         return self._sentence(f"it {verb}" if self.when else verb.removeprefix("is "))
 
@@ -173,9 +173,9 @@ class Relation:
         about = next((each for each in self.others if isinstance(each, Is) and each.key == other), None)
         if self.kind != "excludes" or about is None:
             return None
-        subject = _either(f"`{_shown(each)}`" for each in about.values) + " " if about.values else ""
+        subject = _listed(f"`{_shown(each)}`" for each in about.values) + " " if about.values else ""
         named = f"a text in `{key}`" if ANY_TEXT in self.of else _named(key, self.of)
-        named += f" other than {_either(f'`{_shown(each)}`' for each in self.but)}" if self.but else ""
+        named += f" other than {_listed(f'`{_shown(each)}`' for each in self.but)}" if self.but else ""
         return self._sentence(f"{subject or ('it ' if self.when else '')}excludes {named}")
 
     def is_about(self, other: str) -> bool:
@@ -183,8 +183,9 @@ class Relation:
         return {each.key for each in self.others} == {other}
 
     def _sentence(self, words: str) -> str:
-        guards = [f"{'without' if each[0].is_not else 'with'} {_either(map(str, each))}" for each in self.when]
-        text = " and ".join(guards) + (", " if guards else "") + words + (f": {self.why}" if self.why else "") + "."
+        guards = [f"{'without' if each[0].is_not else 'with'} {_listed(map(str, each))}" for each in self.when]
+        lead = f"{_listed(guards, 'and')}, " if guards else ""
+        text = lead + words + (f": {self.why}" if self.why else "") + "."
         return text[0].upper() + text[1:]
 
 
@@ -314,12 +315,12 @@ def _named(key: str, values: Iterable[object]) -> str:
     section, _, last = key.rpartition(".")
     of_item, name = ("datasets of ", last) if section in _LISTS else ("", key)
     first, *others = [*map(_shown, values)] or [""]
-    return of_item + _either([f"`{name}: {first}`" if first else f"`{name}`", *(f"`{each}`" for each in others)])
+    return of_item + _listed([f"`{name}: {first}`" if first else f"`{name}`", *(f"`{each}`" for each in others)])
 
 
-def _either(words: Iterable[str]) -> str:
+def _listed(words: Iterable[str], conjunction: str = "or") -> str:
     *others, last = words
-    return " or ".join(filter(None, (", ".join(others), last)))
+    return f" {conjunction} ".join(filter(None, (", ".join(others), last)))
 
 
 def _shown(value: object) -> str:

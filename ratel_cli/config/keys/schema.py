@@ -1,8 +1,8 @@
 """The config of a run: every key with its type, its default and its meaning. The only home of defaults.
 
 The docstring under a key is its help text, and what the key asks of others stands in its type (`relation`):
-`scripts/write_config_docs.py` writes docs/config.md from both. Nothing below `run` knows these classes; the layers there
-take plain values.
+`scripts/write_config_docs.py` writes docs/config.md from both. Nothing below `run` knows these classes; the layers
+there take plain values.
 
 Invariant: a RunConfig is complete and consistent. Every key has its type, no two keys contradict each other, and a
 config that is written (`config.load.to_yaml`) and loaded again is equal to the first.
