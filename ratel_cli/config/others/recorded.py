@@ -75,10 +75,6 @@ def changes_nothing(key: str, value: Plain) -> bool:
     return bool(rows) and all(each == value and (each is True or value is not True) for each in defaults)
 
 
-def _is_zero(default: object) -> bool:
-    return default == 0 and default is not False
-
-
 def _literal(source: str) -> object:
     """A default; its source text if Python computes it."""
     try:

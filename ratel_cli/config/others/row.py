@@ -49,6 +49,11 @@ class Given:
         return self.entries[key].written if key in self.entries else ""
 
 
+def absent(key: str) -> Callable[[Given], bool]:
+    """A condition: this key is not there."""
+    return lambda given: key not in given
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """What no row can say: applied once to all entries, if one of the row's keys is there."""

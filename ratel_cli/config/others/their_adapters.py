@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from ratel_cli.config.keys.key_groups import OF_ADAPTER
 from ratel_cli.config.keys.schema import RunConfig
-from ratel_cli.config.others.row import Code, ForeignKey, Given, adds, forget, move, refuse, sets, split, spread
+from ratel_cli.config.others.row import Code, ForeignKey, Given, absent, adds, forget, move, refuse, sets, split, spread
 from ratel_cli.config.yaml.reporting import Entries, Report
 from ratel_cli.config.yaml.yaml_marks import Plain, plain
 
@@ -38,11 +38,6 @@ def _tool(given: Given) -> _Tool | None:
 def _of(*tools: _Tool) -> Callable[[Given], bool]:
     """A condition: the adapter of one of the trainers is on."""
     return lambda given: _tool(given) in tools
-
-
-def _no(key: str) -> Callable[[Given], bool]:
-    """A condition: our key is not there."""
-    return lambda given: key not in given
 
 
 def _is_text(value: Plain) -> bool:
@@ -73,16 +68,16 @@ ADAPTERS = (
         ),
         only=lambda value: isinstance(value, dict) and value.get("name") == "lora",
     ),
-    ForeignKey(theirs="lora_rank", how=move, ours="lora_r", when=_no("lora_r")),
-    ForeignKey(theirs="use_rslora", how=move, ours="peft_use_rslora", when=_no("peft_use_rslora")),
-    ForeignKey(theirs="use_dora", how=move, ours="peft_use_dora", when=_no("peft_use_dora")),
-    ForeignKey(theirs="additional_target", how=move, ours="lora_modules_to_save", when=_no("lora_modules_to_save")),
-    ForeignKey(theirs="lora_target", how=move, ours="lora_target_modules", when=_no("lora_target_modules")),
+    ForeignKey(theirs="lora_rank", how=move, ours="lora_r", when=absent("lora_r")),
+    ForeignKey(theirs="use_rslora", how=move, ours="peft_use_rslora", when=absent("peft_use_rslora")),
+    ForeignKey(theirs="use_dora", how=move, ours="peft_use_dora", when=absent("peft_use_dora")),
+    ForeignKey(theirs="additional_target", how=move, ours="lora_modules_to_save", when=absent("lora_modules_to_save")),
+    ForeignKey(theirs="lora_target", how=move, ours="lora_target_modules", when=absent("lora_target_modules")),
     ForeignKey(
         theirs="peft_layers_to_transform",
         how=move,
         ours="lora_layers_to_transform",
-        when=_no("lora_layers_to_transform"),
+        when=absent("lora_layers_to_transform"),
     ),
     ForeignKey(
         theirs=" ".join(key for key in OF_ADAPTER if _OURS[key] is not None),

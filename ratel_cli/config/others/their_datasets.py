@@ -13,14 +13,18 @@ from pathlib import Path
 from ratel_cli.config.keys.sections import DatasetConfig
 from ratel_cli.config.others.aliases import canonical_key
 from ratel_cli.config.others.dataset_info import FILE_NAME, describe_set, read_dataset_info
-from ratel_cli.config.others.row import SAME, Code, ForeignKey, Given, Site, decide, each_set, sets, translate
+from ratel_cli.config.others.row import SAME, Code, ForeignKey, Given, Site, absent, decide, each_set, sets, translate
 from ratel_cli.config.yaml.reporting import Entries, Report, keys_of_set, made
-from ratel_cli.config.yaml.yaml_marks import Entry, Marked, marked, plain, show
+from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain, marked, plain, show
 
 
 def translate_dataset(entries: Entries, report: Report) -> None:
     """Rewrite the entries of one dataset: the names that TRL and axolotl have for files and messages."""
     translate(_OF_A_SET, entries, report)
+
+
+def _is_mapping(value: Plain) -> bool:
+    return isinstance(value, dict)
 
 
 # One set.
@@ -79,17 +83,13 @@ _OF_A_SET = (
         when=lambda given: given.value("path") in (None, *_BUILDERS),
         over={"path": "`data_files` names the files"},
     ),
-    ForeignKey(theirs="type", how=_columns_in_type, only=lambda value: isinstance(value, dict)),
+    ForeignKey(theirs="type", how=_columns_in_type, only=_is_mapping),
     ForeignKey(theirs="message_field_role", how=sets({"message_property_mappings.role": SAME})),
     ForeignKey(theirs="message_field_content", how=sets({"message_property_mappings.content": SAME})),
     ForeignKey(theirs="field_thinking template_thinking_key", how=Code(_thinking)),
 )
 
 # The names of sets.
-
-
-def _no_sets(given: Given) -> bool:
-    return "datasets" not in given
 
 
 def _reject_several(entries: Entries, report: Report) -> None:
@@ -224,9 +224,11 @@ _OF_ALL_SETS = {
 """Keys about all datasets, and our key of each dataset. The first one counts."""
 DATASETS = (
     ForeignKey(theirs=" ".join(("datasets test_datasets eval_dataset", *_NAMES_OF_DATA)), how=Code(_reject_several)),
-    ForeignKey(theirs="dataset_mixture", how=_mixture, only=lambda value: isinstance(value, dict), when=_no_sets),
-    ForeignKey(theirs="dataset_mixer", how=_mixer, only=lambda value: isinstance(value, dict), when=_no_sets),
-    ForeignKey(theirs="pretraining_dataset", how=_pretraining, only=bool, when=_no_sets),
+    ForeignKey(
+        theirs="dataset_mixture", how=_mixture, only=lambda value: isinstance(value, dict), when=absent("datasets")
+    ),
+    ForeignKey(theirs="dataset_mixer", how=_mixer, only=lambda value: isinstance(value, dict), when=absent("datasets")),
+    ForeignKey(theirs="pretraining_dataset", how=_pretraining, only=bool, when=absent("datasets")),
     ForeignKey(
         theirs=f"{_NAMED} eval_dataset",
         how=decide,
