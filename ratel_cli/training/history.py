@@ -96,7 +96,7 @@ def _parsed(content: bytes) -> History:
     *lines, rest = content.split(b"\n")
     found: dict[int, StepMetrics] = {}
     num_unreadable = 0
-    for step in map(step_in, _filled(lines)):
+    for step in map(step_in, filter(bytes.strip, lines)):
         if step is None:
             num_unreadable += 1
         else:
@@ -106,7 +106,3 @@ def _parsed(content: bytes) -> History:
         num_unreadable=num_unreadable,
         is_cut_short=bool(rest.strip()),
     )
-
-
-def _filled(lines: Iterable[bytes]) -> Iterable[bytes]:
-    return (line for line in lines if line.strip())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -347,25 +347,16 @@ STEP_FIGURES = (
 """What is shown of steps, in the order in which it is shown."""
 
 
-class RunTotals:
-    """Sums over the steps of a run.
+class StepSums:
+    """Sums over some steps, and shares of their time."""
 
-    The first step is a warm-up: it loads code, takes memory and reads resident weights. So it counts only if there is
-    no other step.
-    """
-
-    def __init__(self) -> None:
-        self._num_added = 0
-        self.all_written_bytes = 0
-        """Bytes that all steps wrote to NVMe, the first one included."""
+    def __init__(self, steps: Iterable[StepMetrics] = ()) -> None:
         self._start_over()
+        for step in steps:
+            self.add(step)
 
     def add(self, metrics: StepMetrics) -> None:
         """Add one step."""
-        self._num_added += 1
-        self.all_written_bytes += metrics.moved_bytes["nvme write"]
-        if self._num_added == 2:
-            self._start_over()
         self.num_steps += 1
         self.seconds += metrics.step_seconds
         self.tokens += metrics.tokens
@@ -376,10 +367,22 @@ class RunTotals:
             self.busy_seconds[resource] += metrics.busy_seconds[resource]
             self.waited_seconds[resource] += metrics.waited_seconds[resource]
 
-    @property
-    def leaves_out_first(self) -> bool:
-        """Whether the sums do not contain the first step."""
-        return self._num_added > 1
+    def busy(self, resource: Resource) -> float:
+        """The share of the time in which a resource was busy."""
+        return self._share(self.busy_seconds[resource])
+
+    def stalls(self) -> dict[Resource, float]:
+        """The share of the time in which computing stalled, by what it waited for, the largest first."""
+        shares = {resource: self._share(seconds) for resource, seconds in self.waited_seconds.items()}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    def moved_per_second(self, resource: Resource) -> float:
+        """Bytes per second that the steps read from the drives or wrote to them; 0 for other resources."""
+        return self.moved_bytes[resource] / self.seconds if self.num_steps else 0.0
+
+    def _share(self, seconds: float) -> float:
+        # A transfer counts in the step in which it ends. One that began earlier may make the steps look overfull.
+        return min(1.0, seconds / self.seconds) if self.num_steps else 0.0
 
     def _start_over(self) -> None:
         self.num_steps = 0
@@ -390,6 +393,33 @@ class RunTotals:
         self.waited_seconds: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
         self.slowest = Counter[tuple[int, Resource]]()
         """By rank and its bottleneck, in how many steps it was the slowest."""
+
+
+class RunTotals(StepSums):
+    """Sums over the steps of a run.
+
+    The first step is a warm-up: it loads code, takes memory and reads resident weights. So it counts only if there is
+    no other step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_added = 0
+        self.all_written_bytes = 0
+        """Bytes that all steps wrote to NVMe, the first one included."""
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Add one step."""
+        self._num_added += 1
+        self.all_written_bytes += metrics.moved_bytes["nvme write"]
+        if self._num_added == 2:
+            self._start_over()
+        super().add(metrics)
+
+    @property
+    def leaves_out_first(self) -> bool:
+        """Whether the sums do not contain the first step."""
+        return self._num_added > 1
 
 
 class StepWarnings:

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.training.history import RECENT_STEPS, recent_rate, recent_seconds
-from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics import StepMetrics, StepSums
 
 _MOST_POINTS = 512
 
@@ -70,21 +69,10 @@ class RecentSteps:
         """The speed of the run; 0 before its first step."""
         return recent_rate(tuple(self._of_run)) or 0.0
 
-    def busy(self, resource: Resource) -> float:
-        """The share of the last steps in which a resource was busy."""
-        return self._share(sum(each.busy_seconds[resource] for each in self._recent))
-
-    def moved_per_second(self, resource: Resource) -> float:
-        """Bytes per second that the last steps read from the drives or wrote to them; 0 for other resources."""
-        num_bytes = sum(each.moved_bytes.get(resource, 0) for each in self._recent)
-        return num_bytes / self._seconds if num_bytes else 0.0
-
-    def stalls(self) -> list[tuple[Resource, float]]:
-        """The share of the last steps in which computing stalled, by what it waited for, the largest first."""
-        shares = {
-            resource: self._share(sum(each.waited_seconds[resource] for each in self._recent)) for resource in RESOURCES
-        }
-        return sorted(shares.items(), key=lambda item: -item[1])
+    @property
+    def sums(self) -> StepSums:
+        """Sums over the last steps of this process."""
+        return StepSums(self._recent)
 
     def seconds_left(self, now: float) -> float:
         """Seconds until the last step of the run will be done."""
@@ -92,14 +80,6 @@ class RecentSteps:
         left = self.num_steps - self.step
         current = min(now - self.since, self.step_seconds + between)
         return max(0.0, left * (self.step_seconds + between) - current) if left else 0.0
-
-    @property
-    def _seconds(self) -> float:
-        return sum(each.step_seconds for each in self._recent)
-
-    def _share(self, seconds: float) -> float:
-        # A transfer counts in the step in which it ends. One that began earlier may make the steps look overfull.
-        return min(1.0, seconds / self._seconds) if self._recent else 0.0
 
 
 class LossCurve:

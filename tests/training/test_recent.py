@@ -31,9 +31,9 @@ def test_before_the_first_step_the_prediction_counts() -> None:
     assert recent.seconds_left(1000.0) == 60 * 3.0
     assert recent.seconds_left(1001.0) == 60 * 3.0 - 1.0
     assert recent.seconds_left(1100.0) == 59 * 3.0, "a step that takes longer than predicted is about to end"
-    assert [recent.busy(resource) for resource in RESOURCES] == [0.0] * len(RESOURCES)
-    assert recent.moved_per_second("nvme read") == 0.0
-    assert all(share == 0 for _, share in recent.stalls())
+    assert [recent.sums.busy(resource) for resource in RESOURCES] == [0.0] * len(RESOURCES)
+    assert recent.sums.moved_per_second("nvme read") == 0.0
+    assert all(share == 0 for share in recent.sums.stalls().values())
 
 
 def test_the_time_left_is_that_of_the_whole_run() -> None:
@@ -79,19 +79,19 @@ def test_shares_and_rates_are_those_of_the_last_steps_together() -> None:
     add(recent, 100.0, busy_seconds=IDLE | {"compute": 100.0})
     add(recent, 1.0, busy_seconds=IDLE | {"compute": 1.0, "nvme read": 2.0}, waited_seconds=IDLE | {"up": 0.5})
     add(recent, 3.0, busy_seconds=IDLE | {"compute": 1.0}, waited_seconds=IDLE | {"optimizer": 1.5, "up": 0.1})
-    assert recent.busy("compute") == 0.5
-    assert recent.busy("nvme read") == 0.5
-    assert recent.stalls()[:2] == [("optimizer", 0.375), ("up", pytest.approx(0.15))]
+    assert recent.sums.busy("compute") == 0.5
+    assert recent.sums.busy("nvme read") == 0.5
+    assert list(recent.sums.stalls().items())[:2] == [("optimizer", 0.375), ("up", pytest.approx(0.15))]
     assert recent.tokens_per_second == 500.0
-    assert recent.moved_per_second("nvme read") == 7e9
-    assert recent.moved_per_second("nvme write") == 6e9
-    assert recent.moved_per_second("compute") == 0.0
+    assert recent.sums.moved_per_second("nvme read") == 7e9
+    assert recent.sums.moved_per_second("nvme write") == 6e9
+    assert recent.sums.moved_per_second("compute") == 0.0
 
 
 def test_no_resource_is_busier_than_the_clock() -> None:
     recent = steps()
     add(recent, 1.0, busy_seconds=IDLE | {"nvme read": 1.2})
-    assert recent.busy("nvme read") == 1.0
+    assert recent.sums.busy("nvme read") == 1.0
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 511, 512, 513, 1024, 5000])

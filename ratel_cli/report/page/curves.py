@@ -15,7 +15,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from ratel_cli.report.page.series import binned, step_ticks
-from ratel_cli.report.page.step_curves import StepCurve, step_curves
+from ratel_cli.report.page.step_curves import StepCurve, evaluations, step_curves
 from ratel_cli.training.history import finite_mean
 from ratel_cli.training.metrics import StepMetrics
 
@@ -88,7 +88,7 @@ def _draw_loss(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
         axes.plot(places, _smoothed(losses, width), color=_LOSS, label="training, smoothed")
     else:
         axes.plot(places, losses, color=_LOSS, label="training")
-    evaluated = [(step.step, step.shown_eval_loss) for step in steps if step.shown_eval_loss is not None]
+    evaluated = evaluations(steps)
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), color=_EVAL, marker="o", markersize=4, label="evaluation")
     axes.set_title(f"{name}: loss", parse_math=False)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from html import escape
 
 from ratel_cli.report.page.charts import HALF, NARROW, WIDE, Drawn, ShareRow, chart, dots, lines_of, rule, share_rows
-from ratel_cli.report.page.run_report import LEAST_SHARE, RunReport, busy_shares, share_words
+from ratel_cli.report.page.run_report import LEAST_SHARE, RunReport, busy_shares
 from ratel_cli.report.page.series import Scale, binned, scale_of
-from ratel_cli.report.page.step_curves import StepCurve, step_curves
-from ratel_cli.report.words.plan import RESOURCE_NAMES
+from ratel_cli.report.page.step_curves import StepCurve, evaluations, step_curves
+from ratel_cli.report.words.plan import RESOURCE_NAMES, share_words
 from ratel_cli.report.words.recorded_plan import RecordedPlan
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import byte_unit, format_bytes, format_loss, format_seconds
@@ -24,7 +24,7 @@ _LOSS_HEIGHT, _HEIGHT = 250, 150
 def loss_figure(report: RunReport) -> str:
     """Loss and evaluation loss over the steps, as wide as the page."""
     steps = report.steps
-    evaluated = [(float(each.step), each.shown_eval_loss) for each in steps if each.shown_eval_loss is not None]
+    evaluated = evaluations(steps)
     scale = scale_of([each.loss for each in steps] + [loss for _, loss in evaluated])
     keys = [_key("line", "training"), *([_key("second", "evaluation")] if evaluated else [])]
 

@@ -13,12 +13,12 @@ from statistics import median
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
-from ratel_cli.report.words.plan import RESOURCE_NAMES, percent
+from ratel_cli.report.words.plan import RESOURCE_NAMES, percent, share_words
 from ratel_cli.report.words.recorded_plan import RecordedPlan
 from ratel_cli.report.words.status import RunStatus
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.training.history import RECENT_STEPS, History, recent_rate
-from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics import StepMetrics, StepSums
 from ratel_cli.units import (
     counted,
     format_bytes,
@@ -194,21 +194,10 @@ def planned_words(planned: Sequence[StepMetrics]) -> str:
 
 def busy_shares(steps: Sequence[StepMetrics]) -> list[tuple[Resource, float, float]]:
     """The shares of the time for which each resource was busy, and stalled the steps; without idle resources."""
-    seconds = sum(each.step_seconds for each in steps) or 1.0
-    shares = [
-        (
-            resource,
-            sum(each.busy_seconds[resource] for each in steps) / seconds,
-            sum(each.waited_seconds[resource] for each in steps) / seconds,
-        )
-        for resource in RESOURCES
-    ]
+    sums = StepSums(steps)
+    stalls = sums.stalls()
+    shares = [(resource, sums.busy(resource), stalls[resource]) for resource in RESOURCES]
     return [(resource, busy, stalled) for resource, busy, stalled in shares if busy > 0 or stalled > 0]
-
-
-def share_words(share: float) -> str:
-    """A share of a step. A transfer counts in the step in which it ends, so one step may look overfull."""
-    return f"{100 * min(share, 1.0):.0f} %"
 
 
 def state_notes(report: RunReport) -> list[str]:

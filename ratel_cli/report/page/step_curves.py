@@ -1,6 +1,7 @@
-"""What is drawn over the steps besides the loss, on the page, in the terminal and in the picture of the model card.
+"""What is drawn over the steps, on the page, in the terminal and in the picture of the model card.
 
-Invariant: each curve has one value for each step, and all of them follow from the steps alone.
+Invariant: each curve has one value for each step, and all of them follow from the steps alone. The loss, which is drawn
+larger than the others, is not among the curves.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ class StepCurve:
     def caption(self) -> str:
         """The name, the unit and all else that is said above the curve."""
         return ", ".join(filter(None, (self.shape.name, self.unit, self.marks_words)))
+
+
+def evaluations(steps: Sequence[StepMetrics]) -> list[tuple[int, float]]:
+    """The steps whose evaluation has a loss that can be shown, and that loss."""
+    return [(each.step, each.shown_eval_loss) for each in steps if each.shown_eval_loss is not None]
 
 
 def step_curves(steps: Sequence[StepMetrics], limits: Mapping[str, int | None] | None = None) -> list[StepCurve]:

@@ -16,13 +16,12 @@ from ratel_cli.report.page.run_report import (
     RunReport,
     busy_shares,
     key_figures,
-    share_words,
     state_notes,
     state_words,
 )
 from ratel_cli.report.page.series import binned, scale_of, step_ticks, ticks
-from ratel_cli.report.page.step_curves import step_curves
-from ratel_cli.report.words.plan import RESOURCE_NAMES, aligned
+from ratel_cli.report.page.step_curves import evaluations, step_curves
+from ratel_cli.report.words.plan import RESOURCE_NAMES, aligned, share_words
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import format_number
 
@@ -39,29 +38,28 @@ def report_lines(report: RunReport, *, width: int) -> list[str]:
     lines += aligned(figures) if figures else []
     steps = report.steps
     if steps:
-        evaluated = [each for each in steps if each.shown_eval_loss is not None]
-        losses = [each.shown_eval_loss if each.shown_eval_loss is not None else 0.0 for each in evaluated]
+        numbers, evaluated = [each.step for each in steps], evaluations(steps)
         name = "loss; X: evaluation" if evaluated else "loss"
-        lines += _plot(name, steps, [each.loss for each in steps], width, dots=(evaluated, losses))
+        lines += _plot(name, numbers, [each.loss for each in steps], width, dots=evaluated)
         for curve in step_curves(steps):
             name = f"{curve.caption}; +: {curve.shape.second_name}" if curve.second else curve.caption
-            dots = (steps, curve.second) if curve.second else ((), ())
-            lines += _plot(name, steps, curve.values, width, dots=dots, marker="+")
+            second = list(zip(numbers, curve.second, strict=False))
+            lines += _plot(name, numbers, curve.values, width, dots=second, marker="+")
         lines += _shares(report.typical_steps, width)
     return [line[:width].rstrip() for line in lines]
 
 
 def _plot(
     name: str,
-    steps: Sequence[StepMetrics],
+    steps: Sequence[int],
     values: Sequence[float],
     width: int,
     *,
-    dots: tuple[Sequence[StepMetrics], Sequence[float]] = ((), ()),
+    dots: Sequence[tuple[int, float]],
     marker: str = "X",
 ) -> list[str]:
     """The lines of one plot over the steps, none without two points. `dots` are further values of some steps."""
-    bins = [each for each in binned([each.step for each in steps], values, most=2 * width) if isfinite(each.mean)]
+    bins = [each for each in binned(steps, values, most=2 * width) if isfinite(each.mean)]
     if len(bins) < 2:
         return []
     figure = import_module("plotext").figure
@@ -72,14 +70,16 @@ def _plot(
     figure.draw(curve)
     # As many as there are columns for, each the mean of as many steps.
     further = [
-        each for each in binned([each.step for each in dots[0]], dots[1], most=width // 2) if isfinite(each.mean)
+        each
+        for each in binned([step for step, _ in dots], [value for _, value in dots], most=width // 2)
+        if isfinite(each.mean)
     ]
     if further:
         figure.draw(figure.signal([each.x for each in further], [each.mean for each in further], marker=marker))
     scale = scale_of([each.mean for each in (*bins, *further)])
     levels = ticks(scale, most=5)
-    numbers = step_ticks(steps[0].step, steps[-1].step, most=max(2, width // 14))
-    figure.ruler("x").lim(steps[0].step, steps[-1].step)
+    numbers = step_ticks(steps[0], steps[-1], most=max(2, width // 14))
+    figure.ruler("x").lim(steps[0], steps[-1])
     figure.ruler("y").lim(scale.low, scale.high)
     figure.ruler("x").ticks(numbers, list(map(str, numbers)))
     figure.ruler("y").ticks(levels, [f"{format_number(level):>7}" for level in levels])

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ratel_cli.planning.time.step_time import RESOURCES
 from ratel_cli.report.words.plan import RESOURCE_NAMES
-from ratel_cli.report.words.run import figure_words, fitted
+from ratel_cli.report.words.run import LEAST_SHARE, figure_words, fitted
 from ratel_cli.report.words.status import epoch_words
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.recent import RecentSteps
@@ -43,8 +43,6 @@ _SHOWN_APART = ("loss", "step_seconds", "tokens_per_second")
 """Figures of a step that have a place of their own: above the others, or as those of the last steps."""
 _EVALUATION_RANK = 4
 """As `Figure.rank`."""
-_LEAST_SHARE = 0.01
-"""Stalls below this share of a step are not shown."""
 _LEAST_SECONDS = 2.0
 """A step that takes less is not followed while it runs."""
 
@@ -214,16 +212,16 @@ class Panel:
         if self._facts.num_ranks == 1:
             del names["network"]
         title_width = max(map(len, names.values()))
-        lines = []
+        lines, sums = [], self._steps.sums
         for resource, name in names.items():
-            share, rate = self._steps.busy(resource), self._steps.moved_per_second(resource)
+            share, rate = sums.busy(resource), sums.moved_per_second(resource)
             facts = f" {share * 100:3.0f} %  {format_rate(rate) if rate else '':<{_RATE_COLUMNS}}"
             cells = min(_MOST_CELLS, width - title_width - 2 - len(facts))
             lines.append(Text.assemble(f"{name:<{title_width}}  ", *self._meter(share, cells, "cyan"), facts.rstrip()))
         return lines
 
     def _stalls(self, width: int) -> Text:
-        shown = [(resource, share) for resource, share in self._steps.stalls() if share >= _LEAST_SHARE]
+        shown = [(resource, share) for resource, share in self._steps.sums.stalls().items() if share >= LEAST_SHARE]
         if not shown:
             return Text("no stall")
         total = sum(share for _, share in shown)

@@ -280,6 +280,11 @@ def wear_rows(prediction: Prediction) -> list[tuple[str, str]]:
     return [("wear", "; ".join(facts))] if facts else []
 
 
+def share_words(share: float) -> str:
+    """A share of a step. A transfer counts in the step in which it ends, so one step may look overfull."""
+    return f"{100 * min(share, 1.0):.0f} %"
+
+
 def percent(share: float) -> str:
     """A share that may be very small, as percent with two digits."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

@@ -14,7 +14,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.search.plan import Plan
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
-from ratel_cli.report.words.plan import RESOURCE_NAMES, percent, step_time, wear_rows
+from ratel_cli.report.words.plan import RESOURCE_NAMES, percent, share_words, step_time, wear_rows
 from ratel_cli.report.words.status import epoch_words
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.training.best import BestSoFar
@@ -33,7 +33,7 @@ from ratel_cli.units import (
 _GAP = "  "
 _STALL_COLUMNS = len("stall write 12 %")
 """The least columns of a stall in short. In a narrow line other parts do not come and go with its length then."""
-_LEAST_SHARE = 0.01
+LEAST_SHARE = 0.01
 """Stalls below this share of a step are not printed."""
 
 
@@ -233,7 +233,7 @@ def run_summary(totals: RunTotals, *, endurance_tb: float | None = None) -> list
         *((RESOURCE_NAMES[resource], each, _traffic(totals, resource)) for resource, each in busy if each > 0),
         ("stalled", sum(totals.waited_seconds.values()) / totals.num_steps, _stalls(totals)),
     ]
-    columns = [(name, format_seconds(each), _percent(each / seconds), fact) for name, each, fact in rows]
+    columns = [(name, format_seconds(each), share_words(each / seconds), fact) for name, each, fact in rows]
     width = max(len(duration) for _, duration, _, _ in columns)
     return [
         ("mean of", f"{counted(totals.num_steps, 'step')}, {which}"),
@@ -270,15 +270,15 @@ def _stall(metrics: StepMetrics) -> list[str]:
     """
     cause = max(RESOURCES, key=lambda resource: metrics.waited_seconds[resource])
     share = metrics.waited_seconds[cause] / metrics.step_seconds
-    if share >= _LEAST_SHARE:
+    if share >= LEAST_SHARE:
         name = RESOURCE_NAMES[cause]
         short = name.removeprefix("NVMe ")
         whose = f", for rank {metrics.slowest_rank}" if cause == "network" and metrics.slowest_rank is not None else ""
-        in_short = f"stall {short} {_percent(share)}".ljust(_STALL_COLUMNS)
-        return [f"stalled {_percent(share)} on {name}{whose}", in_short, f"stall {_percent(share)}"]
+        in_short = f"stall {short} {share_words(share)}".ljust(_STALL_COLUMNS)
+        return [f"stalled {share_words(share)} on {name}{whose}", in_short, f"stall {share_words(share)}"]
     busy = metrics.busy_seconds[metrics.bottleneck] / metrics.step_seconds
     return [
-        f"no stall, {RESOURCE_NAMES[metrics.bottleneck]} busy {_percent(busy)}",
+        f"no stall, {RESOURCE_NAMES[metrics.bottleneck]} busy {share_words(busy)}",
         "no stall".ljust(_STALL_COLUMNS),
         "no stall",
     ]
@@ -286,11 +286,10 @@ def _stall(metrics: StepMetrics) -> list[str]:
 
 def _stalls(totals: RunTotals) -> str:
     """The causes of stalls, the largest first."""
-    shares = [(seconds / totals.seconds, cause) for cause, seconds in totals.waited_seconds.items()]
     shown = [
-        f"{RESOURCE_NAMES[cause]} {_percent(share)}"
-        for share, cause in sorted(shares, reverse=True)
-        if share >= _LEAST_SHARE
+        f"{RESOURCE_NAMES[cause]} {share_words(share)}"
+        for cause, share in totals.stalls().items()
+        if share >= LEAST_SHARE
     ]
     return f"on {', '.join(shown)}" if shown else ""
 
@@ -327,11 +326,6 @@ def _wear(totals: RunTotals, endurance_tb: float | None) -> list[tuple[str, str]
             f"{format_traffic(totals.all_written_bytes)} written by all steps, {share} of the drives' rated endurance",
         )
     ]
-
-
-def _percent(share: float) -> str:
-    # A transfer counts in the step in which it ends. One that began earlier may make that step look overfull.
-    return f"{min(share, 1.0) * 100:.0f} %"
 
 
 def _steps(num_steps: int, first_step: int) -> str:

@@ -26,7 +26,7 @@ from ratel_cli.store.lock import DATA_FILE_NAME, StoreUse, find_use
 from ratel_cli.store.open import stored_step
 from ratel_cli.training.facts import RunFacts, read_facts
 from ratel_cli.training.history import History, read_history, read_recent, recent_rate, recent_seconds
-from ratel_cli.training.metrics import STEP_FIGURES, StepMetrics
+from ratel_cli.training.metrics import STEP_FIGURES
 
 MOST_LEVELS: Final = 4
 """How many levels of folders below a directory are searched for runs."""
@@ -76,7 +76,12 @@ def status_of(config: RunConfig) -> RunStatus:
         step=step,
         num_steps=num_steps,
         steps_per_epoch=None if facts is None else facts.steps_per_epoch,
-        figures=dict(_figures(steps)),
+        figures={
+            figure.key: value
+            for figure in STEP_FIGURES
+            for each in steps
+            if figure.in_status and (value := figure.value(each)) is not None
+        },
         tokens_per_second=recent_rate(steps),
         seconds_left=None if num_steps is None or seconds is None else max(0, num_steps - step) * seconds,
         ended_early=step > 0 and facts is not None and facts.ended_early_at == step,
@@ -88,13 +93,6 @@ def status_of(config: RunConfig) -> RunStatus:
         pid=use.pid if use.is_locked else None,
         problem=problem,
     )
-
-
-def _figures(steps: Sequence[StepMetrics]) -> Iterator[tuple[str, float]]:
-    """By key, the last value of each figure that the status shows and that a step has."""
-    for figure in STEP_FIGURES:
-        known = [value for each in steps if (value := figure.value(each)) is not None] if figure.in_status else []
-        yield from ((figure.key, value) for value in known[-1:])
 
 
 def _best_step(config: RunConfig, path: Path, last_step: int) -> int | None:
