@@ -139,8 +139,7 @@ def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
     def rate(setting: Setting) -> SplitRate:
         return forecast.split_rate if setting == forecast.setting else forecaster.rate(setting)
 
-    chunk_bytes = forecaster.chunk_bytes(forecast.setting) if isinstance(forecaster, RatelForecaster) else None
-    return advise(forecast.setting, rate, chunk_bytes=chunk_bytes)
+    return advise(forecast.setting, rate, chunk_bytes=forecaster.chunk_bytes(forecast.setting))
 
 
 def _show(forecast: Forecast, advices: tuple[Advice, ...], config: RunConfig) -> None:

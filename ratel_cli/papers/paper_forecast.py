@@ -87,6 +87,9 @@ class PaperForecaster:
         kept_bytes = max(0, offloaded.host_bytes - equations.available_bytes)
         return Forecast(prediction=prediction, setting=setting, tiers=self._tiers(shape, setting, kept_bytes))
 
+    def chunk_bytes(self, setting: Setting) -> None:
+        """See `Forecaster`."""
+
     def with_activations(self, activations: ActivationPolicy) -> PaperForecaster:
         """Return this forecaster with this choice of what is swapped."""
         return replace(self, activations=activations)

@@ -69,7 +69,8 @@ class Generation:
 
         The ticket's `wait` raises IntegrityFailure if a chunk is damaged.
         """
-        return self._region(block).read(block, field, start, stop, memory)
+        region = self._regions.frozen if self.blocks[block].is_frozen else self._own
+        return region.read(block, field, start, stop, memory)
 
     def read_unchecked(self, block: int, start: int, stop: int, memories: Mapping[str, memoryview]) -> Ticket:
         """Read elements [start, stop) of several fields, each into its memory, without a check.
@@ -115,6 +116,3 @@ class Generation:
         for number, (block, field, start, stop) in enumerate(chunks.ranges()):
             first, num_bytes = number * largest_bytes % len(memory), field.num_bytes(stop - start)
             yield num_bytes, self.read(block, field.name, start, stop, memory[first : first + num_bytes])
-
-    def _region(self, block: int) -> OpenRegion:
-        return self._regions.frozen if self.blocks[block].is_frozen else self._own

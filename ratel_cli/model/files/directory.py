@@ -300,8 +300,8 @@ def _fetch(repository: str, revision: str | None, download: Callable[[str], str]
             "check the spelling; for a private model, log in with `hf auth login`",
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError) as error:
-        owner = repository.partition("/")[0]
-        if os.path.isdir(owner):  # meant is a directory in it
+        if means_directory(repository):
+            owner = repository.partition("/")[0]
             message = f"base_model: there is no directory {repository}, and the hub cannot be reached"
             raise EnvironmentFailure(message, f"check the spelling: {owner} exists here") from error
         raise EnvironmentFailure(
@@ -310,6 +310,11 @@ def _fetch(repository: str, revision: str | None, download: Callable[[str], str]
         ) from error
     except OSError as error:
         raise EnvironmentFailure(f"base_model: {repository} cannot be downloaded: {error.strerror or error}") from error
+
+
+def means_directory(name: str) -> bool:
+    """Whether a name like OWNER/NAME that is no directory rather means one: there is one named OWNER."""
+    return os.path.isdir(name.partition("/")[0])
 
 
 def _download(repository: str, revision: str | None) -> str:

@@ -193,3 +193,6 @@ class Forecaster(Protocol):
 
     def rate(self, setting: Setting) -> SplitRate:
         """Return the part of the forecast that decides between settings."""
+
+    def chunk_bytes(self, setting: Setting) -> int | None:
+        """The logits that a run with this setting would compute at once; None if this cost model knows none."""

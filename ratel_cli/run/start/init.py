@@ -29,7 +29,7 @@ from ratel_cli.hardware.host import drive_bytes, free_bytes, gpu_names
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.files.denoiser_config import reject_denoiser
-from ratel_cli.model.files.directory import find_weight_files, resolve_base_model
+from ratel_cli.model.files.directory import find_weight_files, means_directory, resolve_base_model
 from ratel_cli.model.files.kind import declared_task
 from ratel_cli.model.files.skeleton import read_any_config, read_model_config
 from ratel_cli.model.values.spec import ModelSpec
@@ -200,7 +200,7 @@ def _look_at_model(text: StartingText, log: RunLog, *, has_data: bool) -> _Model
     try:
         directory = resolve_base_model(config.base_model, download=_download_small)
     except EnvironmentFailure as error:
-        if _looks_local(config.base_model):
+        if means_directory(config.base_model):
             message = f"base_model: there is no directory {config.base_model}, and the hub cannot be reached"
             raise BadInput(
                 message, "check the spelling; `ratel init` alone names the models below this directory"
@@ -232,12 +232,6 @@ def _written(source: DatasetSource) -> Plain:
     more: dict[str, Plain] = {"labels": list(source.labels)} if source.labels else {}
     more |= {"media": source.media} if source.media == "ignore" else {}
     return {"path": source.path, "type": source.type, **more}
-
-
-def _looks_local(name: str) -> bool:
-    """Whether a name like OWNER/NAME rather means a directory: there is one named OWNER."""
-    owner, _, rest = name.partition("/")
-    return bool(rest) and os.path.isdir(owner)
 
 
 def _download_small(repository: str) -> str:

@@ -250,7 +250,8 @@ def _find(
         context = replace(context, config=config)
         inputs = replace(inputs, data=inputs.data.split_by(config.known_split[0]))
     identity = identity_of(context.config, inputs)
-    note_filling(context.config, inputs.data.filling)
+    filling = inputs.data.filling  # of two texts, it reads steps
+    note_filling(context.config, filling)
     return _Run(
         context=context,
         inputs=inputs,
@@ -262,7 +263,7 @@ def _find(
         written=written,
         hardware=hardware,
         meter=meter,
-        planner=make_planner(context, inputs.model.spec, share, filling=inputs.data.filling),
+        planner=make_planner(context, inputs.model.spec, share, filling=filling),
     )
 
 
