@@ -38,6 +38,7 @@ from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.files.quantised import QUANTISED_FORMS
 from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.papers.own_model import OwnModel
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.profile.analytic import analytic_profile
@@ -321,7 +322,8 @@ def _largest(task: Task, planner: Planner, gpu_memory_gib: float, host_bytes: in
             ),
             process_bytes=planner.process_bytes,
         )
-        depth = forecaster.deepest(Setting(workload=workload, hardware=planner.hardware, host_limit_bytes=host_bytes))
+        setting = Setting(workload=workload, hardware=planner.hardware, host_limit_bytes=host_bytes)
+        depth = OwnModel(forecaster).deepest(setting)
         if depth is not None and depth.num_parameters > best[1]:
             best = f"{depth.num_layers} layers of {config.hidden_size}", depth.num_parameters
     return best
