@@ -114,6 +114,18 @@ def test_the_mixture_of_sets_names_the_share_that_is_held_out(tmp_path: Path) ->
     assert "test_split_size" in {each.written for each in found.outcomes} and "val_set_size: 0.1" in found.text
 
 
+def test_a_list_where_a_name_belongs_is_an_error(tmp_path: Path) -> None:
+    """It does not become a text with the names of our classes."""
+    sets = [{"path": "d.jsonl", "type": "chat_template", "field_thinking": ["a"], "template_thinking_key": "think"}]
+    with pytest.raises(BadInput, match=r"`datasets[.]0[.]template_thinking_key` must be text"):
+        imported(tmp_path, {**AXOLOTL, "datasets": sets})
+
+
+def test_a_negative_batch_is_left_to_the_user(tmp_path: Path) -> None:
+    outcomes = imported(tmp_path, {**AXOLOTL, "micro_batch_size": 1, "batch_size": -1}).outcomes
+    assert [each.fate for each in outcomes if each.written == "batch_size"] == ["undecided"]
+
+
 def test_an_empty_loss_is_the_default_of_its_stage(tmp_path: Path) -> None:
     assert ours(tmp_path, {**LLAMA_FACTORY, "stage": "dpo", "pref_loss": None})["rl"] == "dpo"
 

@@ -13,7 +13,19 @@ from pathlib import Path
 from ratel_cli.config.keys.sections import DatasetConfig
 from ratel_cli.config.others.aliases import canonical_key
 from ratel_cli.config.others.dataset_info import FILE_NAME, describe_set, read_dataset_info
-from ratel_cli.config.others.row import SAME, Code, ForeignKey, Given, Site, absent, decide, each_set, sets, translate
+from ratel_cli.config.others.row import (
+    SAME,
+    Code,
+    ForeignKey,
+    Given,
+    Site,
+    absent,
+    decide,
+    each_set,
+    put,
+    sets,
+    translate,
+)
 from ratel_cli.config.yaml.reporting import Entries, Report, keys_of_set, made
 from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain, marked, plain, show
 
@@ -55,15 +67,13 @@ def each_file(item: Marked) -> list[Marked]:
 def _thinking(entries: Entries, report: Report) -> None:
     """axolotl's keys of a message for its reasoning: that of the rows, and that of the template."""
     field, key = entries.pop("field_thinking", None), entries.pop("template_thinking_key", None)
-    named, read = ("reasoning_content" if each is None else each.value.content for each in (field, key))
+    named, read = ("reasoning_content" if each is None else plain(each.value) for each in (field, key))
     for entry in filter(None, (field, key)):
         if named == read or not isinstance(read, str):
             report.drop(entry, "the chat template gets all keys of a message")
             continue
-        mapping = entries.get("message_property_mappings", entry)
-        value = Marked(where=entry.value.where, content={**mapping.value.entries, read: made(entry, str(named))})
-        entries["message_property_mappings"] = replace(entry, value=value)
-        report.read_as(entry, f"message_property_mappings: {{{read}: {named}}}")
+        put(entries, f"message_property_mappings.{read}", made(entry, named))
+        report.read_as(entry, f"message_property_mappings: {{{read}: {show(named)}}}".replace("'", ""))
 
 
 def _columns_in_type(site: Site) -> None:

@@ -144,7 +144,7 @@ RATES = (
     ForeignKey(
         theirs="batch_size",
         how=sets({"gradient_accumulation_steps": _micro_batches}),
-        when=lambda given: bool(_micro_batches(given)),
+        when=lambda given: (_micro_batches(given) or 0) > 0,
     ),
 )
 
