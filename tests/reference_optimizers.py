@@ -49,6 +49,27 @@ class Lion(_Rule):
         mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
+class Factored(_Rule):
+    """A mean of squared gradients by row and by column of a matrix (Shazeer and Stern, 2018), or of a vector."""
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        beta = 1 - state["step"] ** -0.8
+        square = gradient**2 + 1e-30
+        if parameter.ndim == 1:
+            v = state["v"] = torch.lerp(state.get("v", torch.zeros_like(square)), square, 1 - beta)
+            update = gradient / torch.sqrt(v)
+        else:
+            rows, columns = square.mean(dim=-1), square.mean(dim=-2)
+            r = state["r"] = torch.lerp(state.get("r", torch.zeros_like(rows)), rows, 1 - beta)
+            c = state["c"] = torch.lerp(state.get("c", torch.zeros_like(columns)), columns, 1 - beta)
+            update = gradient / torch.sqrt((r / r.mean(dim=-1, keepdim=True))[..., None] * c[..., None, :])
+            update = update / torch.clamp((update**2).mean().sqrt(), min=1)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"])
+
+
 class _ProductsOn(TorchFunctionMode):
     """Products of bf16 matrices, and norms, are computed on a device; on a CPU without bf16 in fp32, and rounded."""
 
@@ -129,6 +150,8 @@ def optimizers_of(
     betas = (0.9, 0.999)
     if name == "lion":
         return [Lion(groups, lr=learning_rate, betas=betas)]
+    if name == "factored":
+        return [Factored(groups, lr=learning_rate)]
     if name == "sgd":
         return [torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, nesterov=nesterov, foreach=False)]
     if name == "adamw_8bit":

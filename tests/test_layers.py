@@ -82,9 +82,12 @@ def _imported(tree: ast.AST, module: str, *, deferred: bool) -> Iterator[str]:
 
 
 def _statements(tree: ast.AST, *, deferred: bool) -> Iterator[ast.stmt]:
-    """All statements of a module. Expressions hold none, so they are not walked."""
+    """All statements of a module. Expressions hold none, so they are not walked. `deferred`: also those that do not run
+    when it is loaded, which are in functions, or there for a type checker."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.expr) or (not deferred and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            continue
+        if not deferred and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.stmt):
             yield node
@@ -235,7 +238,7 @@ def test_the_heavy_test_can_fail() -> None:
         "cli.app": "from ratel_cli.run import find",
         "run.find": "from ratel_cli.io.views import view\ndef late():\n    import transformers",
         "io.views": "import torch",
-        "cli.verify": "def late():\n    from torch import nn",
+        "cli.verify": "def late():\n    from torch import nn\nif TYPE_CHECKING:\n    import torch",
     }
     assert heavy("cli.app", sources) == ["io.views imports torch"]
     assert heavy("cli.verify", sources) == []

@@ -1,6 +1,6 @@
 // Muon: torch.optim.Muon (fp32, CPU) once the direction is known, operation by operation. body.h includes it.
 //
-// The direction is made of a whole matrix, by matrix products (ratel_cli/engine/optimizer/muon.py). Invariant: each
+// The direction is made of a whole matrix, by matrix products (ratel_cli/schedule/muon.py). Invariant: each
 // rounding is torch's, fused multiply-adds included.
 #pragma once
 

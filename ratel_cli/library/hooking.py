@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ratel_cli.engine.measure.telemetry import Timeline
-from ratel_cli.engine.optimizer.settings import AdamWSettings
+from ratel_cli.engine.optimizer.settings import adamw_settings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.steps.build import EngineSettings, UpdatingParts, open_device
 from ratel_cli.engine.steps.horizontal import EndedStep, HorizontalEngine
@@ -351,7 +351,7 @@ class Hooked(HasState):
         return self._engine
 
 
-_NO_ADAMW = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
+_NO_ADAMW = adamw_settings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
 
 
 class _NoOptimizer:

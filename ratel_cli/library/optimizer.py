@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ratel_cli.engine.optimizer.settings import AdamWSettings
+from ratel_cli.engine.optimizer.settings import OptimizerSettings, adamw_settings
 from ratel_cli.errors import BadInput
 
 _SHARED = ("lr", "betas", "eps")
@@ -104,11 +104,11 @@ class AdamW(torch.optim.Optimizer):
         return self._num_rounds
 
     @property
-    def settings(self) -> AdamWSettings:
+    def settings(self) -> OptimizerSettings:
         """The settings of AdamW that stay from step to step."""
         first, decays = self.param_groups[0], self._weight_decays()
         beta1, beta2 = first["betas"]
-        return AdamWSettings(beta1=beta1, beta2=beta2, epsilon=first["eps"], weight_decay=max(decays))
+        return adamw_settings(beta1=beta1, beta2=beta2, epsilon=first["eps"], weight_decay=max(decays))
 
     @property
     def decays(self) -> Mapping[int, bool]:

@@ -17,7 +17,8 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from ratel_cli.json_fields import JsonFields, read_as
-from ratel_cli.schedule.rules import ADAMW, NEWTON_SCHULZ_STEPS, P16, RULES, Rule
+from ratel_cli.schedule.rules import ADAMW, P16, Rule
+from ratel_cli.schedule.updates import Directed
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT, VALUE_BYTES, WeightDtype
 from ratel_cli.store.layout import Record, StoredBlock
 from ratel_cli.units import align_up
@@ -57,9 +58,6 @@ class ParameterSpec:
     def stop(self) -> int:
         """The index after its last element in the flat array."""
         return self.start + self.num_elements
-
-
-_BF16_BYTES, _FP32_BYTES = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,7 @@ class BlockSpec:
     @cached_property
     def record(self) -> Record:
         """The fields that the store has of the block."""
-        return self.rule.record(self.dtype)
+        return self.rule.record(self.dtype, self.parameters[0].shape if self.parameters else None)
 
     @property
     def stored(self) -> StoredBlock:
@@ -185,40 +183,44 @@ class BlockSpec:
         """What the update moves in main memory: it reads and writes the record, and reads the gradient."""
         return 2 * self.record_bytes + self.gradient_bytes
 
-    @property
-    def matrix(self) -> ParameterSpec | None:
-        """The matrix that an update needs as a whole; None if it needs none."""
-        return self.parameters[0] if self.rule.takes_matrices else None
-
-    @cached_property
-    def direction_bytes(self) -> int:
-        """Bytes of what the weights of a matrix move along, in bf16; 0 unless the block is a matrix that is updated as
-        a whole."""
-        return 0 if self.matrix is None else self.num_elements * _BF16_BYTES
-
-    def products_bytes(self, *, is_in_fp32: bool) -> int:
-        """What the iteration takes at its peak besides the direction. `is_in_fp32`: a CPU without bf16 multiplies so.
-
-        A product has the matrix, the factor and the result; a CPU copies what it multiplies, too. Before that, products
-        of the matrix with itself are there, one of them in both dtypes.
-        """
-        if self.matrix is None:
-            return 0
-        long, short = sorted(self.matrix.shape, reverse=True)
-        value_bytes = _FP32_BYTES if is_in_fp32 else _BF16_BYTES
-        return value_bytes * (3 * long * short + 2 * short**2)
-
-    @cached_property
-    def products_flops(self) -> int:
-        """The FLOPs of making it: three products in each of the iteration's steps."""
-        if self.matrix is None:
-            return 0
-        long, short = sorted(self.matrix.shape, reverse=True)
-        return NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
-
     def group_elements(self, at_most: int) -> int:
         """Elements that the optimizer updates as one group: `at_most`, or all of what it needs as a whole."""
-        return self.num_elements if self.rule.takes_matrices else min(at_most, self.num_elements)
+        return self.num_elements if self.rule.takes_whole else min(at_most, self.num_elements)
+
+    def update_buffer_bytes(self, at_most: int) -> int:
+        """Host memory that torch has for the update of a group (`group_elements`)."""
+        update = self.rule.update
+        return 0 if update is None else update.buffer_bytes(self.group_elements(at_most))
+
+    def host_working_bytes(self, at_most: int, *, on_gpu: bool) -> int:
+        """What torch takes besides in host memory. `on_gpu`: the model is on a GPU."""
+        update = self.rule.update
+        if update is None or not self.parameters or (on_gpu and isinstance(update, Directed)):
+            return 0
+        shape = self.parameters[0].shape if self.rule.stands_alone else (self.group_elements(at_most),)
+        return update.working_bytes(shape, is_in_fp32=True)
+
+    @property
+    def gpu_working_bytes(self) -> int:
+        """What torch takes for an update on a GPU, where the model is on one."""
+        if self._directed is None:
+            return 0
+        return self.crossing_bytes + self._directed.working_bytes(self.parameters[0].shape, is_in_fp32=False)
+
+    @cached_property
+    def update_flops(self) -> int:
+        """FLOPs of an update's matrix products, on the device that the model is on."""
+        return 0 if self._directed is None else self._directed.flops(self.parameters[0].shape)
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes that go to the device for these products, and as many come back."""
+        return 0 if self._directed is None else self._directed.buffer_bytes(self.num_elements)
+
+    @property
+    def _directed(self) -> Directed | None:
+        """What makes a direction of the block's matrix; None where a rank has nothing of it."""
+        return self.rule.update if isinstance(self.rule.update, Directed) and self.parameters else None
 
 
 def lay_out_block(
@@ -289,15 +291,15 @@ def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
     )
 
 
-def block_from_json(content: object, index: int) -> BlockSpec:
-    """The block from a part of what `ModelSpec.to_json` made. Raises ValueError.
+def block_from_json(content: object, index: int, rules: Mapping[str, Rule]) -> BlockSpec:
+    """The block from a part of what `ModelSpec.to_json` made. `rules`: all, by name. Raises ValueError.
 
     It is laid out again from names and shapes. If the layout differs, other code made the content.
     """
     rule = JsonFields(content).text("rule")
-    if rule not in RULES:
+    if rule not in rules:
         raise ValueError(f"block {index} is not described")
-    found = read_as(BlockSpec, content, rule=RULES[rule])
+    found = read_as(BlockSpec, content, rule=rules[rule])
     if any(size < 0 for parameter in found.parameters for size in parameter.shape):
         raise ValueError("shape is negative")
     names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up", "rate", "file_bytes")

@@ -1,10 +1,11 @@
 """Update rules: what a block keeps for each parameter, and which parameters have which rule. Pure.
 
-A rule has a record for each compute dtype: the fields that lie in the store, in their order, the compute weights (P16)
-first. Everything else follows from the fields: their places and checksums (`ratel_cli/store/layout.py`), the bytes that
-a step moves (`ratel_cli/planning`), and what the optimizer reads and writes. The kernels of a rule take the fields in
-the order of the record, and repeat their names (`kernels/`, `ratel_cli/_native.pyi`);
-`ratel_cli/engine/optimizer/settings.py` chooses one by rule and compute dtype.
+A rule is one value: its fields, what it updates as one, and its update. It has a record for each compute dtype: the
+fields that lie in the store, in their order, the compute weights (P16) first. Everything else follows from the fields:
+their places and checksums (`ratel_cli/store/layout.py`), the bytes that a step moves (`ratel_cli/planning`), and what
+the optimizer reads and writes. An update is a function in torch (`ratel_cli/schedule/updates.py`), or a kernel. The
+kernels of a rule take the fields in the order of the record, and repeat their names (`kernels/`,
+`ratel_cli/_native.pyi`); `ratel_cli/engine/optimizer/settings.py` chooses one by rule and compute dtype.
 
 Every rule keeps master weights (P32) in fp32, and its moments (OS32) as its fields say. For bf16 the master is split
 into its upper and lower half. The upper half is the weight that the device computes with (P16), so no separate copy of
@@ -14,17 +15,20 @@ rounding: the bf16 weight is the master. A frozen block keeps its compute weight
 quantised ones.
 
 Most rules update each element by itself, so the optimizer walks through a block in groups of any size. One that needs
-a matrix as a whole, such as Muon, gets each matrix as a block of its own, and updates it as one group.
+whole parameters updates a block as one group, which one rank has. If it needs matrices, as Muon does, or keeps vectors,
+as one with a value for each row and each column does, each parameter is a block of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from ratel_cli.sizes import WeightDtype
+from ratel_cli.schedule.muon import ORTHOGONAL
+from ratel_cli.schedule.updates import Directed, InTorch
+from ratel_cli.sizes import ValueType, WeightDtype
 from ratel_cli.store.layout import Field, Record
 
 HI16: Final = Field("hi16", "bfloat16")
@@ -48,11 +52,29 @@ V_SCALE: Final = Field("v_scale", "float32", per=UNIT_8BIT)
 LEAST_8BIT: Final = 4096
 """Elements of the smallest parameter whose moments are in 8 bit, as in bitsandbytes."""
 
-OptimizerName = Literal["adamw", "adamw_8bit", "lion", "sgd", "muon"]
+WEIGHT_FIELDS: Final = (HI16, LO16, TIE8, P16, W16, W32)
+"""What a rule has of the weights themselves. All its other fields are its moments."""
+
 Bf16Master = Literal["fp32", "stochastic"]
 """What is kept of weights in bf16: an fp32 master, or the weight alone, to which updates are rounded stochastically."""
 STOCHASTIC: Final = "_stochastic"
 """How the names end of rules that have no fp32 master in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A field with fewer values than its parameter: one for each row, for each column, or one in all.
+
+    A row is what the last dimension counts, a column what the one before counts, of each matrix of a stack.
+    """
+
+    name: str
+    of_each: Literal["row", "column", "parameter"]
+    dtype: ValueType = "float32"
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape for a parameter of this shape."""
+        return {"row": parameter[:-1], "column": (*parameter[:-2], *parameter[-1:]), "parameter": ()}[self.of_each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +93,26 @@ class Rule:
     with AVX2 (2-core EPYC, 2026-11)."""
     is_frozen: bool = False
     """True if nothing changes: such a block has no gradient, and lies in the store once for all generations."""
-    takes_matrices: bool = False
-    """True if an update needs a whole matrix: such a block has one parameter, and one group."""
+    update: InTorch | Directed | None = None
+    """What torch computes; None: nothing, a kernel does it all."""
+    takes_whole: bool = False
+    """True if an update needs whole parameters: such a block is one group, and one rank has all of it."""
+    vectors: tuple[Vector, ...] = ()
+    """Fields behind those of the record."""
 
-    def record(self, dtype: WeightDtype) -> Record:
-        """The fields of a block that computes in `dtype`."""
-        return dict(self.records)[dtype]
+    @property
+    def stands_alone(self) -> bool:
+        """Whether each parameter is a block of its own."""
+        return bool(self.vectors) or isinstance(self.update, Directed)
+
+    def record(self, dtype: WeightDtype, parameter: tuple[int, ...] | None = None) -> Record:
+        """The fields of a block that computes in `dtype`. `parameter`: the shape of its parameter; None: without
+        vectors."""
+        found = dict(self.records)[dtype]
+        if parameter is None or not self.vectors:
+            return found
+        vectors = (Field(each.name, each.dtype, fixed=math.prod(each.shape(parameter))) for each in self.vectors)
+        return Record((*found.fields, *vectors))
 
     def without_master(self) -> Rule:
         """The rule's twin, which in bf16 has no master."""
@@ -86,38 +122,41 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterKind:
+    """A parameter, as a choice of rules sees it."""
+
+    shape: tuple[int, ...]
+    is_embedding: bool = False
+    """Whether rows of it are looked up."""
+    is_weight_of_layer: bool = False
+    """Whether it is a module's `weight`, of neither the first segment nor the last one. What has another name is a
+    bias, or a table of some kind."""
+
+
+@dataclass(frozen=True, slots=True)
 class RuleChoice:
     """Which rule each trained parameter of a model has."""
 
     main: Rule
-    of_small: Rule
-    """Rule of parameters with fewer elements than `least_elements`."""
-    least_elements: int = 0
-    of_embeddings: Rule | None = None
-    """Rule of what is looked up; None: as of any other."""
-    of_matrices: Rule | None = None
-    """Rule of matrices that layers multiply by, looked-up ones left out; None: as of any other."""
+    others: tuple[tuple[Callable[[ParameterKind], bool], Rule], ...] = ()
+    """The first of these that takes a parameter has it, before the main rule."""
 
-    def of(self, shape: tuple[int, ...], *, is_embedding: bool = False, is_weight_of_layer: bool = False) -> Rule:
-        """The rule of a parameter. `is_weight_of_layer`: a module's `weight`, of neither the first segment nor the
-        last one. What has another name is a bias, or a table of some kind."""
-        if is_embedding and self.of_embeddings is not None:
-            return self.of_embeddings
-        if self.of_matrices is not None and is_weight_of_layer and not is_embedding and len(shape) == 2:
-            return self.of_matrices
-        return self.main if math.prod(shape) >= self.least_elements else self.of_small
+    def of(self, kind: ParameterKind) -> Rule:
+        """The rule of a parameter."""
+        return next((rule for takes, rule in self.others if takes(kind)), self.main)
 
     def without_master(self) -> RuleChoice:
         """Return this choice among the rules' twins."""
-        main, of_small, of_embeddings, of_matrices = (
-            None if rule is None else rule.without_master()
-            for rule in (self.main, self.of_small, self.of_embeddings, self.of_matrices)
-        )
-        assert main is not None and of_small is not None
-        return RuleChoice(main, of_small, self.least_elements, of_embeddings, of_matrices)
+        others = tuple((takes, rule.without_master()) for takes, rule in self.others)
+        return RuleChoice(self.main.without_master(), others)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All rules of the choice, the main one first."""
+        return (self.main, *(rule for _, rule in self.others))
 
 
-def _records(*moments: Field, halves: tuple[Field, ...] = (HI16, LO16, TIE8)) -> tuple[tuple[WeightDtype, Record], ...]:
+def records(*moments: Field, halves: tuple[Field, ...] = (HI16, LO16, TIE8)) -> tuple[tuple[WeightDtype, Record], ...]:
     """The records of a rule with these moments. `halves`: how bf16 keeps the master."""
     return (
         ("bfloat16", Record((*halves, *moments))),
@@ -126,14 +165,12 @@ def _records(*moments: Field, halves: tuple[Field, ...] = (HI16, LO16, TIE8)) ->
     )
 
 
-ADAMW: Final = Rule("adamw", _records(M32, V32, halves=(HI16, LO16)), "AdamW")
-ADAMW_8BIT: Final = Rule("adamw_8bit", _records(M8, V8, M_SCALE, V_SCALE), "8-bit AdamW", UNIT_8BIT, relative_time=2.5)
-LION: Final = Rule("lion", _records(M32), "Lion", relative_time=0.5)
-SGD: Final = Rule("sgd", _records(), "SGD", relative_time=0.4)
-SGD_MOMENTUM: Final = Rule("sgd_momentum", _records(M32), "SGD with momentum", relative_time=0.5)
-NEWTON_SCHULZ_STEPS: Final = 5
-"""Steps of Muon's iteration (engine/optimizer/muon.py)."""
-MUON: Final = Rule("muon", _records(M32), "Muon", relative_time=0.5, takes_matrices=True)
+ADAMW: Final = Rule("adamw", records(M32, V32, halves=(HI16, LO16)), "AdamW")
+ADAMW_8BIT: Final = Rule("adamw_8bit", records(M8, V8, M_SCALE, V_SCALE), "8-bit AdamW", UNIT_8BIT, relative_time=2.5)
+LION: Final = Rule("lion", records(M32), "Lion", relative_time=0.5)
+SGD: Final = Rule("sgd", records(), "SGD", relative_time=0.4)
+SGD_MOMENTUM: Final = Rule("sgd_momentum", records(M32), "SGD with momentum", relative_time=0.5)
+MUON: Final = Rule("muon", records(M32), "Muon", relative_time=0.5, update=ORTHOGONAL, takes_whole=True)
 FROZEN: Final = Rule(
     "frozen",
     (
@@ -144,22 +181,37 @@ FROZEN: Final = Rule(
     ),
     is_frozen=True,
 )
-_WITH_MASTER: Final = (ADAMW, ADAMW_8BIT, LION, SGD, SGD_MOMENTUM, MUON)
-RULES: Final = {rule.name: rule for rule in (*_WITH_MASTER, *(each.without_master() for each in _WITH_MASTER), FROZEN)}
-ALL_ADAMW: Final = RuleChoice(ADAMW, ADAMW)
-_CHOICES: Final[Mapping[str, RuleChoice]] = {
+
+
+def _is_small_or_embedding(kind: ParameterKind) -> bool:
+    """Gradients of embeddings are too uneven for 8 bit: transformers' Trainer keeps their moments in fp32, too."""
+    return kind.is_embedding or math.prod(kind.shape) < LEAST_8BIT
+
+
+def _is_matrix_of_layer(kind: ParameterKind) -> bool:
+    """Muon's authors leave embeddings, heads and vectors to AdamW."""
+    return kind.is_weight_of_layer and not kind.is_embedding and len(kind.shape) == 2
+
+
+ALL_ADAMW: Final = RuleChoice(ADAMW)
+CHOICES: Final = {
     "adamw": ALL_ADAMW,
-    # Gradients of embeddings are too uneven for 8 bit: transformers' Trainer keeps their moments in fp32, too.
-    "adamw_8bit": RuleChoice(ADAMW_8BIT, ADAMW, LEAST_8BIT, of_embeddings=ADAMW),
-    "lion": RuleChoice(LION, LION),
-    "sgd": RuleChoice(SGD, SGD),
-    "muon": RuleChoice(ADAMW, ADAMW, of_matrices=MUON),  # its authors leave embeddings, heads and vectors to AdamW
+    "adamw_8bit": RuleChoice(ADAMW_8BIT, ((_is_small_or_embedding, ADAMW),)),
+    "lion": RuleChoice(LION),
+    "sgd": RuleChoice(SGD),
+    "sgd with momentum": RuleChoice(SGD_MOMENTUM),
+    "muon": RuleChoice(ADAMW, ((_is_matrix_of_layer, MUON),)),
 }
+"""By the name of an optimizer: its rules. Their twins without a master follow."""
 
 
-def rules_of(optimizer: OptimizerName, *, has_momentum: bool = False, bf16_master: Bf16Master = "fp32") -> RuleChoice:
+def rules_by_name() -> dict[str, Rule]:
+    """All rules that a block may have."""
+    choices = [*CHOICES.values(), *(each.without_master() for each in CHOICES.values())]
+    return {rule.name: rule for rule in (FROZEN, *(rule for each in choices for rule in each.rules))}
+
+
+def rules_of(optimizer: str, *, has_momentum: bool = False, bf16_master: Bf16Master = "fp32") -> RuleChoice:
     """The rules of an optimizer. `has_momentum`: of `sgd`, whether it keeps a sum of the gradients."""
-    found = _CHOICES[optimizer]
-    if optimizer == "sgd" and has_momentum:
-        found = RuleChoice(SGD_MOMENTUM, SGD_MOMENTUM)
+    found = CHOICES[f"{optimizer} with momentum" if optimizer == "sgd" and has_momentum else optimizer]
     return found if bf16_master == "fp32" else found.without_master()

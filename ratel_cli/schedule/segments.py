@@ -71,16 +71,6 @@ class Segment:
         return sum(block.num_elements for block in self.trained)
 
     @cached_property
-    def products_flops(self) -> int:
-        """FLOPs of the matrix products that updates need."""
-        return sum(block.products_flops for block in self.trained)
-
-    @cached_property
-    def direction_bytes(self) -> int:
-        """Bytes of what the matrix products of updates give."""
-        return sum(block.direction_bytes for block in self.trained)
-
-    @cached_property
     def update_work(self) -> float:
         """Elements of its updates, as many as AdamW updates in the same time."""
         return sum(block.update_work for block in self.trained)

@@ -76,11 +76,10 @@ class ChunkTable:
 
     def set_zeros(self) -> None:
         """Give every chunk that has no checksum yet the checksum of zeros. A new store holds nothing but zeros."""
-        zeros = memoryview(bytes(4 * self._chunks.chunk_elements))
         for block, field, start, stop in self._chunks.ranges():
             [(entry, _, _)] = self._chunks.parts(block, field.name, start, stop)
             if not self._is_set[entry]:
-                self.set_chunks(block, field.name, start, stop, zeros[: field.num_bytes(stop - start)])
+                self.set_chunks(block, field.name, start, stop, memoryview(bytes(field.num_bytes(stop - start))))
 
     def check_chunks(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         """Raise IntegrityFailure unless `memory` has the bytes of elements [start, stop) of a field, whole chunks."""
@@ -94,7 +93,7 @@ class ChunkTable:
         """
         found = self._of_blocks.get((block, fields))
         if found is None:
-            entries = [first if name in fields else None for name, first in self._chunks.first_entries(block)]
+            entries = [first if name in fields else None for name, first in self._chunks.first_entries[block].items()]
             found = self._of_blocks[block, fields] = _native.ChunkChecksums(
                 table=self._digests,
                 is_set=self._is_set,

@@ -40,7 +40,9 @@ def copy_generation(source: Readable, target: Shadow, pool: BufferPool, *, progr
     Raises IntegrityFailure if bytes of the source are damaged. What `progress` raises ends the copy too.
     """
     assert source.blocks == target.generation.blocks
-    with pool.lease(COPY_BYTES, "a copy of the state", crosses_link=False) as lease:
+    fields = {field for block in source.blocks for field in block.record.fields}
+    largest_bytes = max((field.num_bytes(_PART_ELEMENTS) for field in fields), default=0)  # of fixed values even more
+    with pool.lease(max(COPY_BYTES, 2 * largest_bytes), "a copy of the state", crosses_link=False) as lease:
         parts = _parts(source, lease.memory, with_frozen=target.is_import)
         reads = ((part, source.read(*part)) for part in parts)
         with closing(in_flight(reads, at_most=2)) as finished:
@@ -57,8 +59,7 @@ def _parts(source: Readable, memory: memoryview, *, with_frozen: bool) -> Iterat
         if block.is_frozen and not with_frozen:
             continue
         for field in block.record.fields:
-            for start in range(0, block.num_elements, _PART_ELEMENTS):
-                stop = min(start + _PART_ELEMENTS, block.num_elements)
+            for start, stop in field.ranges(block.num_elements, _PART_ELEMENTS):
                 first, num_bytes = number % 2 * half_bytes, field.num_bytes(stop - start)
                 yield _Part(index, field.name, start, stop, memory[first : first + num_bytes])
                 number += 1

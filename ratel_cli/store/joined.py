@@ -82,7 +82,7 @@ class JoinedGeneration:
             first, last = max(start, begin), min(stop, end)
             if first < last:
                 offset = found.offset(first - start)
-                part = memory[offset:][: found.num_bytes(last - first)]
+                part = memory[offset:][: found.num_bytes(last - first, first - begin)]
                 self._read_part(each, block, field, first - begin, last - begin, part)
             begin = end
         return Ticket(num_parts=0)

@@ -12,7 +12,7 @@ written once, and shared by all generations. Of a block that stays in the base m
 checksums alone; a list of these files is its end.
 
 Invariants: fields lie one after another and begin on a page; a chunk of any field is whole pages, except at the end of
-a block.
+a block. A field with a fixed number of values is one chunk.
 """
 
 from __future__ import annotations
@@ -46,35 +46,46 @@ HEADER_BYTES: Final = IDENTIFICATION_OFFSET + PAGE_BYTES
 class Field:
     """One array of a record: a value for each element of the block, or for each `per` consecutive elements.
 
-    A value for several elements belongs to those that follow one another from a multiple of `per` on.
+    A value for several elements belongs to those that follow one another from a multiple of `per` on. Or the block has
+    a fixed number of values, such as one for each column of a matrix: these are read and written with its first
+    element, all at once.
     """
 
     name: str
     dtype: ValueType
     per: int = 1
+    fixed: int | None = None
+    """Values of a block, however many elements it has; None: they follow from the elements."""
 
     @property
     def page_elements(self) -> int:
-        """Elements whose values are a page."""
-        return self.per * PAGE_BYTES // VALUE_BYTES[self.dtype]
+        """Elements whose values are a page; 1 where values do not follow from elements."""
+        return self.per * PAGE_BYTES // VALUE_BYTES[self.dtype] if self.fixed is None else 1
 
-    def num_values(self, num_elements: int) -> int:
-        """Values of `num_elements` elements."""
+    def num_values(self, num_elements: int, start: int = 0) -> int:
+        """Values of `num_elements` elements from `start` on, which matters where their number is fixed."""
+        if self.fixed is not None:
+            return self.fixed if num_elements > 0 and start == 0 else 0
         return -(-num_elements // self.per)
 
-    def num_bytes(self, num_elements: int) -> int:
-        """Size of the values of `num_elements` elements, up to the end of a page."""
-        return align_up(self.num_values(num_elements) * VALUE_BYTES[self.dtype], PAGE_BYTES)
+    def num_bytes(self, num_elements: int, start: int = 0) -> int:
+        """Size of the values of `num_elements` elements from `start` on, up to the end of a page."""
+        return align_up(self.num_values(num_elements, start) * VALUE_BYTES[self.dtype], PAGE_BYTES)
 
     def offset(self, start: int) -> int:
         """Bytes before the value of element `start`, the first of a page."""
         assert start % self.page_elements == 0, start
-        return start // self.per * VALUE_BYTES[self.dtype]
+        return self.num_bytes(start) if self.fixed is not None else start // self.per * VALUE_BYTES[self.dtype]
 
     def part(self, memory: memoryview, start: int, stop: int) -> memoryview:
         """Return the part of the field's memory for elements [start, stop), with the rest of the last page. `start` is
         the first element of a page."""
-        return memory[self.offset(start) :][: self.num_bytes(stop - start)]
+        return memory[self.offset(start) :][: self.num_bytes(stop - start, start)]
+
+    def ranges(self, num_elements: int, size: int) -> Iterator[tuple[int, int]]:
+        """Elements [0, num_elements) in ranges of `size`, the last of which may be shorter; in one where the number of
+        values is fixed."""
+        return pairwise([*range(0, num_elements, size if self.fixed is None else max(1, num_elements)), num_elements])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,33 +201,32 @@ class RecordMap:
         assert 0 <= start <= self.num_elements[block], start
         return offset + (found.offset(start) if start < self.num_elements[block] else found.num_bytes(start))
 
-    def field_bytes(self, block: int, field: str, num_elements: int) -> int:
-        """Size of `num_elements` elements of a field."""
-        return self._fields[block][field][0].num_bytes(num_elements)
+    def field_bytes(self, block: int, field: str, num_elements: int, start: int = 0) -> int:
+        """Size of `num_elements` elements of a field from `start` on."""
+        return self._fields[block][field][0].num_bytes(num_elements, start)
 
 
 class ChunkMap:
     """Entries of a region's checksum table: the step, then one entry per chunk, ordered by block, field and chunk.
 
     A chunk is `chunk_elements` consecutive elements of one field of one block. The last chunk of a field is shorter if
-    the field does not divide evenly. Entry 0 has the step that wrote the region. Blocks that lie elsewhere have no
-    entries.
+    the field does not divide evenly. A field with a fixed number of values is one chunk. Entry 0 has the step that
+    wrote the region. Blocks that lie elsewhere have no entries.
     """
 
     def __init__(self, blocks: Sequence[StoredBlock], chunk_elements: int, *, is_frozen: bool) -> None:
         self.blocks = tuple(blocks)
         self.chunk_elements = chunk_elements
         self._num_elements = [block.num_elements if block.is_frozen is is_frozen else 0 for block in blocks]
-        self._chunks_per_field = [-(-number // chunk_elements) for number in self._num_elements]
-        numbers = (
-            len(block.record.fields) * number for block, number in zip(blocks, self._chunks_per_field, strict=True)
-        )
-        self._first_entries = tuple(accumulate(numbers, initial=1))
-
-    @property
-    def num_entries(self) -> int:
+        self.first_entries: list[dict[str, int]] = []
+        """By block and name of the field: the entry of its first chunk. Those of the next chunks follow."""
+        self.num_entries = 1
         """Entries of the table, the step's included."""
-        return self._first_entries[-1]
+        for block, number in zip(blocks, self._num_elements, strict=True):
+            self.first_entries.append({})
+            for field in block.record.fields:
+                self.first_entries[-1][field.name] = self.num_entries
+                self.num_entries += -(-number // chunk_elements) if field.fixed is None else number > 0
 
     @property
     def table_bytes(self) -> int:
@@ -227,22 +237,18 @@ class ChunkMap:
         """Each chunk in elements [start, stop) of a field as (entry, first element, end). Only whole chunks."""
         size, num_elements = self.chunk_elements, self._num_elements[block]
         assert start % size == 0 and (stop % size == 0 or stop == num_elements), (block, field, start, stop)
-        index = self.blocks[block].record.index(field)
-        first = self._first_entries[block] + index * self._chunks_per_field[block]
+        first = self.first_entries[block][field]
+        if self.blocks[block].record.field(field).fixed is not None:
+            yield from [(first, 0, num_elements)] if start == 0 < stop else []
+            return
         for chunk in range(start // size, -(-stop // size)):
             yield first + chunk, chunk * size, min((chunk + 1) * size, stop)
-
-    def first_entries(self, block: int) -> Iterator[tuple[str, int]]:
-        """For each field of a block: its name, and the entry of its first chunk. Those of the next chunks follow."""
-        for index, field in enumerate(self.blocks[block].record.fields):
-            yield field.name, self._first_entries[block] + index * self._chunks_per_field[block]
 
     def ranges(self) -> Iterator[tuple[int, Field, int, int]]:
         """Every chunk of the region as (block, field, first element, end), in the order of the table."""
         for block, num_elements in enumerate(self._num_elements):
             for field in self.blocks[block].record.fields:
-                edges = [*range(0, num_elements, self.chunk_elements), num_elements]
-                for start, stop in pairwise(edges):
+                for start, stop in field.ranges(num_elements, self.chunk_elements):
                     yield block, field, start, stop
 
 
@@ -292,6 +298,7 @@ class Geometry:
             field.num_bytes(self.chunk_elements) == self.chunk_elements // field.per * VALUE_BYTES[field.dtype]
             for block in self.blocks
             for field in block.record.fields
+            if field.fixed is None
         ), "a chunk is whole pages in every field"
 
     @property

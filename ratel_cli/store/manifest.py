@@ -255,7 +255,7 @@ def page_sha256(page: bytes) -> bytes:
 def _geometry_row(geometry: Geometry) -> dict[str, object]:
     kinds, records = _distinct(geometry.blocks), _distinct(block.record for block in geometry.blocks)
     return {
-        "records": [[[field.name, field.dtype, field.per] for field in record.fields] for record in records],
+        "records": [[_field_row(field) for field in record.fields] for record in records],
         "kinds": [
             [block.num_elements, records.index(block.record), block.is_frozen, block.is_in_files] for block in kinds
         ],
@@ -305,16 +305,21 @@ def _geometry(values: JsonFields) -> Geometry:
     )
 
 
+def _field_row(field: Field) -> list[str | int]:
+    """A field that has as many values in every block has one entry more, their number."""
+    return [field.name, field.dtype, field.per, *([] if field.fixed is None else [field.fixed])]
+
+
 def _record(row: object) -> Record:
     fields: list[Field] = []
     for each in checked_list(row, "records"):
-        name, dtype, per = checked_list(each, "a field of records")
+        name, dtype, *sizes = checked_list(each, "a field of records")
         field = Field(
             checked_text(name, "a name in records"),
             VALUE_TYPES[checked_text(dtype, "a type in records")],
-            checked_integer(per, "a size in records"),
+            *(checked_integer(size, "a size in records") for size in sizes),
         )
-        if field.per < 1:
+        if not sizes or field.per < 1 or (field.fixed is not None and field.fixed < 1):
             raise ValueError("a size in records is not valid")
         fields.append(field)
     if not fields:

@@ -157,7 +157,7 @@ class OpenRegion:
         records, parts = self._place.shape.records, []
         assert start <= stop <= records.num_elements[block] and stop % BLOCK_ALIGNMENT == 0, (start, stop)
         for field, memory in memories.items():
-            assert len(memory) == records.field_bytes(block, field, stop - start), len(memory)
+            assert len(memory) == records.field_bytes(block, field, stop - start, start), len(memory)
             parts.append((self._place.address + records.address(block, field, start), memory))
         return parts
 

@@ -44,15 +44,7 @@ from typing import Literal
 import torch
 
 from ratel_cli import _native
-from ratel_cli.engine.optimizer.settings import (
-    AdamWSettings,
-    LionSettings,
-    MuonSettings,
-    OptimizerSettings,
-    SgdSettings,
-    UpdateNumbers,
-    kernel_name,
-)
+from ratel_cli.engine.optimizer.settings import OptimizerSettings, UpdateNumbers, kernel_name
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.schedule.blocks import lay_out_block
@@ -76,7 +68,7 @@ GRADIENTS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": to
 BYTES_PER_PARAMETER: dict[str, float] = {
     "bfloat16": 26, "float32": 28, "float16": 28,
     **{
-        name: 2 * (2 if rule.takes_matrices else 1)
+        name: 2 * (2 if rule.takes_whole else 1)
         + 2 * sum(VALUE_BYTES[field.dtype] / field.per for field in rule.record("bfloat16").fields)
         for name, rule in RULES.items()
     },
@@ -126,7 +118,7 @@ class Arrays:
         parameters of one value."""
         fields = rule.record("bfloat16").fields
         found = [(self.tensor(VALUE_DTYPES[each.dtype], per=each.per), each.per) for each in fields]
-        given = 2 if rule.takes_matrices else 1
+        given = 2 if rule.takes_whole else 1
         found.extend((self.tensor(torch.bfloat16).normal_(0.0, 1e-3), 1) for _ in range(given))
         found[0][0].normal_(0.0, 0.02)
         return found
@@ -188,18 +180,11 @@ def rule_contestants(
 ) -> Iterator[TimedUpdate]:
     """The stream limit and the kernel of another rule than AdamW, on the instruction set that is chosen here."""
     fields, zeros = arrays.record(rule), arrays.tensor(torch.bfloat16)
-    adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
-    settings: dict[str, OptimizerSettings] = {
-        "adamw_8bit": adamw,
-        "adamw_stochastic": adamw,
-        "adamw_8bit_stochastic": adamw,
-        "lion": LionSettings(beta1=0.9, beta2=0.99, weight_decay=0.01),
-        "muon": MuonSettings(adamw=adamw, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"),
-    }
-    others = SgdSettings(momentum=0.9, nesterov=False, weight_decay=0.01)
+    options = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "momentum": 0.9, "nesterov": False}
+    settings = OptimizerSettings(weight_decay=0.01, options={**options, "adjust_lr_fn": "match_rms_adamw"})
     update = UpdateNumbers(number=10, learning_rate=LEARNING_RATE, gradient_scale=1.0)
     block = lay_out_block(index=0, name="block", parameters=[("matrix", (1, 1), True)], dtype="bfloat16", rule=rule)
-    scalars = settings.get(rule.name, others).scalars(update, block, _native.native_square_root())
+    scalars = settings.scalars(update, block, _native.native_square_root())
     edge = -(-num_parameters // (num_threads * UNIT_8BIT)) * UNIT_8BIT
     parts = [(first, min(first + edge, num_parameters)) for first in range(0, num_parameters, edge)]
     for prefix, name in (("stream_", "stream"), ("", rule.name)):

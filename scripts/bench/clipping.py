@@ -42,7 +42,7 @@ from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer import speculation as speculation_module
-from ratel_cli.engine.optimizer.settings import AdamWSettings
+from ratel_cli.engine.optimizer.settings import adamw_settings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.steps.build import EngineParts, EngineSettings
@@ -136,7 +136,7 @@ class ClippingBench:
         run, timeline = self._run, Timeline()
         config = run.context.config
         settings = EngineSettings(
-            optimizer=AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0),
+            optimizer=adamw_settings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0),
             updates=UpdateSettings(
                 max_grad_norm=max_grad_norm,
                 speculation=speculation,

@@ -35,7 +35,7 @@ from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
-from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers, kernel_of
+from ratel_cli.engine.optimizer.settings import UpdateNumbers, adamw_settings, kernel_of
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, Extent, IoQueue, LanedQueue, depth_for, open_queue
 from ratel_cli.io.requests import Lane, Request
@@ -121,7 +121,7 @@ class _TimedUpdater(GroupUpdater):
     """Counts the kernel's CPU time."""
 
     def __init__(self) -> None:
-        super().__init__(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), seed=0)
+        super().__init__(adamw_settings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), seed=0)
         self.kernel_seconds = 0.0
         kernel = kernel_of(ADAMW, "bfloat16")
 

@@ -32,7 +32,7 @@ from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
-from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
+from ratel_cli.engine.optimizer.settings import UpdateNumbers, adamw_settings
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import DEFAULT_REQUEST_BYTES, depth_for
 from ratel_cli.planning.profile.placement import GroupShape
@@ -97,7 +97,7 @@ class ManyDrives:
         paths = [directory / f"drive{number}" for number in range(drives.count)]
         self._store = resources.enter_context(Store.create(paths, geometry, identity=NO_IDENTITY, queue=self.queue))
         self._store.commit_import(progress_at(0))
-        settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+        settings = adamw_settings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
         self._adamw = resources.enter_context(GroupUpdater(settings, seed=0))
 
     def update(self, groups: GroupShape) -> float:

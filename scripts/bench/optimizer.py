@@ -35,7 +35,7 @@ from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
-from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
+from ratel_cli.engine.optimizer.settings import UpdateNumbers, adamw_settings
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.planning.profile.placement import GroupShape
@@ -71,7 +71,7 @@ class OptimizerBench:
             Store.create([directory], geometry, identity=NO_IDENTITY, queue=self.queue)
         )
         self.store.commit_import(progress_at(0))
-        self._adamw = GroupUpdater(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), seed=0)
+        self._adamw = GroupUpdater(adamw_settings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), seed=0)
         self._pipelines = {
             name: resources.enter_context(UpdatePipeline(self._work(), order=order, groups=groups))
             for name, (order, groups) in PIPELINES.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -124,6 +125,8 @@ Tensors = dict[str, torch.Tensor]
 NO_STORE = -1
 PATIENCE, MOST_FILE_BYTES = "TEST_PATIENCE_SECONDS", "TEST_MOST_FILE_BYTES"
 """In the environment of a forked process: how long a rank waits for another, and how large its files may be."""
+RULES_OF = "TEST_RULES_OF"
+"""There: the module of an optimizer that takes the place of Lion (tests/factored.py)."""
 BRIEFLY = MeasurementBudget(
     seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0, adamw_bytes=0
 )
@@ -415,6 +418,8 @@ def _run_child(
     os.environ.update(environment)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at
+    if RULES_OF in os.environ:
+        importlib.import_module(os.environ[RULES_OF]).take_the_place_of_lion()
     path = _stderr_path(Path(config), int(os.environ.get("RANK", "0")))
     with path.open("w", encoding="utf-8", buffering=1) as stderr:
         sys.stderr = stderr

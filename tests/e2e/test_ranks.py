@@ -47,7 +47,6 @@ from tests.e2e.runs import (
 )
 from tests.e2e.trained import (
     LORA_IN_PEFT,
-    OF_RANKS,
     TRAINED,
     WHOLE_OR_ADAPTER,
     OfEach,
@@ -131,7 +130,7 @@ def test_ranks_that_are_killed_go_on(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", sample(OF_RANKS, every=3))
+@pytest.mark.parametrize("what", sample(list(TRAINED), every=3))
 def test_other_commands_read_the_state_of_all_ranks(
     make_config: MakeConfig, rows: Path, tmp_path: Path, what: str
 ) -> None:

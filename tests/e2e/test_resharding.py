@@ -30,7 +30,7 @@ from tests.e2e.runs import (
     succeed_ranks,
     wait,
 )
-from tests.e2e.trained import OF_RANKS, TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
+from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
 from tests.tiers import rotating, sample
 
 MICRO_BATCHES = 12
@@ -94,7 +94,7 @@ def resharded(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("sizes", "what"), rotating([(1, 2), (2, 1), (1, 4), (4, 3), (3, 1)], OF_RANKS), ids=str)
+@pytest.mark.parametrize(("sizes", "what"), rotating([(1, 2), (2, 1), (1, 4), (4, 3), (3, 1)], list(TRAINED)), ids=str)
 def test_the_state_of_any_number_of_ranks(make_config: MakeConfig, sizes: tuple[int, int], what: str) -> None:
     """Every bit of it, and of saved steps. Nothing else is left of the change."""
     before, after = sizes
@@ -166,7 +166,7 @@ def test_a_new_run_starts_from_a_step_of_another_number(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", sample(OF_RANKS, every=5, offset=1))
+@pytest.mark.parametrize("what", sample(list(TRAINED), every=5, offset=1))
 def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig, what: str) -> None:
     """When one rank has its step, and the other has not; and when another number of ranks has its stores. The same
     command goes on, and all know where the run began."""

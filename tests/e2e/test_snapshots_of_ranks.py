@@ -23,7 +23,7 @@ from tests.e2e.runs import (
     succeed_ranks,
     wait,
 )
-from tests.e2e.trained import OF_RANKS, TRAINED
+from tests.e2e.trained import TRAINED
 from tests.tiers import sample
 
 CHANGES: dict[str, object] = {"max_steps": 8, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
@@ -61,7 +61,7 @@ def steps_of(config: Path) -> list[int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", sample(OF_RANKS, every=3), indirect=True)
+@pytest.mark.parametrize("what", sample(list(TRAINED), every=3), indirect=True)
 def test_a_lost_store_of_one_rank(copied: Path, make_config: MakeConfig, what: str) -> None:
     """All go back to the snapshot's step, and end with the weights of a run that lost nothing."""
     assert steps_of(copied) == [4, 4]
@@ -82,7 +82,7 @@ def test_a_lost_store_of_one_rank(copied: Path, make_config: MakeConfig, what: s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", sample(OF_RANKS, every=5, offset=1), indirect=True)
+@pytest.mark.parametrize("what", sample(list(TRAINED), every=5, offset=1), indirect=True)
 def test_the_newest_step_that_all_have(copied: Path) -> None:
     """One had ended its copy when all were killed, and the other had not. Restoring twice changes nothing."""
     with (
@@ -118,7 +118,7 @@ def test_another_number_of_ranks_has_another_snapshot(copied: Path, tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", sample(OF_RANKS, every=5, offset=3), indirect=True)
+@pytest.mark.parametrize("what", sample(list(TRAINED), every=5, offset=3), indirect=True)
 def test_clean_deletes_those_of_all_ranks(copied: Path) -> None:
     assert ratel("clean", output_of(copied), "--store", "--yes").code == 0
     assert all(Store.exists([each]) for each in snapshots_of(copied))

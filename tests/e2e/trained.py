@@ -35,8 +35,6 @@ LORA_IN_PEFT: tuple[tuple[str, object], ...] = (
 """`lora` in PEFT's words."""
 WHOLE_OR_ADAPTER = ("all weights", "lora", "qlora")
 """They differ in what is exported, and in the form that the weights have in the store."""
-OF_RANKS = tuple(what for what in TRAINED if what != "muon")
-"""Those that several ranks can train."""
 OfEach = Callable[[str], Path]
 """The config of the run that trains what has this name. Tests must not change it."""
 

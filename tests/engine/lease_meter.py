@@ -18,7 +18,7 @@ PURPOSES: tuple[tuple[str, Purpose], ...] = (
     (r"gradient of the tied head|rows of .* gradient|sums of gradients of .*", "sums"),
     (r"gradient of .*|norms of .*", "gradients"),
     (r"gradients of .*", "exchange"),
-    (r"optimizer states of .*|direction of .*", "states"),
+    (r"optimizer states of .*|update of .*", "states"),
     (r"rows of .*", "rows"),
 )
 """How a lease is called, and what it is for. Those of units, and of states that stay, are there all the time."""

@@ -15,13 +15,7 @@ from ratel_cli import _native
 from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.measure.telemetry import Timeline
-from ratel_cli.engine.optimizer.settings import (
-    AdamWSettings,
-    LionSettings,
-    MuonSettings,
-    OptimizerSettings,
-    SgdSettings,
-)
+from ratel_cli.engine.optimizer.settings import OptimizerSettings, adamw_settings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.ranks.commits import commit_together
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
@@ -254,19 +248,12 @@ class Machine:
 
 def settings_of(recipe: Recipe) -> OptimizerSettings:
     """The settings of the recipe's optimizer, with the defaults of the config."""
-    decay = recipe.weight_decay
-    if recipe.optimizer == "lion":
-        return LionSettings(beta1=0.9, beta2=0.999, weight_decay=decay)
-    if recipe.optimizer == "sgd":
-        return SgdSettings(momentum=recipe.momentum, nesterov=False, weight_decay=decay)
-    adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=decay)
+    momentum, nesterov = recipe.momentum, recipe.nesterov
     if recipe.optimizer == "muon":
-        momentum = recipe.momentum or 0.95
-        assert recipe.adjust_lr_fn in ("match_rms_adamw", "original")
-        return MuonSettings(
-            adamw=adamw, momentum=momentum, nesterov=not recipe.nesterov, adjust_lr_fn=recipe.adjust_lr_fn
-        )
-    return adamw
+        momentum, nesterov = momentum or 0.95, not nesterov
+    options = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": recipe.adjust_lr_fn}
+    of_adamw = adamw_settings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
+    return replace(of_adamw, options={**of_adamw.options, **options})
 
 
 def progress_at(step: int) -> Progress:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
-from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
+from ratel_cli.engine.optimizer.settings import UpdateNumbers, adamw_settings
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view
 from ratel_cli.schedule.blocks import lay_out_block
@@ -25,7 +25,7 @@ BLOCK = lay_out_block(
 )
 PRESENT = (True, False, True, True)
 """`idle` gets no gradient."""
-SETTINGS = AdamWSettings(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.3)
+SETTINGS = adamw_settings(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.3)
 LEARNING_RATE = 1e-2
 
 

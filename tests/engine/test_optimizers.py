@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from ratel_cli.engine.optimizer.muon import orthogonal
 from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.planning.time.traffic import step_traffic
+from ratel_cli.schedule.muon import orthogonal
 from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, MUON
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from tests.engine.architectures import larger_config, tiny_config
@@ -178,8 +178,8 @@ def test_directions_are_those_of_torch(shape: tuple[int, int]) -> None:
     """Next to which what is multiplied in fp32 is the same but for its rounding."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     wanted = _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
-    assert torch.equal(orthogonal(matrix.bfloat16()), wanted)
-    in_fp32 = orthogonal(matrix.bfloat16(), products_in=torch.float32)
+    assert torch.equal(orthogonal(matrix.bfloat16(), torch.bfloat16), wanted)
+    in_fp32 = orthogonal(matrix.bfloat16(), torch.float32)
     assert in_fp32.dtype == torch.bfloat16 and torch.allclose(in_fp32.float(), wanted.float(), atol=0.03)
 
 

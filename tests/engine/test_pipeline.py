@@ -18,7 +18,7 @@ from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
 from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
-from ratel_cli.engine.optimizer.settings import AdamWSettings, UpdateNumbers
+from ratel_cli.engine.optimizer.settings import UpdateNumbers, adamw_settings
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.planning.profile.placement import GroupShape
@@ -216,7 +216,7 @@ def stored(tmp_path: Path, queue: FaultyQueue) -> Store:
 
 
 def work_on(store: Store, pool: BufferPool, resident: frozenset[int] = frozenset()) -> GroupWork:
-    settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
+    settings = adamw_settings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)
     work = GroupWork(GroupUpdater(settings, seed=0), store, pool, timeline=Timeline())
     work.follow(resident)
     return work

@@ -7,11 +7,11 @@ import torch
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.values.records import RecordBuffers, decode_state, encode_record, state_fields_for, state_keys
-from ratel_cli.schedule.rules import RULES, W32
+from ratel_cli.schedule.rules import W32, rules_by_name
 from ratel_cli.sizes import DTYPE_NAMES, VALUE_BYTES
 from tests.kernels.rules import restored, signed_map, unsigned_map
 
-TRAINED = [name for name, rule in RULES.items() if not rule.is_frozen]
+TRAINED = [name for name, rule in rules_by_name().items() if not rule.is_frozen]
 KEYS = {"adamw": 3, "adamw_8bit": 3, "lion": 2, "sgd": 1, "sgd_momentum": 2, "muon": 2}
 """The master and the moments."""
 
@@ -20,7 +20,7 @@ KEYS = {"adamw": 3, "adamw_8bit": 3, "lion": 2, "sgd": 1, "sgd_momentum": 2, "mu
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_new_record_has_the_master_and_moments_of_zero(name: str, dtype: str) -> None:
     """And zeros behind its last value, in buffers that others have used."""
-    record, number = RULES[name].record(DTYPE_NAMES[dtype]), 2048 + 100
+    record, number = rules_by_name()[name].record(DTYPE_NAMES[dtype]), 2048 + 100
     fields = tuple(dict.fromkeys((W32, *record.fields)))
     master = torch.randn(number, generator=torch.Generator().manual_seed(1))
     with BufferPool(None) as pool, RecordBuffers(pool, fields, number, "test") as buffers:
@@ -42,7 +42,7 @@ def test_a_new_record_has_the_master_and_moments_of_zero(name: str, dtype: str) 
 
 
 def test_moments_in_8_bit_are_their_values_times_the_scales_of_their_units() -> None:
-    record, number, generator = RULES["adamw_8bit"].record("float32"), 1000, torch.Generator().manual_seed(2)
+    record, number, generator = rules_by_name()["adamw_8bit"].record("float32"), 1000, torch.Generator().manual_seed(2)
     fields = {"w32": torch.randn(number), "m_scale": torch.rand(4), "v_scale": torch.rand(4)}
     fields |= {each: torch.randint(256, (number,), generator=generator, dtype=torch.uint8) for each in ("m8", "v8")}
     state = decode_state(record, fields)

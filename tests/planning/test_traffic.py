@@ -15,7 +15,7 @@ from ratel_cli.planning.profile.analytic import spec_from_shape
 from ratel_cli.planning.profile.placement import Overlap, Placement
 from ratel_cli.planning.time.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
 from ratel_cli.schedule.blocks import BlockSpec
-from ratel_cli.schedule.rules import OptimizerName, rules_of
+from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, Widths, gpt
 from tests.tiers import examples
@@ -259,7 +259,7 @@ def test_checksums_take_what_the_store_gives_them(dtype: DtypeName, num_layers: 
     ],
 )
 def test_the_bytes_of_a_rule_are_those_of_its_record(
-    optimizer: OptimizerName, has_momentum: bool, per_parameter: float, of_embedding: float
+    optimizer: str, has_momentum: bool, per_parameter: float, of_embedding: float
 ) -> None:
     """In bf16, of a large model: weights read in forward and in backward, the record written and read once, the weights
     of it from memory. The head is a norm; what is small or an embedding has moments in fp32."""

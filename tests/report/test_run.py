@@ -31,7 +31,7 @@ from ratel_cli.report.words.run import (
     snapshot_line,
     step_line,
 )
-from ratel_cli.schedule.rules import OptimizerName, rules_of
+from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import Filling
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB, format_bytes, format_seconds, format_traffic
@@ -169,7 +169,7 @@ def test_the_opening_statement() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "moments"), [("adamw", "moments in fp32"), ("adamw_8bit", "by AdamW and 8-bit AdamW")]
 )
-def test_weights_without_a_master_are_said_to_have_none(optimizer: OptimizerName, moments: str) -> None:
+def test_weights_without_a_master_are_said_to_have_none(optimizer: str, moments: str) -> None:
     rules = rules_of(optimizer, bf16_master="stochastic")
     spec = spec_from_shape(name="gpt", num_layers=6, hidden_size=1024, vocab_size=1000, rules=rules)
     found = facts(plan(), spec=spec)["model"]

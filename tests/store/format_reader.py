@@ -157,13 +157,13 @@ class ReadBlock:
 
     num_elements: int
     fields: list[list[Any]]
-    """Name, type and elements of a value."""
+    """Name, type and elements of a value, and the number of values if it is fixed."""
     is_frozen: bool
     is_in_files: bool = False
 
     def field_bytes(self, position: int, num_elements: int, page: Format) -> int:
-        _, kind, per = self.fields[position]
-        values = -(-num_elements // per)
+        _, kind, per, *fixed = self.fields[position]
+        values = fixed[0] * (num_elements > 0) if fixed else -(-num_elements // per)
         return -(-values * page.value_bytes[kind] // page.page_bytes) * page.page_bytes
 
 
@@ -398,8 +398,9 @@ class StoreReader:
         """(block, position of the field, first element) of each chunk, in the order of a region's table."""
         for index, block in enumerate(self.blocks):
             if block.is_frozen is is_frozen:
-                for position in range(len(block.fields)):
-                    for start in range(0, block.num_elements, self.geometry["chunk_elements"]):
+                for position, (_, _, _, *fixed) in enumerate(block.fields):
+                    step = max(1, block.num_elements) if fixed else self.geometry["chunk_elements"]
+                    for start in range(0, block.num_elements, step):
                         yield index, position, start
 
     def _check(self, content: dict[tuple[int, str], bytes], table: list[int], *, is_frozen: bool) -> None:

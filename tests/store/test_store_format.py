@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from ratel_cli import _native
+from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
-from ratel_cli.schedule.rules import RULES
+from ratel_cli.schedule.rules import rules_by_name
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.copy import copy_generation
-from ratel_cli.store.layout import StoredBlock
+from ratel_cli.store.layout import Field, Geometry, Record, StoredBlock
 from ratel_cli.store.lock import OWNER_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import filled
@@ -35,6 +36,7 @@ from tests.store.stores import (
     IDENTITY,
     MIXED,
     SMALL_CHUNK,
+    STRIPE_BYTES,
     blocks_of,
     contents,
     create_store,
@@ -116,7 +118,7 @@ def test_the_reader_finds_every_byte(
 def test_the_document_has_the_fields_of_every_rule(tmp_path: Path, queue: IoQueue) -> None:
     make_store([tmp_path], queue, (1,))
     found = StoreReader([tmp_path]).format
-    for rule in RULES.values():
+    for rule in rules_by_name().values():
         for dtype, record in () if rule.is_frozen else rule.records:
             documented = rule.name if dtype == "bfloat16" else rule.name.removesuffix("_stochastic")
             assert found.fields(dtype, documented) == [[each.name, each.dtype, each.per] for each in record.fields]
@@ -135,6 +137,38 @@ def test_the_reader_and_the_program_read_the_same(tmp_path: Path, queue: IoQueue
             with pool.lease(len(content), "test") as lease:
                 store.current().read(block, name, 0, MIXED[block].num_elements, lease.memory).wait()
                 assert bytes(lease.memory) == content
+
+
+def test_fields_with_a_fixed_number_of_values(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    """They are one chunk, which may be larger than others; a block without elements has none."""
+    fields = (Field("w32", "float32"), Field("rows", "float32", fixed=5000), Field("one", "float32", fixed=1))
+    blocks = (*(StoredBlock(number, Record(fields)) for number in (6144, 0, 2048)), *MIXED)
+    paths = directories(tmp_path, SHAPES[1])
+    make_store(paths, queue, SHAPES[1], blocks)
+    reader = StoreReader(paths)
+    check_made_store(reader)
+    assert [len(reader.read(reader.current)[block, "rows"]) for block in (0, 1, 2)] == [20480, 0, 20480]
+    geometry = Geometry(blocks=blocks, num_slots=2, shares=(1,), stripe_bytes=STRIPE_BYTES, chunk_elements=SMALL_CHUNK)
+    with open_store(paths, queue) as store:
+        for (block, name), content in reader.read(reader.current).items():
+            memory = filled(pool, bytes(len(content)))
+            store.current().read(block, name, 0, blocks[block].num_elements, memory).wait()
+            assert bytes(memory) == content
+        store.current().check_all(pool, progress=lambda num_bytes: None)
+        snapshot = Store.create([tmp_path / "snapshot"], geometry, identity=IDENTITY, queue=queue)
+        with snapshot:
+            copy_generation(store.current(), snapshot.shadow(), pool, progress=lambda num_bytes: None)
+            snapshot.commit_import(store.progress)
+    found = StoreReader([tmp_path / "snapshot"])
+    check_contents(found, found.current, 4)
+    wanted = contents(4, 0, "rows", 20480)
+    file = tmp_path / "snapshot" / "ratel.store"
+    file.write_bytes(file.read_bytes().replace(wanted[100:200], bytes(100)))
+    with (
+        open_store([tmp_path / "snapshot"], queue) as store,
+        pytest.raises(IntegrityFailure, match="block 0, rows: elements 0 to 6144"),
+    ):
+        store.current().check_all(pool, progress=lambda num_bytes: None)
 
 
 def interesting_masters(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The update of one group of parameters in host memory, by the native kernel of its rule.
+"""The update of one group of parameters in host memory, by the native kernel of its rule, or in torch.
 
 The kernel (`ratel_cli._native`) releases the GIL and has no threads of its own: if the plan wants several, each takes a
 part of the group. What it computes with is in `ratel_cli/engine/optimizer/settings.py`.
@@ -6,7 +6,7 @@ part of the group. What it computes with is in `ratel_cli/engine/optimizer/setti
 The same pass over the bytes takes checksums (`GroupChecksums`), since the bytes are in the caches then: of what was
 read, just before it is updated, and of what will be written. The kernel makes the seeds and compares, too: chunk by
 chunk in Python, a group of 16 Mi parameters cost a millisecond of the GIL. For the same reason the kernel gets arrays
-as their bytes: views of torch took a tenth of a millisecond.
+as their bytes: views of torch took a tenth of a millisecond. An update in torch takes no checksums.
 
 Invariants: the bits do not depend on the number of threads; a parameter without a gradient, and the gaps between
 parameters, keep their bits.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,17 +23,15 @@ from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, HostDevice
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient
-from ratel_cli.engine.optimizer.muon import Directions
 from ratel_cli.engine.optimizer.settings import (
-    MuonSettings,
     OptimizerSettings,
-    Scalars,
     UpdateNumbers,
     kernel_of,
     square_root_of_torch,
 )
-from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
-from ratel_cli.schedule.rules import M32
+from ratel_cli.engine.optimizer.torch_update import GroupPart, make_direction, update_in_torch
+from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.updates import InTorch
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
 from ratel_cli.units import align_up
@@ -81,19 +78,16 @@ class GroupUpdater(Closing):
     def __init__(
         self, settings: OptimizerSettings, *, seed: int, num_threads: int = 1, device: Device | None = None
     ) -> None:
-        """`seed`: the run's, which decides how updates are rounded stochastically. `device`: where a rule that takes
-        matrices multiplies them; None: the CPU."""
+        """`seed`: the run's, which decides how updates are rounded stochastically. `device`: where the
+        model is; None: on the CPU."""
         assert num_threads > 0
         self._settings = settings
         self._seed = seed
-        self._directions = (
-            Directions(settings, device or HostDevice(None)) if isinstance(settings, MuonSettings) else None
-        )
+        self._device = device or HostDevice(None)
         self._kernel_of = kernel_of
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ratel-update") if num_threads > 1 else None
         self._square_root = square_root_of_torch()
-        self._last: tuple[UpdateNumbers, Scalars] | None = None
 
     def update(
         self,
@@ -105,16 +99,26 @@ class GroupUpdater(Closing):
         start: int,
         stop: int,
         checksums: GroupChecksums | None = None,
-        direction: memoryview | None = None,
+        buffer: memoryview | None = None,
     ) -> None:
         """Update elements `[start, stop)` of the gradient's block in place.
 
-        `memories` holds every field of the record for these elements, `values` their gradients. `direction`: of a rule
-        that takes matrices, what the weights move along, in bf16.
-        `checksums` takes the checksums of their chunks; None takes none. Raises IntegrityFailure if the bytes that were
-        read are not those that were written.
+        `memories` holds every field of the record for these elements, `values` their gradients. `buffer`: memory for
+        what torch computes (`BlockSpec.update_buffer_bytes`). `checksums` takes the checksums of their chunks; None
+        takes none. Raises IntegrityFailure if the bytes that were read are not those that were written.
         """
-        block, scalars = gradient.block, self._scalars(update, gradient.block)
+        block, rule = gradient.block, gradient.block.rule.update
+        known = (self._settings, memories, gradient, update)
+        if isinstance(rule, InTorch):
+            assert buffer is not None
+            of_group = list(_parts_of_group(block, gradient.present, start, stop))
+            roundings = self._roundings(of_group, update.number)
+            update_in_torch(rule, *known, of_group, values=values, buffer=buffer, roundings=roundings)
+            return
+        if rule is not None and gradient.present[0]:
+            assert buffer is not None
+            make_direction(rule, *known, self._device, values=values, into=buffer)
+        scalars = self._settings.scalars(update, block, self._square_root)
         kernel = self._kernel_of(block.rule, block.dtype)
         chunk_elements, before, after = _WITHOUT_CHECKSUMS, None, None
         if checksums is not None:
@@ -125,10 +129,10 @@ class GroupUpdater(Closing):
             assert checksums is None or (
                 first % chunk_elements == 0 and (last % chunk_elements == 0 or last == block.num_elements)
             ), "a part has whole chunks"
-            segments = list(_segments(block, gradient.present, first, last))
+            segments = list(_parts_of_group(block, gradient.present, first, last))
             mismatches = kernel(
                 *[field.part(memories[field.name], first - start, last - start) for field in block.record.fields],
-                *([] if direction is None else [_elements(direction, stop - start, first - start, last - start)]),
+                *([] if buffer is None else [_elements(buffer, stop - start, first - start, last - start)]),
                 _elements(values, stop - start, first - start, last - start),
                 scalars=scalars,
                 segments=[each.bounds for each in segments],
@@ -151,46 +155,16 @@ class GroupUpdater(Closing):
         for part in parts:
             part.result()
 
-    def make_direction(
-        self,
-        memories: Mapping[str, memoryview],
-        gradient: BlockGradient,
-        update: UpdateNumbers,
-        *,
-        values: memoryview,
-        into: memoryview,
-    ) -> None:
-        """What `update` needs as the direction of a block whose rule takes matrices; undefined without a gradient."""
-        matrix = gradient.block.matrix
-        assert self._directions is not None and matrix is not None
-        if gradient.present[0]:
-            self._directions.make(
-                matrix.shape,
-                momentum=memories[M32.name],
-                gradient=values,
-                gradient_dtype=gradient.dtype,
-                gradient_scale=update.gradient_scale,
-                into=into,
-            )
-
     def close(self) -> None:
         """End the threads. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _roundings(self, segments: Sequence[_Segment], number: int) -> list[tuple[int, int]]:
+    def _roundings(self, segments: Sequence[GroupPart], number: int) -> list[tuple[int, int]]:
         """What the random bits of each segment follow from: a key, and the number of its first element in its
         parameter. So they depend neither on blocks and groups, nor on ranks (docs/store-format.md)."""
         keys = [xxh3_64_intdigest(f"{self._seed}/{number}/{each.parameter.name}".encode()) for each in segments]
         return [(key, each.first_element) for key, each in zip(keys, segments, strict=True)]
-
-    def _scalars(self, update: UpdateNumbers, block: BlockSpec) -> Scalars:
-        """The scalars of an update. All groups of a block have the same one."""
-        if self._last is not None and self._last[0] is update:
-            return self._last[1]
-        scalars = self._settings.scalars(update, block, self._square_root)
-        self._last = update, scalars
-        return scalars
 
 
 def _parts(start: int, stop: int, number: int, alignment: int) -> list[tuple[int, int]]:
@@ -205,20 +179,10 @@ def _elements(memory: memoryview, number: int, first: int, last: int) -> memoryv
     return memory[first * size : last * size]
 
 
-class _Segment(NamedTuple):
-    """Elements of one parameter."""
-
-    parameter: ParameterSpec
-    bounds: tuple[int, int, bool]
-    """`[first, last)`, counted from where the arrays begin, and whether weight decay applies."""
-    first_element: int
-    """The number of the first one in the flattened parameter."""
-
-
-def _segments(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int) -> Iterator[_Segment]:
-    """What has a gradient in `[start, stop)`, the arrays."""
+def _parts_of_group(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int) -> Iterator[GroupPart]:
+    """What has a gradient in elements `[start, stop)` of a block, the arrays. `present`: which parameters have one."""
     for parameter, has_gradient in zip(block.parameters, present, strict=True):
         first, last = max(start, parameter.start), min(stop, parameter.stop)
         if has_gradient and first < last:
             bounds = (first - start, last - start, parameter.decay)
-            yield _Segment(parameter, bounds, parameter.first + first - parameter.start)
+            yield GroupPart(parameter, bounds, parameter.first + first - parameter.start)

@@ -12,8 +12,8 @@ or handed on that was made of bytes other than those that were sealed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -26,6 +26,8 @@ from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join, settle
 from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.updates import InTorch
+from ratel_cli.store.generation import Generation
 from ratel_cli.store.layout import Field
 from ratel_cli.store.store import Store
 
@@ -108,7 +110,9 @@ class GroupWork:
         self._lease_for(group, fields)
         read = {each.name: group.memories[each.name] for each in fields}
         current = self._store.current()
-        if self._store.chunk_elements:
+        if isinstance(block.rule.update, InTorch):  # no kernel takes checksums
+            group.read = _read_checked(current, group, read)
+        elif self._store.chunk_elements:
             group.checksums = GroupChecksums(
                 block.index,
                 current,
@@ -116,7 +120,7 @@ class GroupWork:
                 read=frozenset(read),
                 chunk_elements=self._store.chunk_elements,
             )
-        if read:
+        if read and group.read is None:
             group.read = current.read_unchecked(block.index, group.start, group.stop, read)
 
     def compute(self, group: Group, update: BlockUpdate) -> None:
@@ -131,10 +135,10 @@ class GroupWork:
             update.weights.wait(self._timeline, "forward")
             compute = block.record.compute_field
             group.memories[compute.name] = compute.part(update.weights.memory, group.start, group.stop)
-        began = perf_counter()
+        began, buffer_bytes = perf_counter(), block.update_buffer_bytes(group.stop - group.start)
         with (
             update.gradient.elements(group.start, group.stop, self._pool) as values,
-            self._direction(group, update, values) as direction,
+            self._lease(buffer_bytes, f"update of {block.name}") if buffer_bytes else nullcontext() as lease,
         ):
             self._updater.update(
                 group.memories,
@@ -144,7 +148,7 @@ class GroupWork:
                 start=group.start,
                 stop=group.stop,
                 checksums=group.checksums,
-                direction=direction,
+                buffer=None if lease is None else lease.memory[:buffer_bytes],
             )
         label = SpanLabel.of(block.rule.title, block, "update", group.number)
         self._timeline.record("optimizer", label, began, perf_counter())
@@ -153,8 +157,12 @@ class GroupWork:
 
     def write(self, group: Group) -> None:
         """Start writing every field to the shadow."""
-        shadow = self._store.shadow()
-        group.write = shadow.write_hashed(group.block.index, group.start, group.stop, group.memories)
+        shadow, where = self._store.shadow(), (group.block.index, group.start, group.stop)
+        if isinstance(group.block.rule.update, InTorch):
+            writes = (shadow.write(where[0], name, *where[1:], each) for name, each in group.memories.items())
+            group.write = join([*writes])
+        else:
+            group.write = shadow.write_hashed(*where, group.memories)
 
     def finish(self, group: Group) -> None:
         """Wait for the write, and give the group's buffers back."""
@@ -191,9 +199,7 @@ class GroupWork:
             return
         group = Group(block=block, number=0, start=0, stop=block.num_elements, with_weights=False)
         memories, current = self._resident_memories(group), self._store.current()
-        group.read = join(
-            [current.read(block.index, name, 0, block.num_elements, memory) for name, memory in memories.items()]
-        )
+        group.read = _read_checked(current, group, memories)
         self._wait_read(group)
         self._valid.add(block.index)
 
@@ -216,19 +222,6 @@ class GroupWork:
         for block in forgotten:
             for lease in self._states.pop(block).values():
                 lease.release()
-
-    @contextmanager
-    def _direction(self, group: Group, update: BlockUpdate, values: memoryview) -> Iterator[memoryview | None]:
-        """What the group's weights move along, where its rule takes matrices."""
-        block = group.block
-        if block.matrix is None:
-            yield None
-            return
-        with self._lease(block.direction_bytes, f"direction of {block.name}") as lease:
-            self._updater.make_direction(
-                group.memories, update.gradient, update.numbers, values=values, into=lease.memory
-            )
-            yield lease.memory
 
     def _wait_read(self, group: Group) -> None:
         read, group.read = group.read, None
@@ -270,3 +263,9 @@ class GroupWork:
             each.name: each.part(leases[each.name].memory, group.start, group.stop)
             for each in block.record.state_fields
         }
+
+
+def _read_checked(current: Generation, group: Group, memories: Mapping[str, memoryview]) -> Ticket:
+    """Read the group's elements of these fields. The ticket raises IntegrityFailure if they are damaged."""
+    block, start, stop = group.block.index, group.start, group.stop
+    return join([current.read(block, name, start, stop, memory) for name, memory in memories.items()])

@@ -89,6 +89,6 @@ def _serve(ranks: Ranks, generation: Generation, pool: BufferPool) -> None:
         if rank != ranks.rank:
             continue
         field = generation.blocks[block].record.fields[number]
-        with pool.lease(field.num_bytes(stop - start), "a slice for rank 0", crosses_link=False) as lease:
+        with pool.lease(field.num_bytes(stop - start, start), "a slice for rank 0", crosses_link=False) as lease:
             generation.read(block, field.name, start, stop, lease.memory).wait()
             ranks.control.swap([lease.memory, *[_EMPTY] * (size - 1)], [_EMPTY] * size)

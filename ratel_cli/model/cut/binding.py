@@ -18,7 +18,7 @@ from ratel_cli.model.files.quantised_modules import Quantised
 from ratel_cli.model.values.rate_groups import ENDS, GROUP_NAMES, ONE_RATE, RateGroups
 from ratel_cli.model.values.spec import decays
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, lay_out_block
-from ratel_cli.schedule.rules import ALL_ADAMW, FROZEN, Rule, RuleChoice
+from ratel_cli.schedule.rules import ALL_ADAMW, FROZEN, ParameterKind, Rule, RuleChoice
 from ratel_cli.sizes import DtypeName, WeightDtype
 
 _NAMES_OF_DTYPES: dict[torch.dtype, WeightDtype] = {
@@ -198,7 +198,7 @@ def cut_into_blocks(
             return FROZEN
         is_in_layer = 0 < segment < len(segments) - 1
         is_weight = is_in_layer and parameter.name.endswith(".weight")
-        return rules.of(parameter.shape, is_embedding=parameter.is_embedding, is_weight_of_layer=is_weight)
+        return rules.of(ParameterKind(parameter.shape, parameter.is_embedding, is_weight))
 
     for index, (name, parameters) in enumerate(segments):
         of_segment = [each for each in parameters if users[each.name][0] == index]
@@ -208,22 +208,24 @@ def cut_into_blocks(
                 rule_of(each, index),
                 tuple(users[each.name][1:]),
                 rates.of(each.name, len(each.shape)) if each.is_trained else 0,
+                each.name if rule_of(each, index).stands_alone else "",
             )
             for each in of_segment
         ]
-        own = (dtype, rules.main, (), 0) if index or not kinds else kinds[0]  # an embedding's begins with the matrix
+        # An embedding's begins with the matrix.
+        own = (dtype, rules.main, (), 0, "") if index or not kinds else kinds[0]
         for of_block in dict.fromkeys(kinds):
             chosen = tuple(each for each, found in zip(of_segment, kinds, strict=True) if found == of_block)
             if of_block == own:
-                firsts.append(CutBlock(index, name, *own, chosen))
-            elif of_block[1].takes_matrices:
-                others.extend(CutBlock(index, f"{name}, {each.name}", *of_block, (each,)) for each in chosen)
+                firsts.append(CutBlock(index, name, *own[:4], chosen))
+            elif of_block[4]:
+                others.append(CutBlock(index, f"{name}, {of_block[4]}", *of_block[:4], chosen))
             else:
                 rule = of_block[1]
                 how = "frozen" if rule is FROZEN else "in" if rule == own[1] else f"by {rule.title} in"
                 what = f"{name}, {how} {of_block[0]}"
                 shared = ", shared" if of_block[2] else ", not shared" if own[2] else ""
-                others.append(CutBlock(index, what + shared + GROUP_NAMES[of_block[3]], *of_block, chosen))
+                others.append(CutBlock(index, what + shared + GROUP_NAMES[of_block[3]], *of_block[:4], chosen))
     return [*firsts, *others]
 
 

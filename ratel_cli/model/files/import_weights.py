@@ -80,7 +80,7 @@ def copy_weights(
         buffers.read(source, index, fields, start, stop)
         tensors = buffers.tensors((W32, *record.fields), stop - start)
         tensors[W32.name].copy_(decode_weights(fields, tensors, "float32"))
-        return sum(field.num_bytes(stop - start) for field in record.fields)
+        return sum(field.num_bytes(stop - start, start) for field in record.fields)
 
     _fill(target, pool, read, purpose="copied weights", progress=progress, group_elements=group_elements)
 
@@ -106,7 +106,7 @@ def _fill(
                 amount = read(index, start, stop, buffers)
                 encode_record(block.record, buffers.tensors((W32, *block.record.fields), stop - start))
                 buffers.clear_ends(block.record.fields, stop - start)
-                parts = {field: buffers.memory(field, stop - start) for field in block.record.fields}
+                parts = {field: buffers.memory(field, stop - start, start) for field in block.record.fields}
                 join([target.write(index, field.name, start, stop, part) for field, part in parts.items()]).wait()
                 progress(amount)
 

@@ -57,16 +57,21 @@ class StoredState:
         block, parameter = self._placed[name]
         read = state_fields_for(block.record)
         decoded = tuple(dict.fromkeys((*read, W32)))
-        keys = state_keys(block.record)
-        values = {key: torch.empty(parameter.num_elements, dtype=torch.float32, device="cpu") for key in keys}
+        vectors = {each.name: each.shape(parameter.shape) for each in block.rule.vectors}
+        shapes = {key: vectors.get(key, parameter.shape) for key in state_keys(block.record)}
+        values = {key: torch.empty(shape, dtype=torch.float32, device="cpu").view(-1) for key, shape in shapes.items()}
         groups = groups_of(self._generation, block, parameter.start, parameter.stop, self._group_elements)
         with RecordBuffers(self._pool, decoded, self._group_elements, "training state") as buffers:
             for first, last in groups:
                 buffers.read(self._generation, block.index, read, first, last)
                 start, stop = max(parameter.start, first), min(parameter.stop, last)
+                to, of = slice(start - parameter.start, stop - parameter.start), slice(start - first, stop - first)
                 for key, part in decode_state(block.record, buffers.tensors(decoded, last - first)).items():
-                    values[key][start - parameter.start : stop - parameter.start] = part[start - first : stop - first]
-        state = {key: each.reshape(parameter.shape) for key, each in values.items()}
+                    if key in vectors:  # read with the first group
+                        values[key].copy_(part)
+                    else:
+                        values[key][to] = part[of]
+        state = {key: each.reshape(shapes[key]) for key, each in values.items()}
         if name in self._quantised:
             form = self._quantised[name]
             state["weight"] = dequantised(state["weight"].to(torch.uint8), form.layout, form.dtype).float()

@@ -17,7 +17,20 @@ from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.schedule.rules import HI16, LO16, M8, M32, M_SCALE, TIE8, UNIT_8BIT, V8, V32, V_SCALE, W32
+from ratel_cli.schedule.rules import (
+    HI16,
+    LO16,
+    M8,
+    M32,
+    M_SCALE,
+    TIE8,
+    UNIT_8BIT,
+    V8,
+    V32,
+    V_SCALE,
+    W32,
+    WEIGHT_FIELDS,
+)
 from ratel_cli.sizes import WeightDtype
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.layout import Field, Record
@@ -28,6 +41,8 @@ _ZERO_OF_M = 127
 """The code of zero in the map for m; in that for v it is 0."""
 _EIGHT_BIT = ((M8, M_SCALE, "exp_avg", True), (V8, V_SCALE, "exp_avg_sq", False))
 """Moments in 8 bit: codes, their scales, what torch calls the moment, and whether it has a sign."""
+_NAMES = {M32: "exp_avg", M8: "exp_avg", V32: "exp_avg_sq", V8: "exp_avg_sq"}
+"""What torch calls moments. Others have the names of their fields."""
 
 
 class RecordBuffers(Closing):
@@ -49,14 +64,14 @@ class RecordBuffers(Closing):
         self._memories = {}
         self._resources.close()
 
-    def memory(self, field: Field, num_elements: int) -> memoryview:
-        """The memory of the first elements of a field."""
-        return self._memories[field][: field.num_bytes(num_elements)]
+    def memory(self, field: Field, num_elements: int, start: int = 0) -> memoryview:
+        """The memory of a field for this many elements from `start` on."""
+        return self._memories[field][: field.num_bytes(num_elements, start)]
 
     def read(self, generation: Readable, block: int, fields: Iterable[Field], start: int, stop: int) -> None:
         """Read elements [start, stop) of these fields of a block, whole chunks. Raises IntegrityFailure."""
-        reads = [generation.read(block, field.name, start, stop, self.memory(field, stop - start)) for field in fields]
-        join(reads).wait()
+        parts = ((field.name, self.memory(field, stop - start, start)) for field in fields)
+        join([generation.read(block, name, start, stop, memory) for name, memory in parts]).wait()
 
     def tensors(self, fields: Iterable[Field], num_elements: int) -> dict[str, torch.Tensor]:
         """The first elements of these fields, by name."""
@@ -77,7 +92,7 @@ def fields_for(record: Record, dtype: WeightDtype) -> tuple[Field, ...]:
     if record.compute_field.dtype == dtype:
         return (record.compute_field,)
     if HI16 in record.fields:
-        return (HI16, LO16, V32 if V32 in record.fields else TIE8)
+        return (HI16, LO16, TIE8 if TIE8 in record.fields else V32)
     return (W32,) if W32 in record.fields else (record.compute_field,)
 
 
@@ -95,25 +110,22 @@ def decode_weights(read: tuple[Field, ...], fields: Fields, dtype: WeightDtype) 
 def state_fields_for(record: Record) -> tuple[Field, ...]:
     """The fields to read for all that training has of a block: fp32 master weights and moments; of a frozen block its
     weights."""
-    moments = (field for field in (M32, V32, M8, M_SCALE, V8, V_SCALE) if field in record.fields)
+    moments = (field for field in record.fields if field not in WEIGHT_FIELDS)
     return tuple(dict.fromkeys((*fields_for(record, "float32"), *moments)))
 
 
 def state_keys(record: Record) -> tuple[str, ...]:
     """What `decode_state` gives of a block with this record."""
-    m, v = ({M32, M8} & {*record.fields}, {V32, V8} & {*record.fields})
-    return ("weight", *(("exp_avg",) if m else ()), *(("exp_avg_sq",) if v else ()))
+    return ("weight", *(_NAMES.get(each, each.name) for each in _moments(record)))
 
 
 def decode_state(record: Record, fields: Fields) -> dict[str, torch.Tensor]:
     """Decode the training state from the fields that `state_fields_for` names, by torch's names: `weight`, and the
-    moments that the block's rule has, `exp_avg` and `exp_avg_sq`, each fp32 `[elements]`. Two halves are joined in
-    `w32`. The mean of gradients is called so even if the rule is SGD."""
+    moments that the block's rule has, such as `exp_avg` and `exp_avg_sq`, each fp32 `[elements]`. Two halves are joined
+    in `w32`. The mean of gradients is called so even if the rule is SGD."""
     state = {"weight": decode_weights(fields_for(record, "float32"), fields, "float32")}
-    if M32 in record.fields:
-        state["exp_avg"] = fields[M32.name]
-    if V32 in record.fields:
-        state["exp_avg_sq"] = fields[V32.name].abs()
+    for field, key in zip(_moments(record), state_keys(record)[1:], strict=True):
+        state[key] = fields[field.name].abs() if field == V32 else fields[field.name]
     for codes, scales, key, signed in _EIGHT_BIT:
         if codes in record.fields:
             values = torch.tensor(_native.dynamic_map(signed=signed), dtype=torch.float32)[fields[codes.name].int()]
@@ -126,21 +138,28 @@ def encode_record(record: Record, fields: Fields) -> None:
 
     Every field is filled here: buffers are reused, so another's bytes would go to the store with a valid checksum.
     """
-    master = fields[W32.name]
     for field in record.fields:
-        if field in (M32, V32, V8, M_SCALE, V_SCALE, TIE8):
-            fields[field.name].zero_()
-        elif field == M8:
+        if field == M8:
             fields[field.name].fill_(_ZERO_OF_M)
-        elif field == HI16:
-            not_numbers = master.isnan()
-            if not_numbers.any():  # as other bits, the rounding of some of them is zero, and nobody would notice
-                master[not_numbers] = torch.nan
-        elif field == record.compute_field != W32:
-            fields[field.name].copy_(master)
-        else:
-            assert field in (W32, LO16), f"nothing is known about how {field.name} begins"
+        elif field != record.compute_field and field not in WEIGHT_FIELDS:
+            fields[field.name].zero_()
+    encode_weights(record, fields)
+
+
+def encode_weights(record: Record, fields: Fields) -> None:
+    """Fill the record's weights from the master weights in `w32`, rounded to the nearest where there is no master."""
+    master = fields[W32.name]
     if HI16 in record.fields:
-        split = _native.split_bfloat16 if V32 in record.fields else _native.split_tied_bfloat16
+        not_numbers = master.isnan()
+        if not_numbers.any():  # as other bits, the rounding of some of them is zero, and nobody would notice
+            master[not_numbers] = torch.nan
+        split = _native.split_tied_bfloat16 if TIE8 in record.fields else _native.split_bfloat16
         hi16, lo16, ties = (fields[each.name] for each in fields_for(record, "float32"))
         split(master, hi16, lo16, ties)
+    elif record.compute_field != W32:
+        fields[record.compute_field.name].copy_(master)
+
+
+def _moments(record: Record) -> list[Field]:
+    """The fields of a record that are moments, scales left out."""
+    return [each for each in record.state_fields if each not in (*WEIGHT_FIELDS, M_SCALE, V_SCALE)]

@@ -14,6 +14,7 @@ from typing import Self
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields, read_as
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec, block_from_json
+from ratel_cli.schedule.rules import rules_by_name
 from ratel_cli.schedule.segments import Segment, first_trained, segments_of
 from ratel_cli.schedule.slices import slices_of
 from ratel_cli.sizes import VALUE_BYTES, DtypeName, WeightDtype
@@ -253,7 +254,8 @@ class ModelSpec:
         fields = JsonFields(content)
         if fields.integer("format_version") != FORMAT_VERSION:
             raise ValueError("made by another version")
-        blocks = tuple(block_from_json(item, index) for index, item in enumerate(fields.items("blocks")))
+        rules, items = rules_by_name(), enumerate(fields.items("blocks"))
+        blocks = tuple(block_from_json(item, index, rules) for index, item in items)
         return read_as(cls, content, blocks=blocks)
 
 

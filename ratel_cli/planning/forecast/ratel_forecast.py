@@ -18,6 +18,7 @@ from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.search.plan import Plan, make_plan
 from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.split import SplitRate
+from ratel_cli.schedule.slices import fullest_slice
 from ratel_cli.store.layout import RankSlice
 
 
@@ -85,7 +86,7 @@ class RatelForecaster:
                 wear=setting.wear,
             ),
             process_bytes=self.process_bytes,
-            rank_slice=rank_slice_of(setting),
+            rank_slice=rank_slice_of(setting, self.spec),
         )
 
     def chunked(self, setting: Setting) -> Setting:
@@ -105,9 +106,9 @@ class RatelForecaster:
         return memory_bytes - margin_bytes(memory_bytes)
 
 
-def rank_slice_of(setting: Setting) -> RankSlice:
-    """Return the slice of the rank that is planned: the last one, which has no less of any block than another."""
-    return RankSlice(setting.layout.num_ranks - 1, setting.layout.num_ranks)
+def rank_slice_of(setting: Setting, spec: ModelSpec) -> RankSlice:
+    """Return the slice of the rank that is planned: the one that stores most."""
+    return fullest_slice(spec.blocks, setting.layout.num_ranks)
 
 
 def host_limit_bytes(setting: Setting) -> int:

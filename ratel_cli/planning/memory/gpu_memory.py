@@ -86,9 +86,7 @@ class GpuMemory:
         """Bytes of all windows that differ: none, some or all parameters of a segment."""
         self._known_uses: dict[StaysOnGpu, Uses] = {}
         # Asked for by the optimizer thread, whatever else is there.
-        self._directions_bytes = max(
-            block.direction_bytes + block.products_bytes(is_in_fp32=False) for block in spec.blocks
-        )
+        self._updates_bytes = max(block.gpu_working_bytes for block in spec.blocks)
         self._lookup_bytes = lookup_sum_bytes(spec, workload)
 
     def needed_bytes(
@@ -105,7 +103,7 @@ class GpuMemory:
         may take on their way; None: two of them.
         """
         uses = self._uses(StaysOnGpu(holds_sums, holds_head, window_bytes))
-        return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + self._directions_bytes + uses.peak_bytes(largest, units)
+        return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + self._updates_bytes + uses.peak_bytes(largest, units)
 
     def takes_no_more_than(
         self, other: GpuMemory, largest_units: Sequence[LargestUnit], *, holds_head: Sequence[bool]

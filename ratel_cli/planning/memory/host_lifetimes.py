@@ -180,8 +180,10 @@ class PlacedStep:
         for each in read:
             self._reads[each.of.index].append(each)
         self._groups_bytes = placement.groups.buffer_bytes(memory.own.blocks)
-        if not memory.on_gpu:
-            self._groups_bytes += max(block.products_bytes(is_in_fp32=True) for block in memory.own.blocks)
+        of_group = placement.groups.elements
+        self._groups_bytes += max(
+            block.host_working_bytes(of_group, on_gpu=memory.on_gpu) for block in memory.own.blocks
+        )
         self._gradients = gradient_bytes(spec, placement.gpu_embedding_rows)
         self._is_exchanged = memory.num_ranks > 1
         self._updated = [each.gradient_bytes for each in memory.own.segments] if self._is_exchanged else self._gradients
@@ -192,7 +194,7 @@ class PlacedStep:
         """Bytes of the gradients of each segment that are held until the update."""
         embedding = spec.lookup_block
         if embedding is not None and self._updated[0] != memory.own.embedding.gradient_bytes:
-            num_spread = min(placement.groups.elements, embedding.num_elements)  # the rows of one group's gradient
+            num_spread = embedding.group_elements(of_group)  # the rows of one group's gradient
             self._groups_bytes += num_spread * embedding.gradient_dtype_bytes
 
     def parts(self) -> list[StepPart]:

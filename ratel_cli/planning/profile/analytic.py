@@ -40,7 +40,7 @@ from ratel_cli.planning.profile.activations import (
 from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.schedule.blocks import lay_out_block
-from ratel_cli.schedule.rules import ALL_ADAMW, Rule, RuleChoice
+from ratel_cli.schedule.rules import ALL_ADAMW, ParameterKind, Rule, RuleChoice
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import DtypeName
 
@@ -149,9 +149,9 @@ def _cut_by_rule(segments: Sequence[_Segment], rules: RuleChoice) -> list[_Cut]:
         is_in_layer = 0 < number < len(segments) - 1
         by_rule = defaultdict[Rule, list[_Parameter]](list)
         for parameter in parameters:
-            by_rule[rules.of(parameter[1], is_embedding=not number, is_weight_of_layer=is_in_layer)].append(parameter)
+            by_rule[rules.of(ParameterKind(parameter[1], not number, is_in_layer))].append(parameter)
         for rule, chosen in by_rule.items():
-            blocks = [[each] for each in chosen] if rule.takes_matrices else [chosen]
+            blocks = [[each] for each in chosen] if rule.stands_alone else [chosen]
             cut.extend(_Cut(number, rule, each) for each in blocks)
     return sorted(cut, key=lambda block: block.segment > 0 and block.rule != rules.main)
 

@@ -99,9 +99,9 @@ class GroupShape:
         return 2 * self.in_flight + 1
 
     def buffer_bytes(self, blocks: Sequence[BlockSpec]) -> int:
-        """Host memory of these buffers, for any group of these blocks, and of what a matrix moves along."""
+        """Host memory of these buffers, for any group of these blocks, and of what torch computes an update in."""
         groups = max(block.record.num_bytes(block.group_elements(self.elements)) for block in blocks)
-        return self.num_buffers * groups + max(block.direction_bytes for block in blocks)
+        return self.num_buffers * groups + max(block.update_buffer_bytes(self.elements) for block in blocks)
 
 
 class AfterGradient(NamedTuple):

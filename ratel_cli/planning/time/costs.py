@@ -318,8 +318,8 @@ class _Updated(NamedTuple):
         return cls(
             sum(each.update_work for each in found),
             sum(each.update_bytes for each in found),
-            sum(each.products_flops for each in found),
-            sum(each.direction_bytes for each in found),
+            sum(block.update_flops for each in found for block in each.trained),
+            sum(block.crossing_bytes for each in found for block in each.trained),
         )
 
     def with_others(self, others: _Updated) -> _Updated:

@@ -177,7 +177,7 @@ def with_space_tiers(forecast: Forecast, config: RunConfig, forecaster: Forecast
         config,
         forecaster.spec,
         nvme_bytes=forecast.prediction.nvme_bytes,
-        own=forecaster.spec.sliced(rank_slice_of(setting)),
+        own=forecaster.spec.sliced(rank_slice_of(setting, forecaster.spec)),
         layout=setting.layout,
     )
     tiers = (
@@ -197,7 +197,7 @@ def wear_warning(config: RunConfig, forecaster: Forecaster, setting: Setting) ->
     if not isinstance(forecaster, RatelForecaster) or config.max_steps is None:
         return None
     shares = (1,) * len(config.storage.paths)
-    own = forecaster.spec.sliced(rank_slice_of(setting))
+    own = forecaster.spec.sliced(rank_slice_of(setting, forecaster.spec))
     number = setting.layout.on_drives
     limit = wear_limit(config, own.stored_blocks, shares=shares, first_step=0, num_sharing=number)
     return None if limit is None else limit.warning(config.max_steps)

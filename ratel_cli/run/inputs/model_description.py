@@ -92,8 +92,7 @@ def description_file(config: RunConfig) -> Path:
     software = software_versions("ratel-cli", "torch", "transformers", *with_peft)
     of_task = [] if config.task == "causal_lm" else [config.task, *(config.labels or ())]
     rules = rules_in(config)
-    names = [each.name for each in (rules.main, rules.of_matrices) if each is not None]
-    rule_names = [] if rules == ALL_ADAMW else names
+    rule_names = [] if rules == ALL_ADAMW else [each.name for each in rules.rules]
     chosen = [*(getattr(config, key) for key in (*CHOOSES_PARAMETERS, *OF_RATES)), *rule_names]
     looks_at_files = (
         config.base_storage == "in_place" or '"quantization_config"' in content or '"compression_config"' in content

@@ -25,9 +25,3 @@ def reject_unsupported(config: RunConfig, num_ranks: int) -> None:
             "storage.durability: none is not supported with several ranks: one rank that fails would cost all stores",
             "set storage.durability: step",
         )
-    if config.optimizer == "muon":
-        raise OfAllRanks(
-            "optimizer: muon is not supported with several ranks: each updates a slice of every matrix, and Muon needs "
-            "whole ones",
-            "use another optimizer",
-        )

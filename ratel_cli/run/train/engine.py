@@ -5,7 +5,7 @@ Invariant: engines and their scratch files end together; the store and the queue
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,13 +13,7 @@ from ratel_cli.config.keys.optimizers import resolved_options
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.measure.telemetry import Timeline
-from ratel_cli.engine.optimizer.settings import (
-    AdamWSettings,
-    LionSettings,
-    MuonSettings,
-    OptimizerSettings,
-    SgdSettings,
-)
+from ratel_cli.engine.optimizer.settings import OptimizerSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.steps.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.steps.pinned import block_buffers, other_bytes, unit_buffers
@@ -36,20 +30,13 @@ from ratel_cli.units import GIB, format_bytes
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
     """What the update rules of a run compute with."""
-    if config.optimizer == "lion":
-        return LionSettings(beta1=config.adam_beta1, beta2=config.adam_beta2, weight_decay=config.weight_decay)
-    options: Mapping[str, Any] = resolved_options(config.optimizer, config.optim_args)
-    if config.optimizer == "sgd":
-        return SgdSettings(**options, weight_decay=config.weight_decay)
-    adamw = AdamWSettings(
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
-        epsilon=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-    )
-    if config.optimizer == "muon":
-        return MuonSettings(adamw=adamw, **options)
-    return adamw
+    options = {
+        "beta1": config.adam_beta1,
+        "beta2": config.adam_beta2,
+        "epsilon": config.adam_epsilon,
+        **resolved_options(config.optimizer, config.optim_args),
+    }
+    return OptimizerSettings(weight_decay=config.weight_decay, options=options)
 
 
 def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
