@@ -111,7 +111,7 @@ class _Cut(NamedTuple):
         """Return the block's name in a real model (model/cut/binding.py). `is_main`: its rule is the main one."""
         if is_main or not self.segment:
             return segment_name
-        if self.rule.takes_matrices:
+        if self.rule.stands_alone:
             return f"{segment_name}, {self.parameters[0][0]}"
         return f"{segment_name}, by {self.rule.title} in {dtype}"
 
